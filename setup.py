@@ -1,0 +1,32 @@
+"""Package definition: ranges and entry points. Exact versions live in scripts/requirements/*.lock."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="slime-like",
+    version="0.1.0",
+    description="GRPO post-training of large language models with Ray, megatron-core and SGLang, on CPU and GPU alike",
+    python_requires=">=3.12,<3.13",
+    packages=[*find_packages(include=["slime_like", "slime_like.*"]), *find_packages(where="plugins")],
+    package_dir={"slime_like": "slime_like", "slime_like_plugins": "plugins/slime_like_plugins"},
+    package_data={"slime_like.config": ["upstream/*.json"]},
+    install_requires=[
+        "torch>=2.14,<2.15",
+        "sglang==0.5.23",
+        "megatron-core==0.19.2",
+        "transformers>=5.19,<6",
+        "ray[default]>=2.60,<3",
+        "hydra-core>=1.3.8,<2",
+        "numpy",
+        "datasets",
+        "safetensors",
+        "rich",
+        "tenacity",
+        "math-verify",
+    ],
+    extras_require={"wandb": ["wandb"], "tensorboard": ["tensorboard"]},
+    entry_points={
+        "sglang.srt.platforms": ["slime_like_cpu = slime_like_plugins.sglang_cpu:activate"],
+        "sglang.srt.plugins": ["slime_like_cpu = slime_like_plugins.sglang_cpu:load"],
+    },
+)

@@ -1,0 +1,63 @@
+"""What the trainer receives: packed rows of whole sequences. numpy only: shipped to the ranks as they are.
+
+Every ``[T]`` column stands at the token it speaks of: ``rollout_logprobs[t]`` is the log-probability of token ``t``
+given the tokens before it in its sequence, and ``loss_weight[t]`` the weight of that prediction (0 at a sequence's
+first token). Position ids and next-token shifts are derived on the ranks by ``TokenLayout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
+
+from slime_like.types import F32, I32, I64
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One packed micro-batch: S whole sequences, T tokens.
+
+    Example: sequences of 3 and 2 tokens: ``cu_seqlens = [0, 3, 5]``, ``token_ids`` has 5 entries.
+    """
+
+    token_ids: I32  # [T]
+    cu_seqlens: I32  # [S + 1]
+    loss_weight: F32  # [T], sums to 1 over an optimizer step (all micro-batches, all dp ranks)
+    versions: I32  # [T], weight version that sampled the token, -1 where not sampled
+    rollout_logprobs: F32  # [T], 0 where not sampled
+    rewards: F32  # [S]
+    advantages: F32 | None  # [S], None where the algorithm computes them per token on the ranks
+    sample_ids: I64  # [S]
+    extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
+
+    def __post_init__(self) -> None:
+        t, s = len(self.token_ids), len(self.cu_seqlens) - 1
+        assert int(self.cu_seqlens[-1]) == t, f"cu_seqlens ends at {self.cu_seqlens[-1]} of {t} tokens"
+        for column in (self.loss_weight, self.versions, self.rollout_logprobs):
+            assert column.shape == (t,), f"column of shape {column.shape} for {t} tokens"
+        for column in (self.rewards, self.advantages, self.sample_ids):
+            assert column is None or column.shape == (s,), f"column of shape {column.shape} for {s} sequences"
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One optimizer step: ``rows[dp][m]``, the same number m of micro-batches on every dp rank."""
+
+    rows: tuple[tuple[Rows, ...], ...]
+    num_tokens: int  # trained tokens (loss_weight > 0) over all dp ranks
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """All optimizer steps that follow one rollout."""
+
+    rollout_id: int
+    steps: tuple[StepBatch, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Trained tokens of the whole rollout."""
+        return sum(step.num_tokens for step in self.steps)

@@ -1,0 +1,76 @@
+"""The base of every config group: help at each key, choices checked at load, sealed after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from slime_like.errors import ConfigError
+from slime_like.registry import nearest
+
+MISSING: Any = "???"  # OmegaConf's mark for a key that has no default and must be given
+
+
+def key(default: Any, help: str, *, choices: tuple[str, ...] = ()) -> Any:
+    """A config key: its default, one sentence of help and, for words, the allowed ones."""
+    metadata = {"help": help, "choices": choices}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType, reportUnknownVariableType]
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True)
+class Config:
+    """A config group. ``seal`` makes it and everything below it read-only; sealed configs pickle as sealed."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_sealed"):
+            raise AttributeError(f"config is sealed: cannot set {type(self).__name__}.{name}; use dataclasses.replace")
+        object.__setattr__(self, name, value)
+
+    def seal(self) -> None:
+        """Make this group and its sub-groups read-only."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Config):
+                value.seal()
+        object.__setattr__(self, "_sealed", True)
+
+    def check(self, prefix: str) -> None:
+        """Raise ``ConfigError`` on a value outside its choices. Groups extend this with rules of their own."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            choices: tuple[str, ...] = item.metadata.get("choices", ())
+            if choices and value not in choices:
+                raise ConfigError(f"{prefix}{item.name}={value!r} is not one of {', '.join(choices)}: {nearest(str(value), choices)}")
+            if isinstance(value, Config):
+                value.check(f"{prefix}{item.name}.")
+
+
+def keys(group: type[Config] | Config, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
+    """Every dotted key below a group with its dataclass field."""
+    for item in fields(group):
+        factory = item.default_factory
+        if isinstance(factory, type) and is_dataclass(factory) and issubclass(factory, Config):
+            yield from keys(factory, f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}", item
+
+
+def positive(prefix: str, config: Config, *names: str) -> None:
+    """Raise ``ConfigError`` unless each named number is above zero (``None`` passes: chosen by the plan)."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{prefix}{name}={value!r} must be above 0")
+
+
+def within(prefix: str, config: Config, low: float, high: float, *names: str) -> None:
+    """Raise ``ConfigError`` unless each named number lies in ``[low, high]``."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not low <= value <= high:
+            raise ConfigError(f"{prefix}{name}={value!r} must lie in [{low:g}, {high:g}]")

@@ -1,0 +1,40 @@
+"""What a name in the config stands for: name -> "module:attribute". Torch-free; a new entry is one file and one line."""
+
+LOSSES = {
+    "policy_gradient": "slime_like.algo.loss:policy_gradient",
+    "sft": "slime_like.algo.loss:sft",
+}
+GROUP_ADVANTAGES = {
+    "grpo": "slime_like.algo.advantage:grpo",
+    "dr_grpo": "slime_like.algo.advantage:dr_grpo",
+}
+TOKEN_ADVANTAGES = {
+    "reinforce_pp": "slime_like.algo.token_advantage:ReinforcePlusPlus",
+}
+KL_ESTIMATORS = {
+    "k1": "slime_like.algo.kl:k1",
+    "k2": "slime_like.algo.kl:k2",
+    "k3": "slime_like.algo.kl:k3",
+    "low_var_kl": "slime_like.algo.kl:k3",
+}
+FILTERS = {
+    "nonzero_std": "slime_like.algo.filters:nonzero_std",
+    "completed": "slime_like.algo.filters:completed",
+}
+REWARDS = {
+    "math": "slime_like.reward.math:math",
+    "exact": "slime_like.reward.exact:exact",
+}
+GENERATE = {
+    "single_turn": "slime_like.rollout.generate:single_turn",
+}
+DATA_SOURCES = {
+    "file": "slime_like.data.prompts:FileSource",
+}
+FAMILIES = {
+    "qwen3": "slime_like.train.megatron.families.qwen3:Qwen3",
+}
+TRANSPORTS = {
+    "tensor": "slime_like.weights.tensor:TensorSender",
+    "broadcast": "slime_like.weights.broadcast:BroadcastSender",
+}

@@ -1,0 +1,72 @@
+"""What the plan decides, in the form the parts of a run receive: no ``auto`` is left. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime_like.config.algo import AlgoConfig
+from slime_like.config.model import ModelConfig, OptimConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Parallel sizes of the trainer; rank order is megatron's tp-cp-ep-dp-pp."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = True
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the trainer."""
+        return self.tp * self.pp * self.cp * self.dp
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """Everything a trainer rank needs to know."""
+
+    model: ModelConfig
+    optim: OptimConfig
+    algo: AlgoConfig
+    layout: Layout
+    device: str  # cpu | cuda
+    dtype: str  # float32 | bfloat16
+    temperature: float
+    num_steps: int  # optimizer steps of the whole run, for schedules
+    steps_per_rollout: int
+    max_tokens_per_rank: int
+    seed: int
+    deadline_s: float
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss or the reward reads log-probabilities of the reference policy."""
+        return any(getattr(self.algo, name, 0.0) > 0 for name in ("kl_loss_coef", "kl_coef"))
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether a forward pass before the update is needed: with one step per rollout the update's own forward serves."""
+        return self.steps_per_rollout > 1 or self.algo.token_advantage is not None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Everything one SGLang engine needs to know."""
+
+    model_path: str
+    device: str  # cpu | cuda
+    dtype: str
+    tp: int
+    context_length: int
+    seed: int
+    log_path: str
+    start_deadline_s: float
+    request_deadline_s: float
+    max_running_requests: int | None = None
+    sglang: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -1,0 +1,83 @@
+"""rollout.*, reward.*, data.* and evaluation.*: what is asked, how it is answered and scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.config.base import MISSING, Config, key, positive, within
+
+
+@dataclass(kw_only=True)
+class RolloutConfig(Config):
+    """Sampling and the SGLang engines."""
+
+    batch_size: int = key(32, "Prompts per rollout (slime: --rollout-batch-size).")
+    n_samples_per_prompt: int = key(8, "Samples per prompt.")
+    max_response_len: int = key(1024, "Most tokens sampled per response.")
+    max_context_len: int | None = key(None, "Most tokens of prompt and response together; null: the model's.")
+    temperature: float = key(1.0, "Sampling temperature; the trainer computes log-probabilities at the same one.")
+    top_p: float = key(1.0, "Nucleus; only 1.0 is trainable, other values are refused.")
+    top_k: int = key(-1, "Top-k; only -1 (all) is trainable, other values are refused.")
+    stop_token_ids: list[int] = key([], "Tokens that end a response besides the tokenizer's EOS.")
+    num_engines: int = key(1, "SGLang engines (data-parallel replicas).")
+    tp: int = key(1, "Tensor parallel size of each engine (slime: --rollout-num-gpus-per-engine).")
+    generate: str = key("single_turn", "Generate function: a name of table GENERATE or a dotted path.")
+    filters: list[str] = key([], "Group filters in order: names of table FILTERS or dotted paths.")
+    max_running_requests: int | None = key(None, "Requests an engine decodes together; null: SGLang chooses.")
+    start_deadline_s: float = key(600.0, "Longest wait for an engine to start.")
+    request_deadline_s: float = key(1800.0, "Longest wait for one group's answers.")
+    sglang: dict[str, Any] = key({}, "Extra SGLang ServerArgs fields; unknown ones are refused.")
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        positive(prefix, self, "batch_size", "n_samples_per_prompt", "max_response_len", "max_context_len", "temperature")
+        positive(prefix, self, "num_engines", "tp", "max_running_requests", "start_deadline_s", "request_deadline_s")
+
+
+@dataclass(kw_only=True)
+class RewardConfig(Config):
+    """Who scores, and where."""
+
+    name: str = key("math", "Default reward: a name of table REWARDS or a dotted path; a row's rm_type overrides it.")
+    workers: int = key(2, "Processes of the reward pool.")
+    timeout_s: float = key(30.0, "Longest time one call may take; the sample then fails with reward 0 and is counted.")
+    shuffle: bool = key(False, "Control experiment: permute rewards over the batch, so that nothing can be learnt.")
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        positive(prefix, self, "workers", "timeout_s")
+
+
+@dataclass(kw_only=True)
+class DataConfig(Config):
+    """Training prompts, in slime's format."""
+
+    train: str = key(MISSING, "jsonl or parquet of prompts, with an optional slice: path@[a:b].")
+    source: str = key("file", "Data source: a name of table DATA_SOURCES or a dotted path.")
+    input_key: str = key("prompt", "Column of the prompt: a string or chat messages.")
+    label_key: str = key("label", "Column of the label.")
+    metadata_key: str = key("metadata", "Column of the metadata.")
+    apply_chat_template: bool = key(False, "Render string prompts as a user turn by the tokenizer's chat template (messages always are).")
+    chat_template_kwargs: dict[str, Any] = key({}, "Passed to the chat template.")
+    shuffle: bool = key(True, "New order every epoch (slime: --rollout-shuffle).")
+    on_bad_row: str = key("stop", "A row that cannot be used: stop the run at load, or skip and count it.", choices=("stop", "skip"))
+
+
+@dataclass(kw_only=True)
+class EvalConfig(Config):
+    """Held-out prompts."""
+
+    datasets: dict[str, str] = key({}, "Name -> file; metric eval/<name>.")
+    interval: int | None = key(None, "Evaluate every N rollouts; null: only before the first and after the last.")
+    before_train: bool = key(True, "Evaluate before the first rollout (slime: --skip-eval-before-train turns it off).")
+    n_samples_per_prompt: int = key(1, "Samples per held-out prompt.")
+    temperature: float = key(0.0, "0: greedy.")
+    top_p: float = key(1.0, "Nucleus.")
+    max_response_len: int | None = key(None, "Most tokens per response; null: rollout.max_response_len.")
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        positive(prefix, self, "interval", "n_samples_per_prompt", "max_response_len")
+        within(prefix, self, 0.0, 10.0, "temperature")
+        within(prefix, self, 0.0, 1.0, "top_p")

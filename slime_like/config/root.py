@@ -1,0 +1,30 @@
+"""The whole tree and its order. Cross-field rules live in ``config.rules``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.config.algo import AlgoConfig
+from slime_like.config.base import MISSING, Config, key
+from slime_like.config.model import ModelConfig, OptimConfig, ParallelConfig
+from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig
+from slime_like.config.run import LoopConfig, MetricsConfig, PlacementConfig, RunConfig, WeightsConfig
+
+
+@dataclass(kw_only=True)
+class TrainConfig(Config):
+    """One run."""
+
+    model: ModelConfig = key(ModelConfig, "What is trained.")
+    parallel: ParallelConfig = key(ParallelConfig, "How it is split.")
+    algo: AlgoConfig = MISSING
+    optim: OptimConfig = key(OptimConfig, "AdamW and its schedule.")
+    rollout: RolloutConfig = key(RolloutConfig, "Sampling and engines.")
+    reward: RewardConfig = key(RewardConfig, "Who scores.")
+    data: DataConfig = key(DataConfig, "Training prompts.")
+    evaluation: EvalConfig = key(EvalConfig, "Held-out prompts.")
+    loop: LoopConfig = key(LoopConfig, "The circle.")
+    weights: WeightsConfig = key(WeightsConfig, "How weights reach the engines.")
+    placement: PlacementConfig = key(PlacementConfig, "Which machine part runs what.")
+    metrics: MetricsConfig = key(MetricsConfig, "Where metrics go.")
+    run: RunConfig = key(RunConfig, "Folder, seeds, checkpoints, modes.")

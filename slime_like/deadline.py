@@ -1,0 +1,60 @@
+"""Every wait has an owner and a limit, and says who waited for whom when the limit passes."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+
+from slime_like.errors import DeadlineExceeded
+
+FACTOR_VARIABLE = "SLIME_LIKE_DEADLINE_FACTOR"
+
+
+def scale() -> float:
+    """Factor on every limit: raise ``SLIME_LIKE_DEADLINE_FACTOR`` on a slow or shared machine."""
+    text = os.environ.get(FACTOR_VARIABLE, "1")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if factor <= 0:
+        raise ValueError(f"{FACTOR_VARIABLE}={text!r} must be a positive number, such as 2")
+    return factor
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A limit that starts when it is made.
+
+    Example: ``Deadline("rollout manager", "collect", 600).remaining("engine 0")`` is the number of seconds left,
+    or ``DeadlineExceeded: rollout manager waited 600 s for engine 0 in collect ...``.
+    """
+
+    owner: str
+    phase: str
+    seconds: float
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def limit(self) -> float:
+        """Seconds allowed in all, after scaling."""
+        return self.seconds * scale()
+
+    def elapsed(self) -> float:
+        """Seconds since the deadline was made."""
+        return time.monotonic() - self.started
+
+    def remaining(self, waits_for: str) -> float:
+        """Seconds left. Raises ``DeadlineExceeded`` when there are none."""
+        left = self.limit - self.elapsed()
+        if left <= 0:
+            raise self.exceeded(waits_for)
+        return left
+
+    def exceeded(self, waits_for: str) -> DeadlineExceeded:
+        """The error to raise when ``waits_for`` did not answer in time."""
+        return DeadlineExceeded(
+            f"{self.owner} waited {self.elapsed():.0f} s for {waits_for} in phase '{self.phase}' (limit {self.limit:.0f} s; "
+            f"set {FACTOR_VARIABLE} above {scale():g} if this machine is only slow)"
+        )

@@ -1,0 +1,41 @@
+"""Errors a user can meet. Each takes one message (so that it pickles across Ray) naming key or file, value and fix."""
+
+
+class SlimeLikeError(Exception):
+    """Base of every error this project raises on purpose."""
+
+
+class ConfigError(SlimeLikeError, ValueError):
+    """A configuration key, flag or layout that cannot work; raised before any process starts."""
+
+
+class DataError(SlimeLikeError, ValueError):
+    """A dataset that is missing or empty, or a row that cannot be used."""
+
+
+class CheckpointError(SlimeLikeError, RuntimeError):
+    """A checkpoint that is missing, corrupt or of another model."""
+
+
+class RewardError(SlimeLikeError, RuntimeError):
+    """A reward function that failed, timed out or returned something that is not a finite number."""
+
+
+class EngineError(SlimeLikeError, RuntimeError):
+    """An SGLang engine that did not start, died or refused a request."""
+
+
+class WeightSyncError(SlimeLikeError, RuntimeError):
+    """Weights that did not arrive whole in every engine."""
+
+
+class ConsistencyError(SlimeLikeError, RuntimeError):
+    """Engine and trainer disagree about the log-probability of the same tokens under the same weights."""
+
+
+class WorkerError(SlimeLikeError, RuntimeError):
+    """A trainer rank or another process of the run died."""
+
+
+class DeadlineExceeded(SlimeLikeError, TimeoutError):
+    """A wait that took longer than its owner allowed; the message says who waited for whom."""

@@ -1,0 +1,219 @@
+"""The seams of the circle, as Protocols. torch appears only in annotations: importing this file costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slime_like.batch import Rows, TrainBatch
+
+from slime_like.types import F32, I32, Prompt, Reward, Sample, SampleGroup, StepStats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# ---- rollout ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How an engine samples. ``temperature`` 0 is greedy."""
+
+    temperature: float
+    max_new_tokens: int
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine answers to one request: R sampled tokens."""
+
+    token_ids: I32  # [R]
+    logprobs: F32  # [R], log-softmax(logits / temperature) of the sampled token
+    versions: tuple[tuple[int, int, int], ...]  # (start, stop, weight version) over [0, R)
+    finish: str  # stop | length | abort
+
+
+class Engine(Protocol):
+    """What rollout code knows of an inference engine. Token ids in, token ids out."""
+
+    async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> Sequence[Completion]:
+        """``len(seeds)`` completions of one prompt, sent as one group."""
+        ...
+
+    async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
+        """Per sequence [L - 1] log-probabilities of tokens 1..L-1 given those before."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateContext:
+    """What a generate function gets besides prompt and engine."""
+
+    sampling: Sampling
+    decode: Any  # Callable[[Sequence[int]], str]: token ids -> text, special tokens dropped
+    group_id: int
+    first_sample_id: int
+    max_context_len: int
+
+
+class GenerateFn(Protocol):
+    """Prompt -> samples of one group: one turn, many turns, tools. Runs in the rollout manager's event loop."""
+
+    async def __call__(self, prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]: ...
+
+
+class RewardFn(Protocol):
+    """Scores one sample. Runs in a process pool under a deadline; must be importable by its dotted path."""
+
+    def __call__(self, prompt: Prompt, sample: Sample) -> Reward | float: ...
+
+
+class GroupFilter(Protocol):
+    """``None`` keeps the group; otherwise the reason it is dropped, which is counted as a metric."""
+
+    def __call__(self, group: SampleGroup) -> str | None: ...
+
+
+class DataSource(Protocol):
+    """A resumable stream of prompts."""
+
+    def __len__(self) -> int: ...
+    def next(self, n: int) -> list[Prompt]:
+        """The next ``n`` prompts, starting a new epoch where one ends."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+# ---- algorithms ------------------------------------------------------------------------------------------------------
+class GroupAdvantage(Protocol):
+    """rewards_G -> advantages_G of one group, in the driver."""
+
+    def __call__(self, rewards_G: F32) -> F32: ...
+
+
+class Reduce(Protocol):
+    """The only collective an algorithm may use: element-wise sum over all ranks that hold part of the batch."""
+
+    def sum(self, value: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenView:
+    """One packed micro-batch on a rank, as an algorithm sees it. Columns stand at the predicted token, as in ``Rows``.
+
+    Whole sequences even under context parallelism: score columns are gathered before an algorithm reads them.
+    """
+
+    cu_seqlens: Tensor  # I32 [S + 1]
+    loss_weight: Tensor  # F32 [T], 0 where not trained
+    rewards: Tensor  # F32 [S]
+    advantages: Tensor | None  # F32 [S], group advantages
+    rollout_logprobs: Tensor  # F32 [T], behaviour policy
+    old_logprobs: Tensor | None  # F32 [T], proximal policy
+    ref_logprobs: Tensor | None  # F32 [T]
+
+
+class TokenAdvantage(Protocol):
+    """Advantages per token for all micro-batches of a rollout on this rank, before the first optimizer step."""
+
+    def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
+        """F32 [T] per view."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LossView:
+    """What a token loss reads. [T] columns at the predicted token; under context parallelism this rank's part of them."""
+
+    logprobs: Tensor  # F32 [T], carries the gradient
+    entropy: Tensor | None  # F32 [T], carries the gradient; present when the loss asks for it
+    loss_weight: Tensor  # F32 [T]
+    advantages: Tensor | None  # F32 [T]
+    old_logprobs: Tensor | None  # F32 [T]; None: the update is its own old policy
+    rollout_logprobs: Tensor  # F32 [T]
+    ref_logprobs: Tensor | None  # F32 [T]
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """``loss`` is multiplied by loss_weight and summed by the caller; ``means``/``maxima`` become metrics train/<name>."""
+
+    loss: Tensor  # F32 [T]
+    means: Mapping[str, Tensor]  # F32 [T], averaged with loss_weight
+    maxima: Mapping[str, Tensor]  # F32 [T], largest where loss_weight > 0
+
+
+class LossFn(Protocol):
+    """A token loss bound to its config."""
+
+    needs_entropy: bool
+
+    def __call__(self, view: LossView) -> LossOutput: ...
+
+
+# ---- trainer ---------------------------------------------------------------------------------------------------------
+class Trainer(Protocol):
+    """The driver's view of all trainer ranks."""
+
+    version: int  # of the weights the ranks hold: +1 per rollout trained on
+
+    def step(self, batch: TrainBatch) -> StepStats:
+        """Ship each dp shard once, annotate scores, take every optimizer step of the batch."""
+        ...
+
+    def score(self, rows: Rows) -> F32:
+        """[T] log-probabilities at the sampling temperature, 0 at each sequence's first token."""
+        ...
+
+    def save(self, folder: Path, iteration: int) -> None: ...
+    def load(self, folder: Path) -> int: ...
+    def export_hf(self, folder: Path) -> None: ...
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Name, shape and dtype of one HF tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # float32 | bfloat16 | ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """HF tensors that travel together."""
+
+    tensors: tuple[tuple[str, Tensor], ...]
+
+
+class WeightSource(Protocol):
+    """The trainer side on one rank. All ranks of a pipeline stage iterate together: gathers are collectives."""
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank holds the gathered tensors of its pipeline stage."""
+        ...
+
+    def manifest(self) -> tuple[TensorMeta, ...]:
+        """What this rank's pipeline stage will send, in order."""
+        ...
+
+    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        """The tensors of the manifest, in order; a tensor larger than ``max_bytes`` is a bucket of its own."""
+        ...
+
+
+class MetricSink(Protocol):
+    """Where reduced metrics go."""
+
+    def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None: ...
+    def close(self) -> None: ...
+
+

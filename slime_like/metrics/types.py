@@ -1,0 +1,84 @@
+"""Metrics say how they are reduced, and are reduced once, late.
+
+Example: two ranks report ``Mean("train/loss", 3.0, weight=2.0)`` and ``Mean("train/loss", 6.0, weight=1.0)``;
+``reduce_metrics`` gives ``{"train/loss": 4.0}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Weighted mean."""
+
+    name: str
+    value: float
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Sum."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """Largest value seen."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Min:
+    """Smallest value seen."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """The newest value: learning rate, version, a quantile computed elsewhere."""
+
+    name: str
+    value: float
+
+
+Metric = Mean | Sum | Max | Min | Last
+
+
+def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
+    """One number per name. Raises ``ValueError`` when one name is reported with two reductions."""
+    by_name: dict[str, list[Metric]] = {}
+    for metric in metrics:
+        by_name.setdefault(metric.name, []).append(metric)
+    return {name: _reduce(name, found) for name, found in by_name.items()}
+
+
+def _reduce(name: str, found: list[Metric]) -> float:
+    kinds = {type(m) for m in found}
+    if len(kinds) > 1:
+        raise ValueError(f"metric {name!r} is reported as {sorted(k.__name__ for k in kinds)}: choose one reduction")
+    values = np.array([m.value for m in found], dtype=np.float64)
+    match found[0]:
+        case Mean():
+            weights = np.array([m.weight for m in found if isinstance(m, Mean)], dtype=np.float64)
+            total = float(weights.sum())
+            return float((values * weights).sum() / total) if total > 0 else float("nan")
+        case Sum():
+            return float(values.sum())
+        case Max():
+            return float(values.max())
+        case Min():
+            return float(values.min())
+        case Last():
+            return float(values[-1])
