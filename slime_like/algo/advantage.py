@@ -1,0 +1,36 @@
+"""Advantages of one group from its rewards, in the driver (table GROUP_ADVANTAGES). numpy only.
+
+A group is normalised by itself and by nothing else: with groups of uneven size a reshape to ``[groups, n]`` would mix
+the rewards of different prompts. Axis: G = scored episodes of one group.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slime_like.types import F32
+
+EPSILON = 1e-6  # keeps nearly equal rewards from being blown up to unit variance
+
+
+def grpo(rewards_G: F32) -> F32:
+    """Reward minus the group's mean, over its standard deviation (unbiased, as in slime and TRL).
+
+    Zeros where there is nothing to compare: equal rewards, or a group of one.
+    Source: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2.
+    """
+    if len(rewards_G) < 2 or np.ptp(rewards_G) == 0:
+        return np.zeros_like(rewards_G, dtype=np.float32)
+    exact_G = rewards_G.astype(np.float64)
+    return ((exact_G - exact_G.mean()) / (exact_G.std(ddof=1) + EPSILON)).astype(np.float32)
+
+
+def dr_grpo(rewards_G: F32) -> F32:
+    """Reward minus the group's mean, undivided: dividing by the deviation favours too easy and too hard prompts.
+
+    Source: Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv:2503.20783, section 3.
+    """
+    if len(rewards_G) < 2 or np.ptp(rewards_G) == 0:
+        return np.zeros_like(rewards_G, dtype=np.float32)
+    exact_G = rewards_G.astype(np.float64)
+    return (exact_G - exact_G.mean()).astype(np.float32)

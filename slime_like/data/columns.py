@@ -1,0 +1,104 @@
+"""Samples as columns: span bookkeeping turned into per-token arrays without a Python loop over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_like.batch import Rows
+from slime_like.errors import EngineError
+from slime_like.types import F32, I32, Reward, Sample, Source, Span, Status
+
+UNTRAINED = (Status.FAILED, Status.ABORTED)  # their tokens get no weight, their rewards stand in no baseline
+FILLER_ID = -1  # sample_id of a sequence that only keeps a rank busy
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One sequence of L tokens, ready to be packed."""
+
+    sample: Sample
+    advantage: float | None
+    trained: npt.NDArray[np.bool_]  # [L], tokens the loss counts
+    versions: I32  # [L]
+    rollout_logprobs: F32  # [L]
+    num_trained: int
+
+    @property
+    def episode(self) -> tuple[int, int]:
+        """What counts as one sequence in a mean over sequences."""
+        return self.sample.group_id, self.sample.episode_id
+
+
+def column(sample: Sample, advantage: float | None) -> Column:
+    """Per-token arrays of a sample. Raises ``EngineError`` when a sampled token has no log-probability."""
+    lengths = [span.stop - span.start for span in sample.spans]
+    sampled = np.repeat([span.source is Source.MODEL for span in sample.spans], lengths)
+    versions = np.repeat([span.version if span.source is Source.MODEL else -1 for span in sample.spans], lengths)
+    trained = sampled & (sample.status not in UNTRAINED)
+    trained[:1] = False  # nothing stands before a first token, so nothing predicts it
+    unknown = int(np.isnan(sample.logprobs[trained]).sum())
+    if unknown:
+        raise EngineError(
+            f"sample {sample.sample_id} of group {sample.group_id}: {unknown} of its {int(trained.sum())} sampled tokens "
+            f"have no log-probability; the generate function must keep the engine's logprobs at every Source.MODEL token"
+        )
+    logprobs = np.where(sampled, np.nan_to_num(sample.logprobs, nan=0.0), 0.0).astype(np.float32)
+    return Column(sample, advantage, trained, versions.astype(np.int32), logprobs, int(trained.sum()))
+
+
+def filler(shortest: Column) -> Column:
+    """A sequence of at most two tokens and weight 0, for a rank that has fewer sequences than micro-batches."""
+    length = min(2, len(shortest.sample.token_ids))
+    sample = replace(
+        shortest.sample,
+        sample_id=FILLER_ID,
+        token_ids=shortest.sample.token_ids[:length],
+        logprobs=np.zeros(length, dtype=np.float32),
+        spans=(Span(0, length, Source.PROMPT),),
+        reward=Reward(0.0),
+        extras={name: value[:length] for name, value in shortest.sample.extras.items()},
+    )
+    return column(sample, None if shortest.advantage is None else 0.0)
+
+
+def rows_of(columns: Sequence[Column], token_weights: Sequence[float]) -> Rows:
+    """One packed micro-batch; ``token_weights[i]`` goes to every trained token of sequence i."""
+    samples = [c.sample for c in columns]
+    lengths = np.array([len(s.token_ids) for s in samples], dtype=np.int64)
+    trained = np.concatenate([c.trained for c in columns])
+    weights = np.repeat(np.array(token_weights, dtype=np.float32), lengths)
+    advantages = [c.advantage for c in columns if c.advantage is not None]
+    return Rows(
+        token_ids=np.concatenate([s.token_ids for s in samples]).astype(np.int32, copy=False),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        loss_weight=np.where(trained, weights, np.float32(0.0)),
+        versions=np.concatenate([c.versions for c in columns]),
+        rollout_logprobs=np.concatenate([c.rollout_logprobs for c in columns]),
+        rewards=np.array([s.reward.score if s.reward is not None else 0.0 for s in samples], dtype=np.float32),
+        advantages=np.array(advantages, dtype=np.float32) if advantages else None,
+        sample_ids=np.array([s.sample_id for s in samples], dtype=np.int64),
+        extras=_extras(samples),
+    )
+
+
+def _extras(samples: Sequence[Sample]) -> dict[str, npt.NDArray[Any]]:
+    """Per-token extras of all sequences, one after another. All sequences must carry the same ones."""
+    names = set(samples[0].extras)
+    for sample in samples:
+        if set(sample.extras) != names:
+            raise EngineError(
+                f"samples {samples[0].sample_id} and {sample.sample_id} carry different extras: "
+                f"{sorted(names)} and {sorted(sample.extras)}; a generate function must give every sample the same ones"
+            )
+        for name, value in sample.extras.items():
+            if len(value) != len(sample.token_ids):
+                raise EngineError(
+                    f"sample {sample.sample_id}: extras[{name!r}] has {len(value)} entries for {len(sample.token_ids)} "
+                    f"tokens; extras are columns beside the tokens"
+                )
+    return {name: np.concatenate([s.extras[name] for s in samples]) for name in sorted(names)}

@@ -1,0 +1,37 @@
+"""What happens to groups that do not fill a rollout's optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime_like.types import SampleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Groups to train on now, groups to keep for the next rollout, and how many samples were thrown away."""
+
+    used: tuple[SampleGroup, ...]
+    carried: tuple[SampleGroup, ...]
+    num_dropped: int
+
+
+def split_leftover(groups: Sequence[SampleGroup], samples_per_rollout: int, policy: str) -> Split:
+    """Whole groups, in order, up to ``samples_per_rollout`` samples; the rest is carried or dropped by ``policy``.
+
+    Too few samples for a rollout (filters dropped groups): ``carry`` uses none and keeps them all, so that the caller
+    collects more; ``drop`` trains on what there is, in smaller steps. A first group that is larger than a whole rollout
+    is used as it is: it would never fit.
+
+    Example: groups of 4, 4 and 4 samples, 8 per rollout: the first two are used, the third is carried or dropped.
+    """
+    sizes = [len(group.samples) for group in groups]
+    if sum(sizes) < samples_per_rollout:
+        return Split((), tuple(groups), 0) if policy == "carry" else Split(tuple(groups), (), 0)
+    count, total = 0, 0
+    while count < len(groups) and (count == 0 or total + sizes[count] <= samples_per_rollout):
+        total += sizes[count]
+        count += 1
+    used, rest = tuple(groups[:count]), tuple(groups[count:])
+    return Split(used, rest, 0) if policy == "carry" else Split(used, (), sum(sizes[count:]))

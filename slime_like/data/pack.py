@@ -1,0 +1,63 @@
+"""Whole sequences packed into micro-batches (rows) under a token budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from slime_like.data.partition import balance
+
+
+def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of ``lengths`` in rows of at most ``budget`` tokens; a longer sequence gets a row of its own.
+
+    Longest first into the first row with room (Johnson 1973: at most 11/9 of the fewest rows, plus one).
+
+    Example: ``first_fit_decreasing([3, 9, 4, 5], 8) == [[1], [0, 3], [2]]``.
+    """
+    rows: list[list[int]] = []
+    free = np.zeros(len(lengths), dtype=np.int64)
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = np.flatnonzero(free[: len(rows)] >= lengths[index])
+        if len(fits):
+            row = int(fits[0])
+        else:
+            row = len(rows)
+            rows.append([])
+            free[row] = max(budget, lengths[index])
+        rows[row].append(index)
+        free[row] -= lengths[index]
+    return [sorted(row) for row in rows]
+
+
+def split_to(rows: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """As many as ``count`` rows, made by halving the row of most tokens that still holds two sequences.
+
+    Returns fewer when every row holds a single sequence.
+    """
+    rows = [list(row) for row in rows]
+    while len(rows) < count:
+        divisible = [i for i, row in enumerate(rows) if len(row) > 1]
+        if not divisible:
+            break
+        largest = max(divisible, key=lambda i: (sum(lengths[j] for j in rows[i]), -i))
+        whole = rows.pop(largest)
+        halves = balance([lengths[j] for j in whole], 2)
+        rows[largest:largest] = [[whole[j] for j in half] for half in halves]
+    return rows
+
+
+def pack_equal(lengths: Sequence[int], dp: int, budget: int) -> list[list[list[int]]]:
+    """``[dp][m]`` rows of sequence indices, the same m for every dp rank.
+
+    Ranks with fewer rows split theirs, which costs less than an idle micro-batch. A rank whose rows are all single
+    sequences gets empty lists: the caller fills them, since every rank must take part in every micro-batch.
+    """
+    ranks: list[list[list[int]]] = []
+    for part in balance(lengths, dp):
+        local = first_fit_decreasing([lengths[i] for i in part], budget)
+        ranks.append([[part[i] for i in row] for row in local])
+    m = max(len(rows) for rows in ranks)
+    packed = [split_to(rows, lengths, m) for rows in ranks]
+    return [rows + [[] for _ in range(m - len(rows))] for rows in packed]
