@@ -44,8 +44,8 @@ def column(sample: Sample, advantage: float | None) -> Column:
     unknown = int(np.isnan(sample.logprobs[trained]).sum())
     if unknown:
         raise EngineError(
-            f"sample {sample.sample_id} of group {sample.group_id}: {unknown} of its {int(trained.sum())} sampled tokens "
-            f"have no log-probability; the generate function must keep the engine's logprobs at every Source.MODEL token"
+            f"sample {sample.sample_id} of group {sample.group_id}: {unknown} of its {int(trained.sum())} sampled "
+            f"tokens have no log-probability; a generate function must keep the engine's at every Source.MODEL token"
         )
     logprobs = np.where(sampled, np.nan_to_num(sample.logprobs, nan=0.0), 0.0).astype(np.float32)
     return Column(sample, advantage, trained, versions.astype(np.int32), logprobs, int(trained.sum()))

@@ -1,0 +1,74 @@
+"""Prompts as text: chat messages through the tokenizer's template, plain strings as they are.
+
+Text becomes token ids once, without the tokenizer's own special tokens: a template writes its own, and a plain prompt
+is taken literally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from slime_like.errors import ConfigError
+from slime_like.types import I32
+
+Message = Mapping[str, Any]
+Tokenizer = Any  # transformers' PreTrainedTokenizerBase, whose members carry no types
+
+
+def check_messages(prompt: object) -> list[Message]:
+    """A list of chat messages, or ``ValueError`` saying what is wrong with it."""
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError(f"is {_shown(cast(object, prompt))}; it must be a string or a list of chat messages")
+    messages: list[Message] = []
+    for i, message in enumerate(cast(list[object], prompt)):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {i} is {_shown(message)}; a chat message has a 'role' and a 'content'")
+        fields = cast(dict[str, Any], message)
+        for name in ("role", "content"):
+            if not isinstance(fields.get(name), str):
+                raise ValueError(f"message {i} has {name}={_shown(fields.get(name))}; it must be a string")
+        # Parquet fills the fields that other rows have with None: a template would take them for present.
+        messages.append({name: value for name, value in fields.items() if value is not None})
+    return messages
+
+
+def render(tokenizer: Tokenizer, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> str:
+    """Text of a conversation, ending where the assistant's answer begins.
+
+    Raises whatever the template raises on messages that it refuses.
+    """
+    text = tokenizer.apply_chat_template(
+        [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **kwargs
+    )
+    return cast(str, text)
+
+
+def has_template(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer came with a chat template."""
+    return bool(tokenizer.chat_template)
+
+
+def require_template(tokenizer: Tokenizer, needed_by: str) -> None:
+    """Raise ``ConfigError`` naming the tokenizer's folder when it has no chat template."""
+    if not has_template(tokenizer):
+        folder = tokenizer.name_or_path or "model.hf_checkpoint"
+        raise ConfigError(
+            f"the tokenizer in {folder!r} has no chat template, and {needed_by} needs one; add chat_template.jinja to "
+            f"that folder, or use prompts that are plain strings with data.apply_chat_template=false"
+        )
+
+
+def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> list[I32]:
+    """Token ids of each text, in one call: fast tokenizers work through a batch in parallel."""
+    if not texts:
+        return []
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
+    return [np.array(ids, dtype=np.int32) for ids in cast(list[list[int]], encoded["input_ids"])]
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,134 @@
+"""Rows of a jsonl or parquet file, with an optional slice: ``path@[a:b]``.
+
+Read line by line instead of by the ``datasets`` library: a bad row must be named by file and line, a column may hold
+strings in one row and messages in the next, and nothing is cached outside the run's folder. pyarrow reads parquet.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from slime_like.errors import DataError
+
+SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\]$")
+SUFFIXES = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """One row before it is understood. ``fields`` is None where the row is not an object; ``problem`` says why."""
+
+    index: int  # 0-based, in the whole file
+    location: str  # "line 7" (jsonl) or "row 6" (parquet)
+    fields: dict[str, Any] | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file that exists, and which of its rows are wanted."""
+
+    path: Path
+    start: int
+    stop: int  # half-open, within the file
+    num_rows: int  # of the whole file
+
+    @classmethod
+    def open(cls, key: str, spec: str) -> DataFile:
+        """Parse ``path`` or ``path@[a:b]`` given by config key ``key``.
+
+        Raises ``DataError`` when the file is missing, of another kind or empty, or when the slice is.
+        """
+        found = SLICE.match(spec)
+        if found is None and "@[" in spec:
+            raise DataError(f"{key}={spec!r}: a slice is written path@[a:b]; leave out a or b for the file's ends")
+        path = Path(found["path"] if found else spec).expanduser()
+        if path.suffix not in SUFFIXES:
+            raise DataError(
+                f"{key}={spec!r}: {path.suffix or 'no suffix'} is not one of {', '.join(SUFFIXES)}; convert the file"
+            )
+        if not path.is_file():
+            raise DataError(f"{key}={spec!r}: there is no file {path}; {_nearest_file(path)}")
+        num_rows = _count(path)
+        bounds = slice(*(int(found[name]) if found and found[name] else None for name in ("start", "stop")))
+        start, stop, _ = bounds.indices(num_rows)
+        if start >= stop:
+            reason = f"its slice of {num_rows} rows is empty" if num_rows else "the file is empty"
+            raise DataError(f"{key}={spec!r} has no rows: {reason}; a dataset needs at least one")
+        return cls(path, start, stop, num_rows)
+
+    def rows(self) -> Iterator[RawRow]:
+        """The wanted rows, in the file's order; rows outside the slice are not parsed."""
+        return self._jsonl() if self.path.suffix == ".jsonl" else self._parquet()
+
+    def _jsonl(self) -> Iterator[RawRow]:
+        index = -1
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                index += 1
+                if index >= self.stop:
+                    return
+                if index >= self.start:
+                    yield _parse(index, f"line {number}", line)
+
+    def _parquet(self) -> Iterator[RawRow]:
+        index = -1
+        for batch in _parquet(self.path).iter_batches(batch_size=1024):
+            if index + 1 >= self.stop:
+                return
+            if index + batch.num_rows < self.start:
+                index += batch.num_rows
+                continue
+            for fields in cast(list[dict[str, Any]], batch.to_pylist()):
+                index += 1
+                if self.start <= index < self.stop:
+                    yield RawRow(index, f"row {index}", fields)
+
+
+def _parse(index: int, location: str, line: bytes) -> RawRow:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        return RawRow(index, location, None, f"is not JSON ({error}); each line must be one JSON object")
+    if not isinstance(fields, dict):
+        return RawRow(index, location, None, f"is a JSON {type(fields).__name__}; each line must be one JSON object")
+    return RawRow(index, location, cast(dict[str, Any], fields))
+
+
+def _count(path: Path) -> int:
+    if path.suffix == ".jsonl":
+        with path.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    return int(_parquet(path).metadata.num_rows)
+
+
+def _parquet(path: Path) -> Any:
+    """pyarrow's ParquetFile: untyped, and imported only where a file asks for it."""
+    module: Any = importlib.import_module("pyarrow.parquet")
+    try:
+        return module.ParquetFile(path)
+    except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
+        raise DataError(f"{path} is not a readable parquet file ({error}); write it again or name another") from error
+
+
+def _nearest_file(path: Path) -> str:
+    """What stands in the folder instead, or which part of the folder's path is missing."""
+    if not path.parent.is_dir():
+        existing = next((p for p in path.parents if p.is_dir()), Path("."))
+        return f"the folder {path.parent} does not exist (but {existing} does)"
+    names = sorted(p.name for p in path.parent.iterdir() if p.suffix in SUFFIXES)
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.3)
+    if close:
+        return f"did you mean {path.parent / close[0]}?"
+    if not names:
+        return f"the folder {path.parent} has no .jsonl or .parquet file"
+    return f"the folder has {', '.join(names[:5])}"

@@ -1,0 +1,26 @@
+"""Control experiment ``reward.shuffle``: with rewards permuted over the batch, nothing can be learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from slime_like.types import SampleGroup
+
+
+def shuffle_rewards(groups: Sequence[SampleGroup], seed: int) -> list[SampleGroup]:
+    """New groups in which the rewards of all scored samples are permuted across the whole batch.
+
+    The multiset of rewards stays, so means and histograms look the same; only their owners change.
+    """
+    rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
+    order = iter(np.random.default_rng(seed).permutation(len(rewards)).tolist())
+    return [
+        replace(
+            group,
+            samples=tuple(s if s.reward is None else replace(s, reward=rewards[next(order)]) for s in group.samples),
+        )
+        for group in groups
+    ]
