@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_like.batch import Rows, TrainBatch
-
 from slime_like.types import F32, I32, Prompt, Reward, Sample, SampleGroup, StepStats
 
 if TYPE_CHECKING:
@@ -63,7 +62,9 @@ class GenerateContext:
 class GenerateFn(Protocol):
     """Prompt -> samples of one group: one turn, many turns, tools. Runs in the rollout manager's event loop."""
 
-    async def __call__(self, prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]: ...
+    async def __call__(
+        self, prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
+    ) -> Sequence[Sample]: ...
 
 
 class RewardFn(Protocol):
@@ -210,10 +211,43 @@ class WeightSource(Protocol):
         ...
 
 
+class WeightReceiver(Protocol):
+    """The engine side of a push, as a sender sees it. Only valid between ``begin_update`` and ``end_update``."""
+
+    @property
+    def tp(self) -> int:
+        """Ranks of the engine."""
+        ...
+
+    async def update_from_tensors(self, payload: bytes) -> None:
+        """Load a pickled ``[(name, host tensor)]``."""
+        ...
+
+    async def init_broadcast_group(
+        self, host: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Join a group whose rank 0 is the sender; the engine's ranks follow from ``rank_offset``."""
+        ...
+
+    async def update_from_broadcast(self, metas: Sequence[TensorMeta], group_name: str) -> None:
+        """Receive and load ``metas``, broadcast in this order by rank 0."""
+        ...
+
+    async def destroy_broadcast_group(self, group_name: str) -> None: ...
+
+
+class WeightSender(Protocol):
+    """One rank's half of a push."""
+
+    async def send(self, source: WeightSource) -> list[TensorMeta]:
+        """Send all buckets; returns what this rank sent. A collective over the ranks of a pipeline stage."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 class MetricSink(Protocol):
     """Where reduced metrics go."""
 
     def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None: ...
     def close(self) -> None: ...
-
-

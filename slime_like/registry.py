@@ -37,8 +37,12 @@ def resolve(key: str, name: str, table: dict[str, str]) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{key}={name!r}: cannot import {module_name!r} ({error}); is it installed and on PYTHONPATH?") from error
+        raise ConfigError(
+            f"{key}={name!r}: cannot import {module_name!r} ({error}); is it installed and on PYTHONPATH?"
+        ) from error
     try:
         return getattr(module, attribute)
     except AttributeError as error:
-        raise ConfigError(f"{key}={name!r}: module {module_name!r} has no {attribute!r}; {nearest(attribute, vars(module))}") from error
+        raise ConfigError(
+            f"{key}={name!r}: module {module_name!r} has no {attribute!r}; {nearest(attribute, vars(module))}"
+        ) from error

@@ -70,3 +70,13 @@ class EngineSpec:
     request_deadline_s: float
     max_running_requests: int | None = None
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class TransportSpec:
+    """How weights travel from the trainer's ranks to the engines."""
+
+    kind: str  # a name of table TRANSPORTS
+    backend: str  # gloo | nccl, of a broadcast group
+    max_bytes: int  # largest bucket
+    deadline_s: float

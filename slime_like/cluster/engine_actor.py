@@ -1,0 +1,35 @@
+"""One SGLang engine as a Ray actor: owns the server's process and tells why it died."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime_like.cluster.stacks import dump_stacks_on_signal
+from slime_like.cluster.trainer_worker import EngineAddress
+from slime_like.config.resolved import EngineSpec
+from slime_like.rollout.server import EngineServer
+
+
+class EngineActor:
+    """Starts the server when made; ``ready`` waits for it."""
+
+    def __init__(self, name: str, spec: EngineSpec, admin_key: str, stacks_dir: str) -> None:
+        dump_stacks_on_signal(Path(stacks_dir), name.replace(" ", "_"))
+        self._name = name
+        self._spec = spec
+        self._admin_key = admin_key
+        self._server = EngineServer(spec, admin_key=admin_key)
+        self._server.start()
+
+    def ready(self) -> EngineAddress:
+        """Where the engine listens, once it answers."""
+        self._server.wait_ready()
+        return EngineAddress(self._name, self._server.url, self._admin_key, self._spec.tp)
+
+    def cause_of_death(self) -> str:
+        """Exit code and last log lines of a dead server, empty while it lives."""
+        return "" if self._server.alive() else self._server.cause_of_death()
+
+    def stop(self) -> None:
+        """Stop the server and everything it started."""
+        self._server.stop()

@@ -1,0 +1,94 @@
+"""Everything a run reads, read and checked in the driver before any process starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime_like.cluster.crash import one_line
+from slime_like.cluster.plan import Plan
+from slime_like.config import names
+from slime_like.config.root import TrainConfig
+from slime_like.data.demonstrations import Demonstrations
+from slime_like.data.prompts import SourceContext
+from slime_like.errors import ConfigError
+from slime_like.registry import resolve
+from slime_like.reward.check import check_reward, label_rule
+from slime_like.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Prompts, held-out prompts and tokenizer; sources are None where the mode reads none."""
+
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    source: Any = None  # DataSource, or Demonstrations for supervised fine-tuning
+    heldout: Mapping[str, Sequence[Prompt]] = field(default_factory=dict[str, Sequence[Prompt]])
+
+
+def load_inputs(cfg: TrainConfig, plan: Plan) -> Inputs:
+    """Read tokenizer and datasets. Raises ``ConfigError`` or ``DataError`` naming key or file, value and fix."""
+    tokenizer = load_tokenizer(cfg.model.hf_checkpoint)
+    stops = stop_tokens(cfg, tokenizer)
+    if cfg.run.replay_from is not None:
+        return Inputs(tokenizer, stops)
+    check_reward(cfg.reward)
+    supervised = not plan.needs_engines
+    needs_label = _always if supervised else label_rule(cfg.reward)
+
+    def source(path: str, dataset: str, key: str) -> Any:
+        context = SourceContext(
+            path=path,
+            tokenizer=tokenizer,
+            max_context_len=plan.max_context_len,
+            needs_label=needs_label,
+            seed=cfg.run.seed,
+            shuffle=cfg.data.shuffle and dataset == "train",
+            dataset=dataset,
+            key=key,
+        )
+        factory: Any = resolve("data.source", cfg.data.source if dataset == "train" else "file", names.DATA_SOURCES)
+        return factory(cfg.data, context)
+
+    train = source(cfg.data.train, "train", "data.train")
+    if supervised:
+        train = Demonstrations(train, tokenizer, plan.max_context_len)
+    heldout = {
+        name: source(path, name, f"evaluation.datasets.{name}") for name, path in cfg.evaluation.datasets.items()
+    }
+    return Inputs(tokenizer, stops, train, {name: tuple(data.next(len(data))) for name, data in heldout.items()})
+
+
+def _always(rm_type: str | None) -> bool:
+    """Supervised fine-tuning trains on the label."""
+    del rm_type
+    return True
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The HF tokenizer of a checkpoint folder."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.hf_checkpoint={folder!r}: its tokenizer cannot be loaded ({one_line(error)}); copy the tokenizer files there"
+        ) from error
+
+
+def stop_tokens(cfg: TrainConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's EOS, the checkpoint's, and the user's."""
+    found = set(cfg.rollout.stop_token_ids)
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    for name in ("generation_config.json", "config.json"):
+        path = Path(cfg.model.hf_checkpoint) / name
+        if path.exists():
+            eos = json.loads(path.read_text()).get("eos_token_id")
+            found.update([eos] if isinstance(eos, int) else eos or [])
+    return tuple(sorted(found))

@@ -1,0 +1,265 @@
+"""Config -> a running cluster, and back to nothing: what ``launch`` starts, it stops, however the run ends."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_like.cluster.crash import one_line, write_bundle
+from slime_like.cluster.inputs import Inputs, load_inputs
+from slime_like.cluster.placement import Placement
+from slime_like.cluster.plan import Plan, make_plan, probe_machine
+from slime_like.cluster.rollouts import DemonstrationRollout, EngineRollout, ReplayRollout, Rollout
+from slime_like.cluster.run import Run, StopRequest
+from slime_like.cluster.sync import EngineSync, NoSync, Sync
+from slime_like.cluster.trainer_group import TrainerGroup
+from slime_like.cluster.trainer_worker import EngineAddress
+from slime_like.cluster.wait import wait_all, wait_one
+from slime_like.config.load import to_yaml
+from slime_like.config.names import GROUP_ADVANTAGES
+from slime_like.config.root import TrainConfig
+from slime_like.data.assemble import AssembleSpec
+from slime_like.deadline import Deadline
+from slime_like.errors import CheckpointError, EngineError, SlimeLikeError
+from slime_like.interfaces import Trainer
+from slime_like.metrics.sinks import open_sinks
+from slime_like.metrics.spans import Spans
+from slime_like.registry import resolve
+from slime_like.rollout.manager import ManagerSpec
+from slime_like.types import StepStats
+from slime_like.weights import manifest
+
+
+@contextmanager
+def launch(cfg: TrainConfig) -> Iterator[Run]:
+    """Check all inputs, start the processes of ``cfg``, yield the run, tear everything down.
+
+    An error leaves a crash bundle in ``run.dir`` and goes on with the bundle's path in its message.
+    """
+    plan = make_plan(cfg, probe_machine())
+    inputs = load_inputs(cfg, plan)
+    run_dir = Path(cfg.run.dir).resolve()
+    first = _first_rollout(cfg, run_dir)
+    _open_folder(cfg, run_dir)
+    stop = StopRequest()
+    cluster = _Cluster(cfg, plan, run_dir)
+    stop.install()
+    try:
+        run = cluster.start(inputs, first, stop)
+        try:
+            yield run
+        finally:
+            run.sink.close()
+    except Exception as error:
+        deaths = cluster.causes_of_death()
+        bundle = write_bundle(run_dir, error, deaths)
+        raise _with_context(error, deaths, bundle) from error
+    finally:
+        stop.restore()
+        cluster.close()
+
+
+@dataclass(slots=True)
+class _Cluster:
+    """The processes of one run, as far as they have been started."""
+
+    cfg: TrainConfig
+    plan: Plan
+    run_dir: Path
+    placement: Placement | None = None
+    manager: Any = None
+    engines: tuple[Any, ...] = ()
+
+    def start(self, inputs: Inputs, first: int, stop: StopRequest) -> Run:
+        """Start everything the mode needs; trainer and engines start side by side."""
+        self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"))
+        if self.plan.needs_engines:
+            self.engines = tuple(self.placement.engines(secrets.token_urlsafe(32)))
+        trainer = self._start_trainer(first)
+        addresses = self._wait_for_engines()
+        rollout = self._start_rollout(inputs, addresses, first)
+        if first > 0:
+            rollout.load(self._checkpoints(), first)
+        sync = self._make_sync(trainer, addresses)
+        sink = open_sinks(self.cfg.metrics, self.run_dir, first_step=first, num_steps=self.cfg.loop.num_rollout)
+        return Run(
+            cfg=self.cfg,
+            run_dir=self.run_dir,
+            trainer=trainer,
+            rollout=rollout,
+            sync=sync,
+            assembly=self._assembly(),
+            sink=sink,
+            spans=Spans(),
+            stop=stop,
+            first_rollout=first,
+            engine_ranks=max(1, sum(address.tp for address in addresses)),
+        )
+
+    def _start_trainer(self, first: int) -> Trainer:
+        assert self.placement is not None, "start comes first"
+        if not self.plan.needs_trainer:
+            return FrozenTrainer(first)
+        workers, local_ranks = self.placement.trainers()
+        trainer = TrainerGroup(workers, self.plan.actor, local_ranks)
+        trainer.connect()
+        if first > 0:
+            loaded = trainer.load(self._checkpoints())
+            if loaded != first:
+                raise CheckpointError(
+                    f"{self._checkpoints()} says iteration {first}, its content says {loaded}: resume from another checkpoint"
+                )
+        return trainer
+
+    def _wait_for_engines(self) -> tuple[EngineAddress, ...]:
+        refs = {f"engine {i}": actor.ready.remote() for i, actor in enumerate(self.engines)}
+        deadline = Deadline("driver", "engine start", self.cfg.rollout.start_deadline_s + 30)
+        return tuple(wait_all(refs, deadline).values())
+
+    def _start_rollout(self, inputs: Inputs, addresses: tuple[EngineAddress, ...], first: int) -> Rollout:
+        cfg = self.cfg
+        if cfg.run.replay_from is not None:
+            return ReplayRollout(Path(cfg.run.replay_from))
+        if not self.plan.needs_engines:
+            assert inputs.source is not None, "a run without engines or dumps trains on demonstrations"
+            return DemonstrationRollout(inputs.source, cfg.rollout.batch_size)
+        assert self.placement is not None, "start comes first"
+        self.manager = self.placement.manager()
+        spec = ManagerSpec(
+            rollout=cfg.rollout,
+            reward=cfg.reward,
+            evaluation=cfg.evaluation,
+            loop=cfg.loop,
+            tokenizer_path=cfg.model.hf_checkpoint,
+            max_context_len=self.plan.max_context_len,
+            stop_token_ids=inputs.stop_token_ids,
+            temperature=cfg.rollout.temperature,
+            seed=cfg.run.seed,
+            probe_sequences=cfg.weights.probe_sequences,
+            samples_per_rollout=self.plan.samples_per_rollout,
+            first_rollout=first,
+        )
+        deadline = Deadline("driver", "rollout manager start", cfg.rollout.start_deadline_s)
+        wait_one(
+            "rollout manager", self.manager.connect.remote(spec, inputs.source, inputs.heldout, addresses), deadline
+        )
+        return EngineRollout(self.manager, cfg.loop.step_deadline_s)
+
+    def _make_sync(self, trainer: Trainer, addresses: tuple[EngineAddress, ...]) -> Sync:
+        if not addresses or not isinstance(trainer, TrainerGroup):
+            return NoSync()
+        return EngineSync(
+            trainer=trainer,
+            manager=self.manager,
+            engines=addresses,
+            manifest=manifest.merge(trainer.manifests()),
+            transport=self.plan.transport,
+            config=self.cfg.weights,
+            tolerance=self.plan.probe_tolerance,
+        )
+
+    def _assembly(self) -> AssembleSpec:
+        cfg, name = self.cfg, self.cfg.algo.group_advantage
+        return AssembleSpec(
+            group_advantage=None if name is None else resolve("algo.group_advantage", name, GROUP_ADVANTAGES),
+            aggregation=cfg.algo.aggregation,
+            steps_per_rollout=cfg.loop.steps_per_rollout,
+            dp=self.plan.actor.layout.dp,
+            max_tokens_per_rank=cfg.parallel.max_tokens_per_rank,
+            max_response_len=cfg.rollout.max_response_len,
+        )
+
+    def _checkpoints(self) -> Path:
+        return checkpoint_folder(self.cfg, self.run_dir)
+
+    def causes_of_death(self) -> list[str]:
+        """What dead engines left behind."""
+        refs = {f"engine {i}": actor.cause_of_death.remote() for i, actor in enumerate(self.engines)}
+        causes: list[str] = []
+        for name, ref in refs.items():
+            try:
+                cause = wait_one(name, ref, Deadline("driver", "post mortem", 10))
+            except SlimeLikeError as error:
+                cause = one_line(error)
+            if cause:
+                causes.append(f"{name}: {cause}")
+        return causes
+
+    def close(self) -> None:
+        """Stop what was started."""
+        if self.placement is None:
+            return
+        polite = [(actor, "stop") for actor in ([self.manager] if self.manager is not None else [])]
+        self.placement.close([*polite, *((actor, "stop") for actor in self.engines)])
+
+
+@dataclass(slots=True)
+class FrozenTrainer:
+    """The trainer of ``run.mode=rollout_only``: the engines keep the weights they started with."""
+
+    version: int
+
+    def step(self, batch: object) -> StepStats:
+        """Counts the rollout."""
+        del batch
+        self.version += 1
+        return StepStats(self.version, ())
+
+    def score(self, rows: object) -> Any:
+        """Never asked: there is no push to prove."""
+        raise SlimeLikeError("run.mode=rollout_only has no trainer to score with")
+
+    def save(self, folder: Path, iteration: int) -> None:
+        """Nothing was trained."""
+
+    def load(self, folder: Path) -> int:
+        """Nothing was trained."""
+        return self.version
+
+    def export_hf(self, folder: Path) -> None:
+        """Nothing was trained."""
+
+
+def checkpoint_folder(cfg: TrainConfig, run_dir: Path) -> Path:
+    """Where this run's checkpoints lie, or those it was told to resume from."""
+    return run_dir / "checkpoints" if cfg.run.resume in ("auto", "never") else Path(cfg.run.resume)
+
+
+def _first_rollout(cfg: TrainConfig, run_dir: Path) -> int:
+    """How many rollouts the checkpoint to resume from has behind it; 0 for a fresh run."""
+    folder = checkpoint_folder(cfg, run_dir)
+    marker = folder / "latest_checkpointed_iteration.txt"
+    if not marker.exists():
+        if cfg.run.resume not in ("auto", "never"):
+            raise CheckpointError(
+                f"run.resume={cfg.run.resume!r}: no {marker.name} in {folder}; give the folder that holds the iter_* folders"
+            )
+        return 0
+    if cfg.run.resume == "never":
+        raise CheckpointError(
+            f"run.resume=never, but run.dir={cfg.run.dir!r} holds checkpoints: choose another run.dir, or run.resume=auto"
+        )
+    text = marker.read_text().strip()
+    if not text.isdigit():
+        raise CheckpointError(
+            f"{marker} says {text!r}, which is not an iteration: write the number of an iter_* folder beside it into it"
+        )
+    return int(text)
+
+
+def _open_folder(cfg: TrainConfig, run_dir: Path) -> None:
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(to_yaml(cfg))
+
+
+def _with_context(error: Exception, deaths: list[str], bundle: Path) -> Exception:
+    """The same error, its message completed by dead engines and the bundle's path."""
+    kind = type(error) if isinstance(error, SlimeLikeError) else SlimeLikeError
+    text = str(error) if isinstance(error, SlimeLikeError) else one_line(error)
+    if deaths:
+        kind, text = EngineError, f"{text}\n" + "\n".join(deaths)
+    return kind(f"{text}\ncrash bundle: {bundle}")

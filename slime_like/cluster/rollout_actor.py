@@ -1,0 +1,78 @@
+"""The rollout manager as an async Ray actor: collecting and pushing interleave in one event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime_like.cluster.stacks import dump_stacks_on_signal
+from slime_like.cluster.trainer_worker import EngineAddress
+from slime_like.interfaces import DataSource
+from slime_like.metrics.types import Metric
+from slime_like.rollout.client import EngineClient
+from slime_like.rollout.manager import Collected, ManagerSpec, RolloutManager
+from slime_like.rollout.probe import ProbeScores
+from slime_like.types import Prompt
+
+
+class RolloutActor:
+    """A thin shell: everything it does is in ``RolloutManager``."""
+
+    def __init__(self, stacks_dir: str) -> None:
+        dump_stacks_on_signal(Path(stacks_dir), "rollout_manager")
+
+    async def connect(
+        self,
+        spec: ManagerSpec,
+        source: DataSource,
+        heldout: Mapping[str, Sequence[Prompt]],
+        engines: Sequence[EngineAddress],
+    ) -> None:
+        """Meet the engines."""
+        deadline_s = spec.rollout.request_deadline_s
+        clients = [
+            EngineClient(e.url, admin_key=e.admin_key, name=e.name, tp=e.tp, deadline_s=deadline_s) for e in engines
+        ]
+        self._manager = RolloutManager(spec, source, heldout, clients)
+
+    async def collect(self, rollout_id: int) -> Collected:
+        """See ``RolloutManager.collect``."""
+        return await self._manager.collect(rollout_id)
+
+    async def evaluate(self) -> tuple[Metric, ...]:
+        """See ``RolloutManager.evaluate``."""
+        return await self._manager.evaluate()
+
+    async def begin_push(self) -> None:
+        """See ``RolloutManager.begin_push``."""
+        await self._manager.begin_push()
+
+    async def commit_push(self, version: int) -> None:
+        """See ``RolloutManager.commit_push``."""
+        await self._manager.commit_push(version)
+
+    async def skip_push(self, version: int) -> None:
+        """See ``RolloutManager.skip_push``."""
+        await self._manager.skip_push(version)
+
+    async def abort_push(self) -> None:
+        """See ``RolloutManager.abort_push``."""
+        await self._manager.abort_push()
+
+    async def probe(self) -> tuple[ProbeScores, ...]:
+        """See ``RolloutManager.probe``."""
+        return await self._manager.probe()
+
+    async def save_state(self, next_rollout: int, leftover: str) -> dict[str, Any]:
+        """The state of the next rollout; leftover groups go to the file ``leftover``."""
+        self._manager.save_leftover(Path(leftover))
+        return self._manager.state(next_rollout)
+
+    async def load_state(self, state: Mapping[str, Any], leftover: str) -> None:
+        """See ``RolloutManager.load_state``."""
+        self._manager.load_state(state, Path(leftover))
+
+    async def stop(self) -> None:
+        """See ``RolloutManager.stop``."""
+        await self._manager.stop()

@@ -1,0 +1,130 @@
+"""Where the loop's groups come from: live engines, a dumped run, or demonstrations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from slime_like.cluster.wait import wait_one
+from slime_like.data.demonstrations import Demonstrations
+from slime_like.data.dump import load_groups, rollout_path
+from slime_like.deadline import Deadline
+from slime_like.errors import CheckpointError
+from slime_like.metrics.types import Metric
+from slime_like.rollout.manager import Collected
+from slime_like.rollout.producer import now
+
+
+class Rollout(Protocol):
+    """The first verb of the loop, and what must survive a restart."""
+
+    def collect(self, rollout_id: int) -> Collected: ...
+    def evaluate(self) -> tuple[Metric, ...]: ...
+    def save(self, folder: Path, next_rollout: int) -> None: ...
+    def load(self, folder: Path, next_rollout: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRollout:
+    """Engines behind a rollout manager."""
+
+    manager: Any  # Ray handle of RolloutActor
+    deadline_s: float
+
+    def collect(self, rollout_id: int) -> Collected:
+        """The groups of one rollout."""
+        return self._call("collect", rollout_id)
+
+    def evaluate(self) -> tuple[Metric, ...]:
+        """``eval/<dataset>`` under the engines' weights."""
+        return self._call("evaluate")
+
+    def save(self, folder: Path, next_rollout: int) -> None:
+        """Write cursor and leftover groups."""
+        state = self._call("save_state", next_rollout, str(_leftover(folder, next_rollout)))
+        _write_state(folder, next_rollout, state)
+
+    def load(self, folder: Path, next_rollout: int) -> None:
+        """Continue from what ``save`` wrote."""
+        self._call("load_state", _read_state(folder, next_rollout), str(_leftover(folder, next_rollout)))
+
+    def _call(self, verb: str, *args: Any) -> Any:
+        return wait_one(
+            "rollout manager", getattr(self.manager, verb).remote(*args), Deadline("driver", verb, self.deadline_s)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRollout:
+    """Rollouts that an earlier run dumped."""
+
+    dumps: Path
+
+    def collect(self, rollout_id: int) -> Collected:
+        """The dumped rollout of this id."""
+        started = now()
+        return Collected(load_groups(rollout_path(self.dumps, rollout_id)), started, now(), ())
+
+    def evaluate(self) -> tuple[Metric, ...]:
+        """No engine, nothing to evaluate."""
+        return ()
+
+    def save(self, folder: Path, next_rollout: int) -> None:
+        """The rollout id says it all."""
+
+    def load(self, folder: Path, next_rollout: int) -> None:
+        """The rollout id says it all."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemonstrationRollout:
+    """Rows whose label is the response, for supervised fine-tuning."""
+
+    demonstrations: Demonstrations
+    rows_per_rollout: int
+
+    def collect(self, rollout_id: int) -> Collected:
+        """The next rows as groups of one sample."""
+        started = now()
+        groups = self.demonstrations.next(self.rows_per_rollout, first_group_id=rollout_id * self.rows_per_rollout)
+        return Collected(tuple(groups), started, now(), ())
+
+    def evaluate(self) -> tuple[Metric, ...]:
+        """No engine, nothing to evaluate."""
+        return ()
+
+    def save(self, folder: Path, next_rollout: int) -> None:
+        """Write the cursor."""
+        _write_state(folder, next_rollout, {"cursor": self.demonstrations.state()})
+
+    def load(self, folder: Path, next_rollout: int) -> None:
+        """Continue from what ``save`` wrote."""
+        self.demonstrations.load_state(_read_state(folder, next_rollout)["cursor"])
+
+
+def _leftover(folder: Path, next_rollout: int) -> Path:
+    return folder / "rollout" / f"leftover_{next_rollout}.npz"
+
+
+def _state_path(folder: Path, next_rollout: int) -> Path:
+    return folder / "rollout" / f"state_{next_rollout}.json"
+
+
+def _write_state(folder: Path, next_rollout: int, state: dict[str, Any]) -> None:
+    path = _state_path(folder, next_rollout)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(state))
+    partial.replace(path)
+
+
+def _read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
+    path = _state_path(folder, next_rollout)
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}): resume from another checkpoint, or start anew with another run.dir"
+        ) from error

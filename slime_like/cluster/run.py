@@ -1,0 +1,143 @@
+"""A launched run: the three verbs, and everything around them that the loop does not want to see."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from slime_like.cluster.rollouts import Rollout
+from slime_like.cluster.sync import Sync
+from slime_like.config.root import TrainConfig
+from slime_like.data.assemble import AssembleSpec
+from slime_like.data.dump import rollout_path, save_groups
+from slime_like.data.group_metrics import group_metrics
+from slime_like.interfaces import MetricSink, Trainer
+from slime_like.metrics.spans import Spans
+from slime_like.metrics.types import Last, Metric, reduce_metrics
+from slime_like.rollout.manager import Collected
+from slime_like.types import StepStats
+
+
+class StopRequest:
+    """Ctrl-C: the first asks the loop to end after the rollout it is in, the second ends it at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: Any = None
+
+    def install(self) -> None:
+        """Take over SIGINT and SIGTERM of the main thread."""
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore(self) -> None:
+        """Give the signals back."""
+        for number, handler in (self._before or {}).items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.requested:
+            raise KeyboardInterrupt(f"second {signal.Signals(number).name}")
+        self.requested = True
+
+
+@dataclass(slots=True)
+class Run:
+    """What ``launch`` yields."""
+
+    cfg: TrainConfig
+    run_dir: Path
+    trainer: Trainer
+    rollout: Rollout
+    sync: Sync
+    assembly: AssembleSpec
+    sink: MetricSink
+    spans: Spans
+    stop: StopRequest
+    first_rollout: int
+    engine_ranks: int
+    saved_at: int = field(default=-1)
+
+    def start(self) -> None:
+        """The first push, and the first evaluation of a fresh run."""
+        with self.timer("update_weights"):
+            metrics = self.sync.push(self.trainer.version)
+        if self.cfg.evaluation.before_train and self.first_rollout == 0:
+            self._log(0, [*metrics, *self._evaluate()])
+        else:
+            self.spans.drain()
+
+    def rollout_ids(self) -> Iterator[int]:
+        """The rollouts left to train on; a checkpoint follows the last one, whichever that is."""
+        done = self.first_rollout
+        for rollout_id in range(self.first_rollout, self.cfg.loop.num_rollout):
+            yield rollout_id
+            done = rollout_id + 1
+            if self.stop.requested:
+                break
+        self.save(done)
+        if self.stop.requested:
+            raise KeyboardInterrupt(
+                f"stopped after rollout {done - 1}; continue with the same command (run.resume=auto)"
+            )
+        if self.cfg.run.save_hf:
+            self.trainer.export_hf(self.run_dir / "hf")
+
+    def timer(self, name: str) -> AbstractContextManager[None]:
+        """Times a phase: ``perf/<name>_time`` and a span in metrics.jsonl."""
+        return self.spans(name)
+
+    def finish_rollout(
+        self, rollout_id: int, collected: Collected, stats: StepStats, probed: tuple[Metric, ...]
+    ) -> None:
+        """Dump, evaluate, log and save, each when it is due."""
+        self.spans.add("rollout", collected.started, collected.stopped)
+        if self.cfg.run.dump_rollouts:
+            save_groups(rollout_path(self.run_dir / "rollouts", rollout_id), collected.groups)
+        done = rollout_id + 1
+        metrics = [*group_metrics(collected.groups, stats.version - 1), *collected.metrics, *stats.metrics, *probed]
+        tokens = sum(sample.num_response_tokens for group in collected.groups for sample in group.samples)
+        seconds = max(collected.stopped - collected.started, 1e-9)
+        metrics.append(Last("perf/tokens_per_gpu_per_sec", tokens / seconds / self.engine_ranks))
+        if self._eval_due(done):
+            metrics += self._evaluate()
+        self._log(done, metrics)
+        interval = self.cfg.run.save_interval
+        if interval is not None and done % interval == 0:
+            self.save(done)
+
+    def save(self, done: int) -> None:
+        """Checkpoint after ``done`` rollouts: the rollout side first, so that the trainer's marker makes it count."""
+        if self.saved_at == done or done == self.first_rollout:
+            return
+        folder = self.run_dir / "checkpoints"
+        self.rollout.save(folder, done)
+        self.trainer.save(folder, done)
+        self.saved_at = done
+
+    def _eval_due(self, done: int) -> bool:
+        interval = self.cfg.evaluation.interval
+        return (
+            done == self.cfg.loop.num_rollout or self.stop.requested or (interval is not None and done % interval == 0)
+        )
+
+    def _evaluate(self) -> tuple[Metric, ...]:
+        with self.timer("eval"):
+            return self.rollout.evaluate()
+
+    def _log(self, step: int, metrics: list[Metric]) -> None:
+        spans = self.spans.drain()
+        metrics += [Last(f"perf/{name}_time", stop - start) for name, (start, stop) in spans.items()]
+        loop_spans = [
+            span for name, span in spans.items() if name != "rollout"
+        ]  # generation may have begun in an earlier step
+        if loop_spans:
+            metrics.append(
+                Last("perf/step_time", max(stop for _, stop in loop_spans) - min(start for start, _ in loop_spans))
+            )
+        self.sink.log(step, reduce_metrics(metrics), spans)

@@ -1,0 +1,77 @@
+"""A push: new weights into every engine, whole or not at all, proven by the probe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from slime_like.cluster.trainer_group import TrainerGroup
+from slime_like.cluster.trainer_worker import EngineAddress
+from slime_like.cluster.wait import wait_one
+from slime_like.config.resolved import TransportSpec
+from slime_like.config.run import WeightsConfig
+from slime_like.deadline import Deadline
+from slime_like.interfaces import TensorMeta
+from slime_like.metrics.types import Metric
+from slime_like.rollout import probe
+from slime_like.weights import manifest
+
+
+class Sync(Protocol):
+    """The third verb of the loop."""
+
+    def push(self, version: int) -> tuple[Metric, ...]:
+        """Make the engines serve the trainer's weights as ``version``; returns the probe's metrics."""
+        ...
+
+
+class NoSync:
+    """Nothing to push to, or nothing to push."""
+
+    def push(self, version: int) -> tuple[Metric, ...]:
+        """No metrics."""
+        del version
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSync:
+    """Pushes from a ``TrainerGroup`` to the engines behind a rollout manager."""
+
+    trainer: TrainerGroup
+    manager: Any  # Ray handle of RolloutActor
+    engines: tuple[EngineAddress, ...]
+    manifest: dict[str, TensorMeta]
+    transport: TransportSpec
+    config: WeightsConfig
+    tolerance: float
+
+    def push(self, version: int) -> tuple[Metric, ...]:
+        """Pause, send, commit, resume, probe. On failure every engine's locks are released before the error goes on."""
+        if version == self.config.debug_skip_push_at:
+            self._call("skip_push", version)
+        else:
+            self._push(version)
+        return self._probe(version)
+
+    def _push(self, version: int) -> None:
+        try:
+            self._call("begin_push")
+            sent = self.trainer.push(self.engines, self.transport)
+            manifest.check(version, self.manifest, sent)
+            self._call("commit_push", version)
+        except BaseException:
+            self._call("abort_push")
+            raise
+
+    def _probe(self, version: int) -> tuple[Metric, ...]:
+        if self.config.probe_sequences == 0:
+            return ()
+        metrics: tuple[Metric, ...] = ()
+        for scores in self._call("probe"):
+            metrics += probe.check(scores, self.trainer.score(probe.to_rows(scores)), version, self.tolerance)
+        return metrics
+
+    def _call(self, verb: str, *args: Any) -> Any:
+        deadline = Deadline("driver", f"push/{verb}", self.config.push_deadline_s)
+        return wait_one("rollout manager", getattr(self.manager, verb).remote(*args), deadline)

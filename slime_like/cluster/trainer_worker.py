@@ -1,0 +1,124 @@
+"""One trainer rank as a Ray actor: where the Megatron actor and the weight sender meet. torch loads here, not before."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray.util import get_node_ip_address
+
+from slime_like.batch import Rows
+from slime_like.cluster.stacks import dump_stacks_on_signal
+from slime_like.config.names import TRANSPORTS
+from slime_like.config.resolved import ActorSpec, TransportSpec
+from slime_like.interfaces import TensorMeta, WeightReceiver, WeightSender
+from slime_like.metrics.types import Metric
+from slime_like.registry import resolve
+from slime_like.types import F32
+
+if TYPE_CHECKING:
+    from slime_like.train.megatron.actor import MegatronActor
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """How a trainer rank reaches an engine."""
+
+    name: str
+    url: str
+    admin_key: str
+    tp: int
+
+
+class TrainerWorker:
+    """Holds one rank. Methods are called on all ranks at once; those that return something do so on the reporter."""
+
+    def __init__(self, rank: int, world_size: int, stacks_dir: str) -> None:
+        dump_stacks_on_signal(Path(stacks_dir), f"trainer_rank{rank}")
+        self._rank = rank
+        self._world_size = world_size
+        self._actor: MegatronActor | None = None
+        self._sender: WeightSender | None = None
+        self._events = asyncio.new_event_loop()
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address and a free port of this node, for rank 0."""
+        host = _own_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, int(probe.getsockname()[1])
+
+    def connect(self, spec: ActorSpec, master: tuple[str, int], local_rank: int) -> int:
+        """Join the other ranks and build the model; returns the data-parallel rank."""
+        from slime_like.train.megatron.actor import MegatronActor
+
+        self._actor = MegatronActor(
+            spec,
+            rank=self._rank,
+            world_size=self._world_size,
+            master_addr=master[0],
+            master_port=master[1],
+            local_rank=local_rank,
+        )
+        return self._actor.dp_rank
+
+    @property
+    def actor(self) -> MegatronActor:
+        """The rank, once connected."""
+        assert self._actor is not None, "connect comes first"
+        return self._actor
+
+    def step(self, steps: Sequence[Sequence[Rows]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
+        """This rank's rows of every optimizer step."""
+        return self.actor.step(steps, num_tokens)
+
+    def score(self, rows: Rows) -> F32 | None:
+        """[T] log-probabilities, on the reporter."""
+        return self.actor.score(rows)
+
+    def save(self, folder: str, iteration: int) -> None:
+        """Write this rank's part of a checkpoint."""
+        self.actor.save(Path(folder), iteration)
+
+    def load(self, folder: str) -> int:
+        """Read this rank's part of the newest checkpoint; returns its iteration."""
+        return self.actor.load(Path(folder))
+
+    def export_hf(self, folder: str) -> None:
+        """Write the weights in HF format."""
+        self.actor.export_hf(Path(folder))
+
+    def manifest(self) -> tuple[TensorMeta, ...]:
+        """What this rank will send in a push: its pipeline stage's tensors on a sender, nothing elsewhere."""
+        source = self.actor.weights()
+        return source.manifest() if source.is_sender else ()
+
+    def push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
+        """Send this rank's weights to every engine; returns what was sent."""
+        return self._events.run_until_complete(self._push(engines, transport))
+
+    async def _push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
+        from slime_like.rollout.client import EngineClient
+
+        source = self.actor.weights()
+        if self._sender is None:
+            clients = [
+                EngineClient(e.url, admin_key=e.admin_key, name=e.name, tp=e.tp, deadline_s=transport.deadline_s)
+                for e in engines
+            ]
+            self._sender = _make_sender(clients, transport, f"weights_rank{self._rank}")
+        return await self._sender.send(source)
+
+
+def _make_sender(clients: Sequence[WeightReceiver], transport: TransportSpec, group_name: str) -> WeightSender:
+    factory: Any = resolve("weights.transport", transport.kind, TRANSPORTS)
+    return factory(clients, transport=transport, group_name=group_name, host=_own_address())
+
+
+def _own_address() -> str:
+    """Loopback on a one-node run, else the address other nodes reach this one at."""
+    return str(get_node_ip_address())

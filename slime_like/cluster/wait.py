@@ -1,0 +1,52 @@
+"""Ray gets with a deadline: the first failure surfaces at once, and an expiry names who is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from slime_like.deadline import Deadline
+from slime_like.errors import SlimeLikeError, WorkerError
+
+POLL_S = 1.0
+
+
+def wait_all(refs: Mapping[str, ray.ObjectRef[Any]], deadline: Deadline) -> dict[str, Any]:
+    """The results of all ``refs`` by name, as they come.
+
+    Raises what a remote call raised, as the type it raised it; ``WorkerError`` naming the process that died;
+    ``DeadlineExceeded`` naming who has not answered.
+    """
+    pending = {ref: name for name, ref in refs.items()}
+    results: dict[str, Any] = {}
+    while pending:
+        waits_for = ", ".join(sorted(pending.values()))
+        ready, _ = ray.wait(list(pending), num_returns=1, timeout=min(POLL_S, deadline.remaining(waits_for)))
+        for ref in ready:
+            name = pending.pop(ref)
+            results[name] = _get(name, ref, deadline)
+    return {name: results[name] for name in refs}
+
+
+def wait_one(name: str, ref: ray.ObjectRef[Any], deadline: Deadline) -> Any:
+    """The result of one call; errors as ``wait_all``."""
+    return wait_all({name: ref}, deadline)[name]
+
+
+def _get(name: str, ref: ray.ObjectRef[Any], deadline: Deadline) -> Any:
+    try:
+        return ray.get(ref, timeout=deadline.remaining(name))
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, SlimeLikeError):
+            raise type(cause)(str(cause)) from error
+        raise WorkerError(
+            f"{name} failed in phase '{deadline.phase}': {type(cause).__name__}: {cause}\n{error}"
+        ) from error
+    except RayActorError as error:
+        raise WorkerError(f"{name} died in phase '{deadline.phase}': {error}") from error
+    except GetTimeoutError as error:
+        raise deadline.exceeded(name) from error

@@ -1,0 +1,124 @@
+"""Groups on disk, columnar: what ``run.dump_rollouts`` writes, ``run.replay_from`` reads, and a checkpoint's leftover is.
+
+One ``.npz`` without pickled objects: token columns end to end, and one JSON text for everything else.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime_like.errors import DataError
+from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, Status
+
+FORMAT = 1
+
+
+def rollout_path(folder: Path, rollout_id: int) -> Path:
+    """Where rollout ``rollout_id`` lies in a folder of dumps."""
+    return folder / f"rollout_{rollout_id:07d}.npz"
+
+
+def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
+    """Write ``groups`` to ``path``, whole or not at all."""
+    samples = [sample for group in groups for sample in group.samples]
+    header = {"format": FORMAT, "groups": [_group_header(group) for group in groups]}
+    columns = {
+        "header": np.array(json.dumps(header)),
+        "prompt_token_ids": _cat([group.prompt.token_ids for group in groups], np.int32),
+        "token_ids": _cat([sample.token_ids for sample in samples], np.int32),
+        "logprobs": _cat([sample.logprobs for sample in samples], np.float32),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **columns)
+    partial.replace(path)
+
+
+def load_groups(path: Path) -> tuple[SampleGroup, ...]:
+    """Read what ``save_groups`` wrote. Raises ``DataError`` naming the file when it is missing or not such a file."""
+    try:
+        with np.load(path, allow_pickle=False) as columns:
+            header = json.loads(str(columns["header"]))
+            prompts, tokens, logprobs = columns["prompt_token_ids"], columns["token_ids"], columns["logprobs"]
+    except FileNotFoundError as error:
+        raise DataError(
+            f"no dumped rollout at {path}: run.replay_from must be the rollouts folder of a run with run.dump_rollouts=true"
+        ) from error
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} is not a dumped rollout ({error}): dump it again") from error
+    if header.get("format") != FORMAT:
+        raise DataError(f"{path} has dump format {header.get('format')!r}, this version reads {FORMAT}: dump it again")
+    groups: list[SampleGroup] = []
+    prompt_at = token_at = 0
+    for entry in header["groups"]:
+        prompt_end = prompt_at + entry["prompt"]["length"]
+        samples: list[Sample] = []
+        for item in entry["samples"]:
+            token_end = token_at + item["length"]
+            samples.append(_sample(item, entry["group_id"], tokens[token_at:token_end], logprobs[token_at:token_end]))
+            token_at = token_end
+        groups.append(
+            SampleGroup(entry["group_id"], _prompt(entry["prompt"], prompts[prompt_at:prompt_end]), tuple(samples))
+        )
+        prompt_at = prompt_end
+    return tuple(groups)
+
+
+def _cat(arrays: Sequence[Any], dtype: type) -> Any:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)
+
+
+def _group_header(group: SampleGroup) -> dict[str, Any]:
+    prompt = group.prompt
+    return {
+        "group_id": group.group_id,
+        "prompt": {
+            "length": len(prompt.token_ids),
+            "prompt_id": prompt.prompt_id,
+            "text": prompt.text,
+            "label": prompt.label,
+            "rm_type": prompt.rm_type,
+            "metadata": dict(prompt.metadata),
+            "dataset": prompt.dataset,
+        },
+        "samples": [
+            {
+                "length": len(sample.token_ids),
+                "episode_id": sample.episode_id,
+                "sample_id": sample.sample_id,
+                "seed": sample.seed,
+                "spans": [[span.start, span.stop, span.source.value, span.version] for span in sample.spans],
+                "status": sample.status.value,
+                "text": sample.text,
+                "reward": None if sample.reward is None else [sample.reward.score, sample.reward.accuracy],
+            }
+            for sample in group.samples
+        ],
+    }
+
+
+def _prompt(entry: dict[str, Any], token_ids: Any) -> Prompt:
+    fields = {name: value for name, value in entry.items() if name != "length"}
+    return Prompt(token_ids=token_ids, **fields)
+
+
+def _sample(item: dict[str, Any], group_id: int, token_ids: Any, logprobs: Any) -> Sample:
+    return Sample(
+        group_id=group_id,
+        episode_id=item["episode_id"],
+        sample_id=item["sample_id"],
+        seed=item["seed"],
+        token_ids=token_ids,
+        logprobs=logprobs,
+        spans=tuple(Span(start, stop, Source(source), version) for start, stop, source, version in item["spans"]),
+        status=Status(item["status"]),
+        text=item["text"],
+        reward=None if item["reward"] is None else Reward(*item["reward"]),
+    )

@@ -1,0 +1,45 @@
+"""rollout/* metrics of the groups one training step consumes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from slime_like.metrics.types import Last, Max, Mean, Metric
+from slime_like.types import SampleGroup, Status
+
+
+def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[Metric]:
+    """Rewards, lengths, endings and staleness. ``trainer_version`` is that of the weights about to be trained."""
+    samples = [sample for group in groups for sample in group.samples]
+    if not samples:
+        return []
+    scored = [sample.reward for sample in samples if sample.reward is not None]
+    accuracies = [reward.accuracy for reward in scored if reward.accuracy is not None]
+    lengths = np.array([sample.num_response_tokens for sample in samples], dtype=np.float64)
+    metrics: list[Metric] = [
+        Last("rollout/num_samples", len(samples)),
+        Last("rollout/response_len/mean", float(lengths.mean())),
+        Last("rollout/response_len/median", float(np.median(lengths))),
+        Last("rollout/response_len/max", float(lengths.max())),
+        Last("rollout/response_len/min", float(lengths.min())),
+        Mean("rollout/truncated_ratio", float(np.mean([sample.status is Status.TRUNCATED for sample in samples]))),
+        Mean("rollout/aborted_ratio", float(np.mean([sample.status is Status.ABORTED for sample in samples]))),
+    ]
+    if scored:
+        metrics.append(Mean("rollout/raw_reward", float(np.mean([reward.score for reward in scored]))))
+        spread = [np.std([s.reward.score for s in group.samples if s.reward is not None]) for group in groups]
+        metrics.append(Mean("rollout/zero_std_ratio", float(np.mean(np.array(spread) == 0.0))))
+    if accuracies:
+        metrics.append(Mean("rollout/accuracy", float(np.mean(accuracies))))
+    staleness = [trainer_version - group.oldest_version for group in groups if group.oldest_version >= 0]
+    if staleness:
+        metrics += [
+            Max("rollout/staleness_max", max(staleness)),
+            Mean("rollout/staleness_mean", float(np.mean(staleness))),
+        ]
+    sampled = np.concatenate([sample.logprobs[~np.isnan(sample.logprobs)] for sample in samples])
+    if sampled.size:
+        metrics.append(Mean("rollout/log_probs", float(sampled.mean()), weight=float(sampled.size)))
+    return metrics

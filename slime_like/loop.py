@@ -1,0 +1,32 @@
+"""The whole run.
+
+    Prompt --rollout.collect--> SampleGroup (scored, filtered) --assemble--> TrainBatch
+           --trainer.step--> StepStats(version) --sync.push--> the engines serve that version
+
+collect   consumes prompts, produces scored groups; waits for the engines; at most ``loop.max_staleness`` versions behind
+step      consumes one rollout, produces weights of the next version; waits for the trainer's ranks
+push      consumes weights, unblocks the engines; the probe proves that both sides hold the same ones
+
+With ``loop.max_staleness=0`` the three take turns. With 1 or more the manager is already collecting the next rollout
+while ``step`` runs, and a push pauses it for a moment: the same loop, another number.
+"""
+
+from __future__ import annotations
+
+from slime_like.cluster.launch import launch
+from slime_like.config.root import TrainConfig
+from slime_like.data.assemble import assemble
+
+
+def train(cfg: TrainConfig) -> None:
+    """Run ``cfg`` to its end, to Ctrl-C (after a checkpoint), or to the first error (after a crash bundle)."""
+    with launch(cfg) as run:
+        run.start()
+        for rollout_id in run.rollout_ids():
+            with run.timer("train_wait"):
+                collected = run.rollout.collect(rollout_id)
+            with run.timer("train"):
+                stats = run.trainer.step(assemble(collected.groups, run.assembly, rollout_id))
+            with run.timer("update_weights"):
+                probed = run.sync.push(stats.version)
+            run.finish_rollout(rollout_id, collected, stats, probed)

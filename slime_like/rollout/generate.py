@@ -1,0 +1,42 @@
+"""The default generate function: one prompt, one turn. A custom one is a file with the same signature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from slime_like.interfaces import Completion, Engine, GenerateContext
+from slime_like.types import Prompt, Sample, Source, Span, Status
+
+STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+
+async def single_turn(
+    prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
+) -> Sequence[Sample]:
+    """One completion per seed, sent to the engine as one group."""
+    completions = await engine.generate(prompt.token_ids, seeds, context.sampling)
+    return [
+        to_sample(prompt, completion, context, seed=seed, index=index)
+        for index, (completion, seed) in enumerate(zip(completions, seeds, strict=True))
+    ]
+
+
+def to_sample(prompt: Prompt, completion: Completion, context: GenerateContext, *, seed: int, index: int) -> Sample:
+    """A completion as an episode: prompt span, then one span per weight version that sampled it."""
+    start = len(prompt.token_ids)
+    spans = [Span(0, start, Source.PROMPT)]
+    spans += [Span(start + a, start + b, Source.MODEL, version) for a, b, version in completion.versions]
+    sample_id = context.first_sample_id + index
+    return Sample(
+        group_id=context.group_id,
+        episode_id=sample_id,
+        sample_id=sample_id,
+        seed=seed,
+        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
+        logprobs=np.concatenate([np.full(start, np.nan), completion.logprobs]).astype(np.float32),
+        spans=tuple(spans),
+        status=STATUS.get(completion.finish, Status.FAILED),
+        text=context.decode(completion.token_ids.tolist()),
+    )

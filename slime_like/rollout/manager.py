@@ -1,0 +1,265 @@
+"""The rollout side of the circle in one object: prompts, engines, rewards, filters and what is left over.
+
+Lives in a process of its own, so that collecting overlaps training when ``loop.max_staleness`` allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime_like.config import names
+from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
+from slime_like.config.run import LoopConfig
+from slime_like.data.dump import load_groups, save_groups
+from slime_like.data.leftover import split_leftover
+from slime_like.errors import EngineError
+from slime_like.interfaces import DataSource, GenerateContext, GenerateFn, GroupFilter, Sampling
+from slime_like.metrics.types import Last, Metric, Sum
+from slime_like.registry import resolve
+from slime_like.reward.pool import RewardPool
+from slime_like.reward.shuffle import shuffle_rewards
+from slime_like.rollout.client import EngineClient
+from slime_like.rollout.evaluate import eval_metrics
+from slime_like.rollout.probe import ProbeScores
+from slime_like.rollout.producer import Produced, Producer, now
+from slime_like.rollout.router import Router
+from slime_like.rollout.seeds import sample_seeds
+from slime_like.types import I32, Prompt, SampleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSpec:
+    """Everything the manager needs to know."""
+
+    rollout: RolloutConfig
+    reward: RewardConfig
+    evaluation: EvalConfig
+    loop: LoopConfig
+    tokenizer_path: str
+    max_context_len: int
+    stop_token_ids: tuple[int, ...]
+    temperature: float
+    seed: int
+    probe_sequences: int
+    samples_per_rollout: int
+    first_rollout: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What the trainer takes: whole groups, scored and filtered."""
+
+    groups: tuple[SampleGroup, ...]
+    started: float  # unix seconds: when generation of this rollout began and ended
+    stopped: float
+    metrics: tuple[Metric, ...]
+
+
+class RolloutManager:
+    """Cursor, engines' clients, reward pool and buffer."""
+
+    def __init__(
+        self,
+        spec: ManagerSpec,
+        source: DataSource,
+        heldout: Mapping[str, Sequence[Prompt]],
+        engines: Sequence[EngineClient],
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        self._spec = spec
+        self._source = source
+        self._heldout = heldout
+        self._router = Router(engines)
+        self._rewards = RewardPool(spec.reward)
+        self._generate: GenerateFn = resolve("rollout.generate", spec.rollout.generate, names.GENERATE)
+        self._filters: list[tuple[str, GroupFilter]] = [
+            (name, resolve("rollout.filters", name, names.FILTERS)) for name in spec.rollout.filters
+        ]
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(spec.tokenizer_path)
+        self._producer = self._new_producer(spec.first_rollout)
+        self._cursors: dict[int, dict[str, Any]] = {}
+        self._leftover: tuple[SampleGroup, ...] = ()
+        self._probe: tuple[I32, ...] = ()
+        self._version = -1
+        self._dropped: Counter[str] = Counter()
+
+    # ---- collect -----------------------------------------------------------------------------------------------------
+    async def collect(self, rollout_id: int) -> Collected:
+        """The groups of one rollout, leftover of earlier ones first; whole groups that fill optimizer steps."""
+        produced = await self._producer.get(rollout_id)
+        self._producer.forget(rollout_id)
+        self._cursors = {key: value for key, value in self._cursors.items() if key > rollout_id}
+        split = split_leftover(
+            [*self._leftover, *produced.groups], self._spec.samples_per_rollout, self._spec.loop.leftover
+        )
+        groups, self._leftover = split.used, split.carried
+        if self._spec.reward.shuffle:
+            groups = tuple(shuffle_rewards(groups, seed=self._spec.seed * 1_000_003 + rollout_id))
+        self._remember_probe(groups)
+        metrics = [
+            *self._drain_dropped(),
+            *self._rewards.metrics(),
+            Last("rollout/carried_groups", len(self._leftover)),
+            Sum("rollout/dropped_samples", split.num_dropped),
+        ]
+        return Collected(groups, produced.started, produced.stopped, tuple(metrics))
+
+    def _new_producer(self, first: int) -> Producer:
+        loop = self._spec.loop
+        return Producer(self._make, first=first, last=loop.num_rollout, max_staleness=loop.max_staleness)
+
+    async def _make(self, rollout_id: int) -> Produced:
+        assert rollout_id - self._version <= self._spec.loop.max_staleness, (
+            f"rollout {rollout_id} admitted at version {self._version}"
+        )
+        cursor = self._cursors[rollout_id] = self._source.state()
+        prompts = self._source.next(self._spec.rollout.batch_size)
+        started = now()
+        base = rollout_id * self._spec.rollout.batch_size
+        sampling = Sampling(
+            temperature=self._spec.temperature,
+            max_new_tokens=self._spec.rollout.max_response_len,
+            top_p=self._spec.rollout.top_p,
+            top_k=self._spec.rollout.top_k,
+            stop_token_ids=self._spec.stop_token_ids,
+        )
+        scored = await self._answer_all(prompts, sampling, base, self._spec.rollout.n_samples_per_prompt, "train")
+        kept = [group for group in scored if self._keep(group)]
+        return Produced(rollout_id, tuple(kept), started, now(), cursor)
+
+    async def _answer_all(
+        self, prompts: Sequence[Prompt], sampling: Sampling, base: int, n: int, stream: str
+    ) -> list[SampleGroup]:
+        """Every prompt as one scored group; the first failure cancels the rest."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                answers = [
+                    tasks.create_task(self._answer(prompt, sampling, base + i, n, stream))
+                    for i, prompt in enumerate(prompts)
+                ]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [answer.result() for answer in answers]
+
+    async def _answer(self, prompt: Prompt, sampling: Sampling, group_id: int, n: int, stream: str) -> SampleGroup:
+        seeds = sample_seeds(self._spec.seed, stream, group_id * n, n)
+        context = GenerateContext(sampling, self._decode, group_id, group_id * n, self._spec.max_context_len)
+        async with self._router.lease((len(prompt.token_ids) + sampling.max_new_tokens) * n) as engine:
+            samples = await self._generate(prompt, engine, seeds, context)
+        return (await self._rewards.score([SampleGroup(group_id, prompt, tuple(samples))]))[0]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _keep(self, group: SampleGroup) -> bool:
+        for name, rule in self._filters:
+            if rule(group) is not None:
+                self._dropped[name] += 1
+                return False
+        return True
+
+    def _drain_dropped(self) -> list[Metric]:
+        metrics: list[Metric] = [
+            Sum(f"rollout/dropped_groups/{name}", self._dropped[name]) for name, _ in self._filters
+        ]
+        self._dropped.clear()
+        return metrics
+
+    # ---- evaluate ----------------------------------------------------------------------------------------------------
+    async def evaluate(self) -> tuple[Metric, ...]:
+        """``eval/<dataset>`` for every held-out dataset, under the weights the engines hold now."""
+        evaluation = self._spec.evaluation
+        sampling = Sampling(
+            temperature=evaluation.temperature,
+            max_new_tokens=evaluation.max_response_len or self._spec.rollout.max_response_len,
+            top_p=evaluation.top_p,
+            stop_token_ids=self._spec.stop_token_ids,
+        )
+        metrics: list[Metric] = []
+        for name, prompts in self._heldout.items():
+            groups = await self._answer_all(prompts, sampling, 0, evaluation.n_samples_per_prompt, name)
+            metrics += eval_metrics(name, groups)
+        return tuple(metrics)
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+    async def begin_push(self) -> None:
+        """Pause every engine, in-flight requests kept, and open its weight update."""
+        await self._all("pause")
+        await self._all("begin_update")
+
+    async def commit_push(self, version: int) -> None:
+        """Close the update on every engine: fails unless each of its parameters was written. KV of old weights is flushed."""
+        await asyncio.gather(*(engine.end_update(version) for engine in self._router.engines))
+        await self._all("flush")
+        self._version = version
+        await self._all("resume")
+
+    async def skip_push(self, version: int) -> None:
+        """The fault of ``weights.debug_skip_push_at``: claim a version that was never sent."""
+        self._version = version
+
+    async def abort_push(self) -> None:
+        """After a failed push: let go of the engines' locks so that they can be stopped, or pushed to again."""
+        await asyncio.gather(*(engine.abort_update() for engine in self._router.engines), return_exceptions=True)
+        await asyncio.gather(*(engine.resume() for engine in self._router.engines), return_exceptions=True)
+
+    async def _all(self, verb: str) -> None:
+        await asyncio.gather(*(getattr(engine, verb)() for engine in self._router.engines))
+
+    # ---- probe -------------------------------------------------------------------------------------------------------
+    async def probe(self) -> tuple[ProbeScores, ...]:
+        """A few stored sequences scored by every engine."""
+        if not self._probe:
+            self._remember_probe([])
+        scores: list[ProbeScores] = []
+        for engine in self._router.engines:
+            logprobs = await engine.score(self._probe, self._spec.temperature)
+            scores.append(ProbeScores(self._version, self._probe, tuple(logprobs)))
+        return tuple(scores)
+
+    def _remember_probe(self, groups: Sequence[SampleGroup]) -> None:
+        """Keep the first sequences of the newest rollout; before the first one, prompts."""
+        wanted = self._spec.probe_sequences
+        sequences = [group.samples[0].token_ids for group in groups[:wanted] if group.samples]
+        if not sequences and not self._probe:
+            state = self._source.state()
+            sequences = [prompt.token_ids for prompt in self._source.next(wanted)]
+            self._source.load_state(state)
+        if sequences:
+            self._probe = tuple(np.asarray(ids, dtype=np.int32) for ids in sequences if len(ids) > 1)
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+    def state(self, next_rollout: int) -> dict[str, Any]:
+        """What makes rollout ``next_rollout`` again: the cursor before its prompts. Rollouts in flight are made anew."""
+        return {"next_rollout": next_rollout, "cursor": self._cursors.get(next_rollout) or self._source.state()}
+
+    def save_leftover(self, path: Path) -> None:
+        """Write the groups that no step has trained on yet."""
+        save_groups(path, self._leftover)
+
+    def load_state(self, state: Mapping[str, Any], leftover: Path) -> None:
+        """Continue where ``state`` was taken."""
+        self._source.load_state(state["cursor"])
+        self._leftover = load_groups(leftover)
+        self._producer = self._new_producer(int(state["next_rollout"]))
+
+    async def stop(self) -> None:
+        """Cancel what is in flight and stop the reward pool."""
+        await self._producer.stop()
+        for engine in self._router.engines:
+            await engine.close()
+        self._rewards.close()
+
+    async def health(self) -> None:
+        """Raise ``EngineError`` when an engine does not answer."""
+        for engine in self._router.engines:
+            if not await engine.health():
+                raise EngineError(f"{engine.name} does not answer its health check")

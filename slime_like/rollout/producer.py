@@ -1,0 +1,85 @@
+"""Makes rollouts in order, ahead of the trainer by no more than the staleness allows.
+
+consumes  admission (``want``), weights (``served``)
+produces  ``Produced`` per rollout id, in order
+waits for the trainer to ask: rollout j starts once rollout ``j - max_staleness`` has been asked for
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.types import SampleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """One rollout's scored groups, when they were generated, and how to make them again."""
+
+    rollout_id: int
+    groups: tuple[SampleGroup, ...]
+    started: float  # unix seconds
+    stopped: float
+    cursor: dict[str, Any]  # the data source's state before this rollout's prompts were drawn
+
+
+class Producer:
+    """One task that runs ``make(rollout_id)`` for each admitted rollout.
+
+    Example: ``max_staleness=1``: asking for rollout 0 admits 0 and 1, so 1 is generated while the trainer trains on 0.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Awaitable[Produced]], *, first: int, last: int, max_staleness: int
+    ) -> None:
+        self._make = make
+        self._next = first
+        self._last = last
+        self._ahead = max_staleness
+        self._admitted = first - 1
+        self._wake = asyncio.Event()
+        self._ready: dict[int, asyncio.Future[Produced]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def get(self, rollout_id: int) -> Produced:
+        """Rollout ``rollout_id``, when it is whole. Raises what stopped its making."""
+        self._admitted = max(self._admitted, rollout_id + self._ahead)
+        self._wake.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="rollout producer")
+        return await self._slot(rollout_id)
+
+    def forget(self, rollout_id: int) -> None:
+        """Release a consumed rollout."""
+        self._ready.pop(rollout_id, None)
+
+    async def stop(self) -> None:
+        """Cancel what is being made."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _slot(self, rollout_id: int) -> asyncio.Future[Produced]:
+        return self._ready.setdefault(rollout_id, asyncio.get_running_loop().create_future())
+
+    async def _run(self) -> None:
+        while self._next < self._last:
+            while self._next > self._admitted:
+                self._wake.clear()
+                await self._wake.wait()
+            slot = self._slot(self._next)
+            try:
+                slot.set_result(await self._make(self._next))
+            except Exception as error:  # noqa: BLE001  the fault boundary of the task: whoever waits for this rollout gets it
+                slot.set_exception(error)
+                return
+            self._next += 1
+
+
+def now() -> float:
+    """Unix seconds, comparable between the processes of a run."""
+    return time.time()

@@ -1,0 +1,114 @@
+"""Split transport: each pipeline stage's sender and all engine ranks share a process group; buckets are broadcast."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from slime_like.config.resolved import TransportSpec
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
+from slime_like.weights.stream import meta_of
+
+
+class BroadcastSender:
+    """Broadcasts what this rank holds; engines join the group once, at the first push."""
+
+    def __init__(
+        self, receivers: Sequence[WeightReceiver], *, transport: TransportSpec, group_name: str, host: str
+    ) -> None:
+        self._receivers = receivers
+        self._transport = transport
+        self._name = group_name
+        self._host = host
+        self._store: dist.Store | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    async def send(self, source: WeightSource) -> list[TensorMeta]:
+        """Send all buckets of ``source``, in order; returns what was sent. Every rank of a stage must call this."""
+        if source.is_sender and self._group is None:
+            self._group = await self._join()
+        sent: list[TensorMeta] = []
+        for bucket in source.buckets(self._transport.max_bytes):
+            if source.is_sender:
+                sent += await self._send_bucket(bucket)
+        return sent
+
+    async def _send_bucket(self, bucket: Bucket) -> list[TensorMeta]:
+        group = self._group
+        assert group is not None, "the group is made before the first bucket"
+        metas = [meta_of(name, tensor) for name, tensor in bucket.tensors]
+        requests = [
+            asyncio.create_task(receiver.update_from_broadcast(metas, self._name)) for receiver in self._receivers
+        ]
+        broadcast = asyncio.create_task(asyncio.to_thread(_broadcast, group, bucket))
+        done, pending = await asyncio.wait([*requests, broadcast], return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        assert not pending, "asyncio.wait returns early only with an exception, which is raised above"
+        return metas
+
+    async def _join(self) -> dist.ProcessGroup:
+        """Rendezvous with every rank of every engine: rank 0 here, then the engines in order."""
+        port = _free_port(self._host)
+        world = 1 + sum(receiver.tp for receiver in self._receivers)
+        offsets = [1 + sum(r.tp for r in self._receivers[:i]) for i in range(len(self._receivers))]
+        joins = [
+            asyncio.create_task(
+                receiver.init_broadcast_group(self._host, port, offset, world, self._name, self._transport.backend)
+            )
+            for receiver, offset in zip(self._receivers, offsets, strict=True)
+        ]
+        group = asyncio.create_task(asyncio.to_thread(self._make_group, port, world))
+        await asyncio.gather(*joins, group)
+        return group.result()
+
+    def _make_group(self, port: int, world: int) -> dist.ProcessGroup:
+        """A group outside the trainer's world: torch has no public call for it, SGLang's side uses this same helper.
+
+        Goes when torch offers a public way to make a process group with its own store beside the default one.
+        """
+        timeout = datetime.timedelta(seconds=self._transport.deadline_s)
+        store: Any = dist.TCPStore(self._host, port, world, is_master=True, timeout=timeout, wait_for_workers=False)
+        helper: Any = distributed_c10d._new_process_group_helper
+        prefixed = dist.PrefixStore(self._name, store)
+        group, _ = helper(world, 0, [], self._transport.backend, prefixed, group_name=self._name, timeout=timeout)
+        distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
+        self._store = store  # the engines' ranks rendezvous through it: it must outlive the group
+        return group
+
+    async def close(self) -> None:
+        """Leave the group. Engines that are already gone are not asked."""
+        if self._group is not None:
+            await asyncio.gather(
+                *(r.destroy_broadcast_group(self._name) for r in self._receivers), return_exceptions=True
+            )
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def _broadcast(group: dist.ProcessGroup, bucket: Bucket) -> None:
+    """Send every tensor of a bucket from rank 0 of ``group``, all in flight at once."""
+    works = [
+        dist.broadcast(tensor.detach().contiguous(), group=group, group_src=0, async_op=True)
+        for _, tensor in bucket.tensors
+    ]
+    for work in works:
+        assert work is not None, "this rank is in the group"
+        if not work.wait():
+            raise WeightSyncError("a broadcast of weights to the engines did not finish")
+    if bucket.tensors[0][1].is_cuda:
+        torch.cuda.synchronize()
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,15 @@
+"""Small facts about tensors on their way to an engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slime_like.interfaces import TensorMeta
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def meta_of(name: str, tensor: Tensor) -> TensorMeta:
+    """Name, shape and dtype of one tensor."""
+    return TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

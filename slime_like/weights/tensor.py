@@ -1,0 +1,53 @@
+"""Colocated transport: buckets go to each engine as host tensors in the body of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import pickle
+from collections.abc import Sequence
+
+from slime_like.config.resolved import TransportSpec
+from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
+from slime_like.weights.stream import meta_of
+
+
+class TensorSender:
+    """Sends what this rank holds to every engine.
+
+    The body is a plain pickle of ``[(name, host tensor)]``: the only form SGLang's allow-listed unpickler takes from a
+    process outside the engine's own tree. SGLang slices it for each of its tensor-parallel ranks.
+    """
+
+    def __init__(
+        self, receivers: Sequence[WeightReceiver], *, transport: TransportSpec, group_name: str, host: str
+    ) -> None:
+        del group_name, host  # a request per bucket needs no group
+        self._receivers = receivers
+        self._max_bytes = transport.max_bytes
+
+    async def send(self, source: WeightSource) -> list[TensorMeta]:
+        """Send all buckets of ``source``, in order; returns what was sent. Every rank of a stage must call this."""
+        sent: list[TensorMeta] = []
+        in_flight: list[asyncio.Task[None]] = []
+        for bucket in source.buckets(self._max_bytes):
+            if not source.is_sender:
+                continue
+            payload = serialize(bucket)
+            await asyncio.gather(*in_flight)  # one bucket on the wire while the next is gathered
+            in_flight = [asyncio.create_task(receiver.update_from_tensors(payload)) for receiver in self._receivers]
+            await asyncio.sleep(0)
+            sent += [meta_of(name, tensor) for name, tensor in bucket.tensors]
+        await asyncio.gather(*in_flight)
+        return sent
+
+    async def close(self) -> None:
+        """Nothing is held between pushes."""
+
+
+def serialize(bucket: Bucket) -> bytes:
+    """A bucket as bytes: host copies, each with a storage of its own so that no view drags its base along."""
+    host = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in bucket.tensors]
+    body = io.BytesIO()
+    pickle.Pickler(body, protocol=pickle.HIGHEST_PROTOCOL).dump(host)
+    return body.getvalue()

@@ -1,0 +1,31 @@
+import pickle
+
+import pytest
+
+from slime_like.deadline import FACTOR_VARIABLE, Deadline
+from slime_like.errors import DeadlineExceeded
+
+
+def test_expiry_says_who_waits_for_whom() -> None:
+    deadline = Deadline("driver", "push", 5.0, started=-1e9)
+    with pytest.raises(DeadlineExceeded, match=r"driver waited .* for engine 0 in phase 'push' \(limit 5 s"):
+        deadline.remaining("engine 0")
+
+
+def test_one_factor_scales_every_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FACTOR_VARIABLE, "3")
+    assert Deadline("a", "b", 10.0).limit == 30.0
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "fast"])
+def test_a_factor_that_is_no_positive_number_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(FACTOR_VARIABLE, text)
+    with pytest.raises(ValueError, match=FACTOR_VARIABLE):
+        _ = Deadline("a", "b", 1.0).limit
+
+
+def test_errors_pickle_with_their_message() -> None:
+    error = Deadline("driver", "step", 1.0).exceeded("trainer rank 1")
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert type(again) is DeadlineExceeded
+    assert str(again) == str(error)

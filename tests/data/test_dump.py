@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slime_like.data.dump import load_groups, rollout_path, save_groups
+from slime_like.data.group_metrics import group_metrics
+from slime_like.errors import DataError
+from slime_like.metrics.types import reduce_metrics
+from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, Status
+
+
+def group(group_id: int, lengths: list[int], seed: int = 0, version: int = 2) -> SampleGroup:
+    rng = np.random.default_rng([seed, group_id])
+    prompt = Prompt(group_id, rng.integers(0, 50, 3).astype(np.int32), "2+2=", "4", None, {"k": [1, "x"]})
+    samples: list[Sample] = []
+    for i, length in enumerate(lengths):
+        token_ids = np.concatenate([prompt.token_ids, rng.integers(0, 50, length)]).astype(np.int32)
+        logprobs = np.concatenate([np.full(3, np.nan), rng.normal(size=length)]).astype(np.float32)
+        spans = (Span(0, 3, Source.PROMPT), Span(3, 3 + length, Source.MODEL, version))
+        samples.append(
+            Sample(
+                group_id, i, i, i, token_ids, logprobs, spans, Status.COMPLETED, "4", Reward(float(i % 2), float(i % 2))
+            )
+        )
+    return SampleGroup(group_id, prompt, tuple(samples))
+
+
+def assert_same(a: SampleGroup, b: SampleGroup) -> None:
+    assert (a.group_id, a.prompt.text, a.prompt.label, dict(a.prompt.metadata)) == (
+        b.group_id,
+        b.prompt.text,
+        b.prompt.label,
+        dict(b.prompt.metadata),
+    )
+    np.testing.assert_array_equal(a.prompt.token_ids, b.prompt.token_ids)
+    for x, y in zip(a.samples, b.samples, strict=True):
+        np.testing.assert_array_equal(x.token_ids, y.token_ids)
+        np.testing.assert_array_equal(x.logprobs, y.logprobs)
+        assert (x.spans, x.status, x.reward, x.seed, x.text, x.sample_id) == (
+            y.spans,
+            y.status,
+            y.reward,
+            y.seed,
+            y.text,
+            y.sample_id,
+        )
+
+
+@given(st.lists(st.lists(st.integers(1, 6), max_size=4), max_size=5))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_dumped_comes_back(tmp_path: Path, shape: list[list[int]]) -> None:
+    groups = [group(i, lengths) for i, lengths in enumerate(shape)]
+    path = rollout_path(tmp_path, 12)
+    save_groups(path, groups)
+    for a, b in zip(groups, load_groups(path), strict=True):
+        assert_same(a, b)
+
+
+def test_a_missing_dump_names_the_key(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"rollout_0000003\.npz.*run\.replay_from"):
+        load_groups(rollout_path(tmp_path, 3))
+
+
+def test_a_torn_dump_names_the_file(tmp_path: Path) -> None:
+    path = rollout_path(tmp_path, 0)
+    save_groups(path, [group(0, [3, 4])])
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DataError, match="is not a dumped rollout"):
+        load_groups(path)
+
+
+def test_group_metrics_by_hand() -> None:
+    values = reduce_metrics(group_metrics([group(0, [1, 3]), group(1, [2], version=1)], trainer_version=2))
+    assert values["rollout/response_len/mean"] == 2.0
+    assert values["rollout/raw_reward"] == pytest.approx(1 / 3)
+    assert values["rollout/zero_std_ratio"] == 0.5
+    assert values["rollout/staleness_max"] == 1.0
+    assert values["rollout/num_samples"] == 3.0

@@ -1,0 +1,31 @@
+import numpy as np
+import pytest
+
+from slime_like.errors import ConsistencyError
+from slime_like.metrics.types import Max
+from slime_like.rollout import probe
+
+SCORES = probe.ProbeScores(
+    version=3,
+    token_ids=(np.array([5, 6, 7], np.int32), np.array([8, 9], np.int32)),
+    logprobs=(np.array([-1.0, -2.0], np.float32), np.array([-3.0], np.float32)),
+)
+TRAINER_T = np.array([0.0, -1.0, -2.0, 0.0, -3.0], np.float32)
+
+
+def test_agreement_is_measured_without_first_tokens() -> None:
+    rows = probe.to_rows(SCORES)
+    assert rows.cu_seqlens.tolist() == [0, 3, 5]
+    metrics = probe.check(SCORES, TRAINER_T, 3, 1e-4)
+    assert Max("probe/logprob_abs_diff_max", 0.0) in metrics
+
+
+@pytest.mark.parametrize("wrong", [TRAINER_T + 1e-3, np.full_like(TRAINER_T, np.nan)])
+def test_disagreement_ends_the_run(wrong: np.ndarray) -> None:
+    with pytest.raises(ConsistencyError, match=r"after the push of version 3 .* weights.probe_tolerance is 0.0001"):
+        probe.check(SCORES, wrong.astype(np.float32), 3, 1e-4)
+
+
+def test_another_version_ends_the_run() -> None:
+    with pytest.raises(ConsistencyError, match="serves weights of version 3 after the push of version 4"):
+        probe.check(SCORES, TRAINER_T, 4, 1e-4)

@@ -1,0 +1,82 @@
+import asyncio
+
+import pytest
+
+from slime_like.rollout.producer import Produced, Producer
+
+
+def produced(rollout_id: int) -> Produced:
+    return Produced(rollout_id, (), 0.0, 1.0, {})
+
+
+def recording(made: list[int], gate: asyncio.Event | None = None):
+    async def make(rollout_id: int) -> Produced:
+        made.append(rollout_id)
+        if gate is not None and rollout_id > 0:
+            await gate.wait()
+        return produced(rollout_id)
+
+    return make
+
+
+async def settle() -> None:
+    """Let every task run until it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("staleness", "ahead"), [(0, [0]), (1, [0, 1]), (2, [0, 1, 2])])
+def test_production_runs_ahead_by_exactly_the_staleness(staleness: int, ahead: list[int]) -> None:
+    async def scenario() -> list[int]:
+        made: list[int] = []
+        producer = Producer(recording(made), first=0, last=10, max_staleness=staleness)
+        assert (await producer.get(0)).rollout_id == 0
+        await settle()
+        await producer.stop()
+        return made
+
+    assert asyncio.run(scenario()) == ahead
+
+
+def test_the_last_rollout_ends_production() -> None:
+    async def scenario() -> list[int]:
+        made: list[int] = []
+        producer = Producer(recording(made), first=3, last=5, max_staleness=4)
+        for rollout_id in (3, 4):
+            assert (await producer.get(rollout_id)).rollout_id == rollout_id
+            producer.forget(rollout_id)
+        await settle()
+        await producer.stop()
+        return made
+
+    assert asyncio.run(scenario()) == [3, 4]
+
+
+def test_a_failure_reaches_who_waits_for_that_rollout() -> None:
+    async def make(rollout_id: int) -> Produced:
+        if rollout_id == 1:
+            raise ValueError("engine gone")
+        return produced(rollout_id)
+
+    async def scenario() -> None:
+        producer = Producer(make, first=0, last=3, max_staleness=1)
+        await producer.get(0)
+        with pytest.raises(ValueError, match="engine gone"):
+            await producer.get(1)
+        await producer.stop()
+
+    asyncio.run(scenario())
+
+
+def test_stop_cancels_what_is_in_flight() -> None:
+    async def scenario() -> int:
+        gate = asyncio.Event()
+        made: list[int] = []
+        producer = Producer(recording(made, gate), first=0, last=3, max_staleness=1)
+        await producer.get(0)
+        await settle()
+        assert made == [0, 1]
+        await producer.stop()
+        return len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
+
+    assert asyncio.run(scenario()) == 0

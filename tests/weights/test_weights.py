@@ -1,0 +1,57 @@
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import Bucket, TensorMeta
+from slime_like.weights import manifest
+from slime_like.weights.bucket import buckets
+from slime_like.weights.stream import meta_of
+from slime_like.weights.tensor import serialize
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
+def test_buckets_keep_order_and_bound(sizes: list[int], max_bytes: int) -> None:
+    stream = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
+    made = list(buckets(stream, max_bytes))
+    assert [name for bucket in made for name, _ in bucket.tensors] == [name for name, _ in stream]
+    for bucket in made:
+        total = sum(tensor.numel() for _, tensor in bucket.tensors)
+        assert total <= max_bytes or len(bucket.tensors) == 1
+
+
+def metas(*names: str) -> list[TensorMeta]:
+    return [TensorMeta(name, (2, 3), "float32") for name in names]
+
+
+def test_a_whole_push_passes() -> None:
+    merged = manifest.merge([metas("a"), metas("b")])
+    manifest.check(1, merged, metas("b", "a"))
+    assert set(merged) == {"a", "b"}
+
+
+def test_a_tensor_with_two_owners_is_refused() -> None:
+    with pytest.raises(WeightSyncError, match="two pipeline stages would send a"):
+        manifest.merge([metas("a"), metas("a")])
+
+
+@pytest.mark.parametrize(
+    "sent", [metas("a"), metas("a", "b", "c"), metas("a", "a", "b"), [*metas("a"), TensorMeta("b", (3, 2), "float32")]]
+)
+def test_a_push_that_is_not_the_manifest_is_refused(sent: list[TensorMeta]) -> None:
+    with pytest.raises(WeightSyncError, match="push of version 4 is not whole"):
+        manifest.check(4, manifest.merge([metas("a", "b")]), sent)
+
+
+def test_a_view_does_not_drag_its_base_along() -> None:
+    base = torch.arange(100_000, dtype=torch.float32)
+    payload = serialize(Bucket((("w", base[:4]),)))
+    assert len(payload) < 5_000
+    ((name, tensor),) = pickle.Unpickler(io.BytesIO(payload)).load()  # noqa: S301
+    assert name == "w"
+    assert torch.equal(tensor, base[:4])
+    assert meta_of(name, tensor) == TensorMeta("w", (4,), "float32")
