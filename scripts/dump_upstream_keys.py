@@ -1,0 +1,126 @@
+"""Write the tables of SGLang's and Megatron's option names that ``slime_like.config`` checks keys against.
+
+Reads the installed packages' source with ``ast``: importing them takes seconds and wants a device.
+
+    python scripts/dump_upstream_keys.py            # rewrite slime_like/config/upstream/*.json
+    python scripts/dump_upstream_keys.py --check    # exit 1 where a file differs from what is installed
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+OUT = Path(__file__).parents[1] / "slime_like" / "config" / "upstream"
+Table = dict[str, dict[str, Any]]
+
+
+def package_folder(name: str) -> Path:
+    """Folder of an installed package, which is not imported."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.submodule_search_locations, f"{name} is not installed"
+    return Path(spec.submodule_search_locations[0])
+
+
+def class_fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr, ast.expr | None]]:
+    """Annotated fields of a dataclass or msgspec struct: name, annotation, default."""
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            name, annotation = item.target.id, ast.unparse(item.annotation)
+            if "ClassVar" not in annotation:
+                yield name, item.annotation, item.value
+
+
+def default_text(value: ast.expr | None) -> str | None:
+    """A field's default as source text; ``None`` for a field that must be given."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] == "field":
+        arguments = {k.arg: k.value for k in value.keywords}
+        if "default" in arguments:
+            return ast.unparse(arguments["default"])
+        factory = arguments.get("default_factory")
+        return None if factory is None else f"{ast.unparse(factory)}()"
+    return None if value is None else ast.unparse(value)
+
+
+def cli_names(name: str, metadata: list[ast.expr]) -> list[str]:
+    """Flags of an SGLang field beyond the one its name gives."""
+    found: list[str] = []
+    for call in metadata:
+        for keyword in call.keywords if isinstance(call, ast.Call) else []:
+            if keyword.arg in ("aliases", "cli_name") and not isinstance(keyword.value, ast.Name):
+                value = ast.literal_eval(keyword.value)
+                found += [value] if isinstance(value, str) else list(value or [])
+    return [flag for flag in found if flag != f"--{name.replace('_', '-')}"]
+
+
+def sglang_server_args() -> Table:
+    """Fields of ``sglang.srt.server_args.ServerArgs``: the namespaces of ``arg_groups/fields`` that it collects."""
+    table: Table = {}
+    for path in sorted((package_folder("sglang") / "srt" / "arg_groups" / "fields").glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if not (isinstance(node, ast.ClassDef) and any("_NS_PATH" in ast.unparse(i) for i in node.body)):
+                continue
+            for name, annotation, value in class_fields(node):
+                metadata: list[ast.expr] = []
+                if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "A":
+                    assert isinstance(annotation.slice, ast.Tuple), f"{path}: {name} has no help"
+                    annotation, *metadata = annotation.slice.elts
+                table[name] = {"type": ast.unparse(annotation), "default": default_text(value)}
+                if flags := cli_names(name, metadata):
+                    table[name]["flags"] = flags
+    return table
+
+
+def megatron_transformer_config() -> Table:
+    """Fields of ``megatron.core.transformer.TransformerConfig``, its base ``ModelParallelConfig`` first."""
+    core = package_folder("megatron.core")
+    sources = {
+        "ModelParallelConfig": core / "model_parallel_config.py",
+        "TransformerConfig": core / "transformer" / "transformer_config.py",
+    }
+    table: Table = {}
+    for wanted, path in sources.items():
+        classes = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+        bases = [ast.unparse(base) for base in classes[wanted].bases]
+        assert all(base in sources for base in bases), f"{wanted} has a base this script does not read: {bases}"
+        for name, annotation, value in class_fields(classes[wanted]):
+            table[name] = {"type": ast.unparse(annotation), "default": default_text(value)}
+    return table
+
+
+def render(distribution: str, table: Table) -> str:
+    """One JSON file: the version, then a line per key."""
+    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(table.items()))
+    version = json.dumps(f"{distribution} {importlib.metadata.version(distribution)}")
+    return f'{{\n  "source": {version},\n  "keys": {{\n{lines}\n  }}\n}}\n'
+
+
+def files() -> dict[Path, str]:
+    """What each file should hold."""
+    return {
+        OUT / "sglang_server_args.json": render("sglang", sglang_server_args()),
+        OUT / "megatron_transformer_config.json": render("megatron-core", megatron_transformer_config()),
+    }
+
+
+def main() -> int:
+    """Write or, with ``--check``, compare."""
+    stale = [path for path, text in files().items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        if "--check" in sys.argv[1:]:
+            print(f"{path} differs from the installed package: run python {Path(__file__).name}")
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(files()[path])
+            print(f"wrote {path}")
+    return int(bool(stale) and "--check" in sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Rules that read files: the model folder, the layout against the model's shape, and the data files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from slime_like.config import names
+from slime_like.config.algo import SftConfig
+from slime_like.config.hf import HfConfig, check_tokenizer, check_weights, read_hf_config
+from slime_like.config.root import TrainConfig
+from slime_like.errors import CheckpointError, ConfigError, DataError
+from slime_like.registry import nearest
+
+_SLICE = re.compile(r"(?P<path>.*?)(@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?", re.DOTALL)
+DATA_SUFFIXES = (".jsonl", ".parquet")
+
+
+def check_files(cfg: TrainConfig) -> None:
+    """Raise ``CheckpointError``, ``DataError`` or ``ConfigError`` on what is missing, broken or does not fit."""
+    key, folder = "model.hf_checkpoint", cfg.model.hf_checkpoint
+    model = read_hf_config(key, folder)
+    family_of(cfg, model)
+    _layout(cfg, model)
+    _context(cfg, model)
+    check_weights(key, folder)
+    check_tokenizer(key, folder, chat_template=cfg.data.apply_chat_template)
+    _reference(cfg, model)
+    if cfg.run.replay_from is not None and not Path(cfg.run.replay_from).is_dir():
+        raise DataError(
+            f"run.replay_from={cfg.run.replay_from!r} is not a folder: give the rollouts folder of an earlier run"
+        )
+    if cfg.run.replay_from is None and cfg.data.source == "file":
+        _data_file("data.train", cfg.data.train)
+    for name, path in cfg.evaluation.datasets.items():
+        _data_file(f"evaluation.datasets.{name}", path)
+    if cfg.run.resume not in ("auto", "never") and not Path(cfg.run.resume).exists():
+        raise CheckpointError(f"run.resume={cfg.run.resume!r} does not exist: give a checkpoint's path, auto or never")
+
+
+def family_of(cfg: TrainConfig, model: HfConfig) -> str:
+    """The weight-name family of the model. Raises ``ConfigError`` when its model_type has none."""
+    if cfg.model.family != "auto":
+        return cfg.model.family
+    if model.model_type not in names.FAMILIES:
+        raise ConfigError(
+            f"model.hf_checkpoint={model.folder!r} has model_type {model.model_type!r}, which is not supported: "
+            f"{nearest(model.model_type, names.FAMILIES)}; model.family=<name> reads it by the weight names of another"
+        )
+    return model.model_type
+
+
+def _layout(cfg: TrainConfig, model: HfConfig) -> None:
+    p = cfg.parallel
+    _divides("parallel.tp", p.tp, model.num_heads, "attention heads", model)
+    _divides("parallel.tp", p.tp, model.num_kv_heads, "key/value heads", model)
+    _divides("parallel.pp", p.pp, model.num_layers, "layers", model)
+    if p.ep > 1 and model.num_experts == 0:
+        raise ConfigError(f"parallel.ep={p.ep}, but the model in {model.folder} has no experts: set parallel.ep=1")
+    if model.num_experts:
+        _divides("parallel.ep", p.ep, model.num_experts, "experts", model)
+    _divides("rollout.tp", cfg.rollout.tp, model.num_heads, "attention heads", model)
+    if model.num_kv_heads % cfg.rollout.tp and cfg.rollout.tp % model.num_kv_heads:
+        raise ConfigError(
+            f"rollout.tp={cfg.rollout.tp} is neither a divisor nor a multiple of the "
+            f"{model.num_kv_heads} key/value heads of the model in {model.folder}: set rollout.tp={model.num_kv_heads}"
+        )
+
+
+def _divides(key: str, size: int, whole: int, what: str, model: HfConfig) -> None:
+    if whole % size:
+        fits = [str(n) for n in range(1, whole + 1) if whole % n == 0]
+        raise ConfigError(
+            f"{key}={size} does not divide the {whole} {what} of the model in {model.folder}: "
+            f"set one of {', '.join(fits)}"
+        )
+
+
+def _context(cfg: TrainConfig, model: HfConfig) -> None:
+    asked, most = cfg.rollout.max_context_len, model.max_positions
+    if asked is not None and asked > most:
+        raise ConfigError(
+            f"rollout.max_context_len={asked} is beyond the model's {most} positions (max_position_embeddings of "
+            f"{model.folder}): lower it"
+        )
+    for key, value in (
+        ("rollout.max_response_len", cfg.rollout.max_response_len),
+        ("evaluation.max_response_len", cfg.evaluation.max_response_len),
+    ):
+        if value is not None and value >= (asked or most):
+            raise ConfigError(
+                f"{key}={value} leaves no room for a prompt in the model's {most} positions ({model.folder}): lower it"
+            )
+
+
+def _reference(cfg: TrainConfig, model: HfConfig) -> None:
+    """The reference runs by swapping weights on the actor's ranks, so its shape is the actor's."""
+    folder = cfg.model.ref_checkpoint
+    if folder is None or isinstance(cfg.algo, SftConfig):
+        return
+    reference = read_hf_config("model.ref_checkpoint", folder)
+    check_weights("model.ref_checkpoint", folder)
+    for what in ("model_type", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size", "num_experts"):
+        mine, its = getattr(model, what), getattr(reference, what)
+        if mine != its:
+            raise CheckpointError(
+                f"model.ref_checkpoint={folder!r} has {what} {its}, model.hf_checkpoint has {mine}: "
+                "the reference takes the actor's place on the same ranks, so their shapes must be equal"
+            )
+
+
+def _data_file(key: str, text: str) -> None:
+    found = _SLICE.fullmatch(text)
+    path = Path(found["path"] if found else text)
+    if not path.is_file():
+        near = (
+            sorted(p.name for p in path.parent.glob("*") if p.suffix in DATA_SUFFIXES) if path.parent.is_dir() else []
+        )
+        hint = f"{nearest(path.name, near)} (in {path.parent})" if near else f"no data file is in {path.parent}"
+        raise DataError(f"{key}={text!r}: the file {path} does not exist: {hint}")
+    if path.suffix not in DATA_SUFFIXES:
+        raise DataError(f"{key}={text!r}: expected a {' or '.join(DATA_SUFFIXES)} file")
+    if path.stat().st_size == 0:
+        raise DataError(f"{key}={text!r}: the file {path} is empty: it needs a JSON object per line")

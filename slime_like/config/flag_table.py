@@ -1,0 +1,227 @@
+"""slime's and Megatron's flags: which key each one sets, with value converters. ``flags`` reads the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slime_like.errors import ConfigError
+
+Value = bool | int | float | str | list[str] | list[int]
+Convert = Callable[[str, str], Value]  # (flag, text) -> value
+
+ESTIMATORS = {
+    "grpo": "grpo",
+    "dr_grpo": "dr_grpo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_pp": "reinforce_pp",
+}
+SLIME_FILTERS = {
+    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "nonzero_std",
+    "slime.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std": "nonzero_std",
+}
+
+
+def whole(flag: str, text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{flag} {text}: expected a whole number") from None
+
+
+def number(flag: str, text: str) -> float:
+    """A number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{flag} {text}: expected a number") from None
+
+
+def word(flag: str, text: str) -> str:
+    """Any text."""
+    if not text:
+        raise ConfigError(f"{flag} is empty: expected a name or path")
+    return text
+
+
+def one_of(*choices: str, **renamed: str) -> Convert:
+    """One of several words, of which some are named otherwise here."""
+
+    def convert(flag: str, text: str) -> str:
+        if text not in (*choices, *renamed):
+            raise ConfigError(f"{flag} {text}: expected {', '.join((*choices, *renamed))}")
+        return renamed.get(text, text)
+
+    return convert
+
+
+def dotted(flag: str, text: str) -> str:
+    """slime's ``package.module.function`` (or ours, ``package.module:function``), as ``package.module:function``."""
+    module, colon, name = text.partition(":") if ":" in text else text.rpartition(".")
+    if not (module and colon and name):
+        raise ConfigError(f"{flag} {text}: expected a dotted path such as my_package.my_module.my_function")
+    return f"{module}:{name}"
+
+
+def group_filter(flag: str, text: str) -> list[str]:
+    """One group filter: slime's own by its name here, any other as a dotted path."""
+    return [SLIME_FILTERS.get(text) or dotted(flag, text)]
+
+
+def mebibytes(flag: str, text: str) -> float:
+    """slime gives bytes, the key wants MiB."""
+    return whole(flag, text) / 2**20
+
+
+VALUES: dict[str, tuple[str, Convert]] = {
+    "--actor-num-nodes": ("placement.actor_num_nodes", whole),
+    "--actor-num-gpus-per-node": ("placement.actor_num_gpus_per_node", whole),
+    "--rollout-num-gpus-per-engine": ("rollout.tp", whole),
+    "--hf-checkpoint": ("model.hf_checkpoint", word),
+    "--ref-load": ("model.ref_checkpoint", word),
+    "--save": ("run.dir", word),
+    "--save-interval": ("run.save_interval", whole),
+    "--prompt-data": ("data.train", word),
+    "--input-key": ("data.input_key", word),
+    "--label-key": ("data.label_key", word),
+    "--metadata-key": ("data.metadata_key", word),
+    "--data-source-path": ("data.source", dotted),
+    "--num-rollout": ("loop.num_rollout", whole),
+    "--num-steps-per-rollout": ("loop.steps_per_rollout", whole),
+    "--global-batch-size": ("loop.global_batch_size", whole),
+    "--rollout-batch-size": ("rollout.batch_size", whole),
+    "--n-samples-per-prompt": ("rollout.n_samples_per_prompt", whole),
+    "--rollout-max-response-len": ("rollout.max_response_len", whole),
+    "--rollout-max-context-len": ("rollout.max_context_len", whole),
+    "--rollout-temperature": ("rollout.temperature", number),
+    "--rollout-top-p": ("rollout.top_p", number),
+    "--rollout-top-k": ("rollout.top_k", whole),
+    "--dynamic-sampling-filter-path": ("rollout.filters", group_filter),
+    "--custom-generate-function-path": ("rollout.generate", dotted),
+    "--rm-type": ("reward.name", word),
+    "--custom-rm-path": ("reward.name", dotted),
+    "--eval-interval": ("evaluation.interval", whole),
+    "--n-samples-per-eval-prompt": ("evaluation.n_samples_per_prompt", whole),
+    "--eval-max-response-len": ("evaluation.max_response_len", whole),
+    "--eval-temperature": ("evaluation.temperature", number),
+    "--eval-top-p": ("evaluation.top_p", number),
+    "--kl-loss-type": ("algo.kl_loss_type", word),
+    "--entropy-coef": ("algo.entropy_coef", number),
+    "--eps-clip": ("algo.eps_clip", number),
+    "--eps-clip-high": ("algo.eps_clip_high", number),
+    "--gamma": ("algo.gamma", number),
+    "--tis-clip": ("algo.tis_clip", number),
+    "--lr": ("optim.lr", number),
+    "--min-lr": ("optim.min_lr", number),
+    "--lr-decay-style": ("optim.schedule", one_of("constant", "linear", "cosine")),
+    "--lr-warmup-iters": ("optim.warmup_steps", whole),
+    "--lr-decay-iters": ("optim.decay_steps", whole),
+    "--weight-decay": ("optim.weight_decay", number),
+    "--adam-beta1": ("optim.beta1", number),
+    "--adam-beta2": ("optim.beta2", number),
+    "--adam-eps": ("optim.eps", number),
+    "--clip-grad": ("optim.clip_grad", number),
+    "--tensor-model-parallel-size": ("parallel.tp", whole),
+    "--pipeline-model-parallel-size": ("parallel.pp", whole),
+    "--context-parallel-size": ("parallel.cp", whole),
+    "--expert-model-parallel-size": ("parallel.ep", whole),
+    "--max-tokens-per-gpu": ("parallel.max_tokens_per_rank", whole),
+    "--recompute-granularity": ("model.recompute", one_of("full", "selective")),
+    "--log-probs-chunk-size": ("model.logits_chunk", whole),
+    "--update-weight-buffer-size": ("weights.bucket_mb", mebibytes),
+    "--update-weight-transport": ("weights.transport", one_of(nccl="auto")),
+    "--wandb-project": ("metrics.wandb_project", word),
+    "--wandb-group": ("metrics.wandb_group", word),
+    "--seed": ("run.seed", whole),
+}
+"""``--flag value``"""
+
+LISTS: dict[str, tuple[str, Convert]] = {
+    "--recompute-modules": ("model.recompute_modules", word),
+    "--rollout-stop-token-ids": ("rollout.stop_token_ids", whole),
+}
+"""``--flag value value ...``"""
+
+SWITCHES: dict[str, tuple[str, Value]] = {
+    "--colocate": ("placement.mode", "colocated"),
+    "--apply-chat-template": ("data.apply_chat_template", True),
+    "--rollout-shuffle": ("data.shuffle", True),
+    "--skip-eval-before-train": ("evaluation.before_train", False),
+    "--use-tis": ("algo.use_tis", True),
+    "--calculate-per-token-loss": ("algo.aggregation", "token_mean"),
+    "--disable-grpo-std-normalization": ("algo.group_advantage", "dr_grpo"),
+    "--sequence-parallel": ("parallel.sequence_parallel", True),
+    "--use-distributed-optimizer": ("parallel.distributed_optimizer", True),
+    "--bf16": ("model.dtype", "bfloat16"),
+    "--debug-rollout-only": ("run.mode", "rollout_only"),
+    "--debug-train-only": ("run.mode", "train_only"),
+    "--save-debug-rollout-data": ("run.dump_rollouts", True),
+    "--use-wandb": ("metrics.wandb", True),
+    "--use-tensorboard": ("metrics.tensorboard", True),
+}
+"""``--flag``"""
+
+COMBINED: dict[str, tuple[str, ...]] = {
+    "--advantage-estimator": ("algo",),
+    "--rollout-num-gpus": ("rollout.num_engines", "placement.mode"),
+    "--load": ("run.resume",),
+    "--use-kl-loss": ("algo.kl_loss_coef",),
+    "--kl-loss-coef": ("algo.kl_loss_coef",),
+    "--kl-coef": ("algo.kl_coef",),
+    "--apply-chat-template-kwargs": ("data.chat_template_kwargs",),
+    "--eval-prompt-data": ("evaluation.datasets",),
+    "--load-debug-rollout-data": ("run.replay_from", "run.mode"),
+}
+"""Flags whose keys depend on more than their own value: functions of ``flags``."""
+
+ALWAYS: dict[str, tuple[str | None, str]] = {
+    "--use-dynamic-batch-size": (None, "sequences are always packed by a token budget"),
+    "--balance-data": (None, "work is always balanced over data-parallel ranks"),
+    "--train-backend": ("megatron", "Megatron is the only trainer"),
+    "--optimizer": ("adam", "AdamW is the only optimizer"),
+    "--expert-tensor-parallel-size": ("1", "experts are not split by tensor parallelism"),
+    "--update-weight-mode": ("full", "every push sends all weights"),
+    "--update-weights-interval": ("1", "weights are pushed after every rollout that was trained on"),
+}
+"""Flags that name what this project does anyway: accepted with the one value given here."""
+
+REFUSED: dict[str, str] = {
+    "--qwen-gdn-backend": "",
+    "--use-fault-tolerance": "",
+    "--partial-rollout": "",
+    "--over-sampling-batch-size": "",
+    "--release-train": "",
+    "--check-weight-update-equal": "every push is verified by the probe: weights.probe_sequences",
+    "--eval-config": "name the sets with --eval-prompt-data name path ...",
+    "--num-epoch": "give the number of rollouts with --num-rollout",
+    "--num-gpus-per-node": "the machine's GPUs are counted; --actor-num-gpus-per-node limits the trainer",
+    "--micro-batch-size": "micro-batches are packed by tokens: --max-tokens-per-gpu",
+    "--rollout-seed": "one seed serves the whole run: --seed",
+    "--rollout-function-path": "a generate function per group is the seam: --custom-generate-function-path",
+    "--custom-loss-function-path": "",
+    "--custom-advantage-function-path": "",
+    "--normalize-advantages": "",
+    "--use-rollout-logprobs": "",
+    "--use-routing-replay": "",
+    "--use-rollout-routing-replay": "",
+    "--enable-mtp-training": "",
+    "--use-opd": "",
+    "--use-opsm": "",
+    "--group-rm": "",
+    "--tool-key": "",
+    "--multimodal-keys": "",
+    "--eval-top-k": "",
+    "--rollout-stop": "give token ids with --rollout-stop-token-ids",
+    "--offload": "",
+    "--offload-train": "",
+    "--offload-rollout": "",
+    "--fp16": "use --bf16, or model.dtype=float32",
+    "--attention-backend": "the actor chooses its attention kernel",
+    "--megatron-to-hf-mode": "HF checkpoints are read and written by our own converter",
+    "--save-hf": "run.save_hf=true writes the final weights to run.dir/hf",
+    "--wandb-key": "set the environment variable WANDB_API_KEY, so that no key stands in a command line",
+    "--sglang-server-concurrency": "rollout.max_running_requests bounds what an engine decodes together",
+    "--sglang-router-ip": "engines are addressed directly",
+    "--sglang-router-port": "engines are addressed directly",
+}
+"""Flags of slime whose feature does not exist here (yet), with what serves instead."""

@@ -1,0 +1,198 @@
+"""Command line -> Hydra -> one checked and sealed ``TrainConfig``. The only file that imports hydra or omegaconf."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from slime_like.config import flags, rules
+from slime_like.config.explain import explain
+from slime_like.config.files import check_files
+from slime_like.config.known import ALGORITHMS, describe, free_root, is_text
+from slime_like.config.root import TrainConfig
+from slime_like.errors import ConfigError
+
+GROUPS = ("algo", "recipe")
+_OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.-]*)(=(?P<value>.*))?", re.DOTALL)
+
+
+class _Overrides(NamedTuple):
+    """A command line, sorted: what Hydra composes, and what is set in free mappings afterwards."""
+
+    composed: list[str]
+    free: list[tuple[str, Any]]
+    values: dict[str, str]  # key -> text as given, for messages
+    config_dir: str | None
+
+
+def load_config(argv: Sequence[str], *, files: bool = True) -> TrainConfig:
+    """The run that ``argv`` (``key=value`` overrides and slime or Megatron flags) describes: checked and sealed.
+
+    With ``files=False`` nothing on disk besides ``configs/`` is read; call ``check_files`` when the files are there.
+    Raises ``ConfigError`` (``CheckpointError``, ``DataError`` for files) naming key, value and fix.
+    """
+    overrides = _sort(argv)
+    return _finish(_compose(overrides), overrides.values, files=files)
+
+
+def show(argv: Sequence[str]) -> str:
+    """The composed tree as YAML, keys that are still missing included as ``???``."""
+    return OmegaConf.to_yaml(_compose(_sort(argv)))
+
+
+def to_yaml(cfg: TrainConfig) -> str:
+    """Every key of ``cfg`` as YAML; ``from_yaml`` reads it back."""
+    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True)
+
+
+def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
+    """The config that ``to_yaml`` wrote. Raises ``ConfigError`` where a key is unknown or a value is wrong."""
+    try:
+        tree = cast("dict[str, Any]", yaml.safe_load(text))
+        algo = str(tree["algo"]["name"])
+    except yaml.YAMLError as error:
+        raise explain(error, {}, None) from error
+    except (TypeError, KeyError) as error:
+        raise ConfigError("the saved configuration has no algo.name: was it written by a run of slime_like?") from error
+    if algo not in ALGORITHMS:
+        raise ConfigError(f"algo.name={algo!r} in the saved configuration is not one of {', '.join(ALGORITHMS)}")
+    try:
+        schema = OmegaConf.structured(TrainConfig(algo=ALGORITHMS[algo]()))
+        merged = cast("DictConfig", OmegaConf.merge(schema, tree))
+    except OmegaConfBaseException as error:
+        raise explain(error, {}, algo) from error
+    return _finish(merged, {}, files=files)
+
+
+def config_folder() -> Path:
+    """The folder ``configs``: beside the package in a checkout, in the environment's data folder when installed.
+
+    Raises ``ConfigError`` when there is neither.
+    """
+    places = [
+        Path(__file__).parents[2] / "configs",
+        Path(sysconfig.get_path("data")) / "share" / "slime_like" / "configs",
+    ]
+    for place in places:
+        if (place / "train.yaml").is_file():
+            return place.resolve()
+    raise ConfigError(
+        f"configs/train.yaml is missing: looked in {' and '.join(map(str, places))}; reinstall slime_like"
+    )
+
+
+def _finish(tree: DictConfig, values: dict[str, str], *, files: bool) -> TrainConfig:
+    algo = _algo(tree)
+    try:
+        if missing := sorted(OmegaConf.missing_keys(tree)):
+            raise ConfigError("; ".join(_missing(key) for key in missing) + ". +recipe=quickstart is a complete run")
+        cfg = cast("TrainConfig", OmegaConf.to_object(tree))
+    except OmegaConfBaseException as error:
+        raise explain(error, values, algo) from error
+    cfg.check("")
+    rules.check_rules(cfg)
+    if files:
+        check_files(cfg)
+    cfg.seal()
+    return cfg
+
+
+def _missing(key: str) -> str:
+    flag = flags.flag_of(key)
+    also = f" or {flag} ..." if flag else ""
+    return f"{key} must be given: {key}=...{also}: {describe(key)}"
+
+
+def _algo(tree: DictConfig) -> str | None:
+    schema = OmegaConf.get_type(tree, "algo")
+    return next((name for name, known in ALGORITHMS.items() if known is schema), None)
+
+
+def _compose(overrides: _Overrides) -> DictConfig:
+    _register()
+    composed = list(overrides.composed)
+    if overrides.config_dir is not None:
+        composed.insert(0, f"hydra.searchpath=[file://{overrides.config_dir}]")
+    try:
+        with initialize_config_dir(str(config_folder()), version_base="1.3"):
+            tree = compose("train", overrides=composed)
+        for key, value in overrides.free:
+            OmegaConf.update(tree, key, value, merge=False, force_add=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise explain(error, overrides.values, _chosen(overrides)) from error
+    return tree
+
+
+def _chosen(overrides: _Overrides) -> str | None:
+    """The algorithm of a command line that did not compose: what composes without its single keys."""
+    groups = [text for text in overrides.composed if text.lstrip("+").partition("=")[0] in GROUPS]
+    try:
+        with initialize_config_dir(str(config_folder()), version_base="1.3"):
+            return _algo(compose("train", overrides=groups))
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError):
+        return None
+
+
+def _register() -> None:
+    store = ConfigStore.instance()
+    store.store(name="train_schema", node=TrainConfig, provider="slime_like")
+    for name, schema in ALGORITHMS.items():
+        store.store(group="algo", name=f"{name}_schema", node=schema, provider="slime_like")
+
+
+def _sort(argv: Sequence[str]) -> _Overrides:
+    command = flags.translate(argv)
+    result = _Overrides([], [], {}, command.config_dir)
+    for text in command.overrides:
+        found = _OVERRIDE.fullmatch(text)
+        if found is not None and found["mark"] == "~":
+            raise ConfigError(f"{text}: no key can be removed; set it to null or, for a mapping, to {{}}")
+        if found is None or found["value"] is None:
+            raise ConfigError(
+                f"{text!r} is no override: write key=value or --flag value (python train.py --help lists them)"
+            )
+        key, value = found["key"], found["value"]
+        result.values[key] = value
+        if key == "hydra" or key.startswith("hydra."):
+            raise ConfigError(
+                f"{text}: Hydra's own settings have no effect here; --config-dir adds a folder of recipes"
+            )
+        if key in GROUPS:
+            result.composed.append(f"{'+' if key == 'recipe' else ''}{key}={value}")
+            continue
+        parsed = _parse(key, value)
+        if free_root(key):
+            result.free.append((key, parsed))
+        else:
+            result.composed.append(f"{key}={_quote(value) if is_text(key) else value}")
+    return result
+
+
+def _parse(key: str, value: str) -> Any:
+    """What ``value`` means in Hydra's grammar. Raises ``ConfigError`` where it means nothing, or a sweep."""
+    text = f"{key}={_quote(value) if is_text(key) else value}"
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(f"{key}={value} cannot be read: quote the value, as in {key}=\"'...'\"") from error
+    if parsed.is_sweep_override():
+        raise ConfigError(f"{key}={value} reads as several values: write a list as {key}=[{value}] or quote the value")
+    return parsed.value()
+
+
+def _quote(value: str) -> str:
+    """``value`` as one string of Hydra's grammar; what is quoted already, and null, stays."""
+    quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
+    return value if quoted or value.lower() == "null" else flags.render(value)

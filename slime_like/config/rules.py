@@ -1,0 +1,231 @@
+"""Rules across keys that need no file: every one fires at load, before any process, with key, value and fix."""
+
+from __future__ import annotations
+
+from slime_like.config import foreign, names
+from slime_like.config.algo import PolicyGradientConfig, SftConfig
+from slime_like.config.base import within
+from slime_like.config.known import ALGORITHMS
+from slime_like.config.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.registry import check, resolve
+
+RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
+BIG = 1e12
+
+
+def check_rules(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` on the first rule that ``cfg`` breaks."""
+    _ranges(cfg)
+    _names(cfg)
+    _algorithm(cfg)
+    _mode(cfg)
+    batch_identity(cfg)
+    _lengths(cfg)
+    _sampling(cfg)
+    trainer_ranks(cfg)
+    _placement(cfg)
+    _schedule(cfg)
+    foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
+    foreign.check_foreign("model.megatron", cfg.model.megatron)
+
+
+def samples_per_rollout(cfg: TrainConfig) -> int:
+    """Samples that one rollout asks for."""
+    return cfg.rollout.batch_size * cfg.rollout.n_samples_per_prompt
+
+
+def batch_identity(cfg: TrainConfig) -> int:
+    """Samples per optimizer step. Raises ``ConfigError`` unless prompts * samples = global batch * steps."""
+    prompts, per_prompt, steps = cfg.rollout.batch_size, cfg.rollout.n_samples_per_prompt, cfg.loop.steps_per_rollout
+    total, step = prompts * per_prompt, cfg.loop.global_batch_size
+    asked = f"rollout.batch_size {prompts} * rollout.n_samples_per_prompt {per_prompt} = {total} samples per rollout"
+    if step is None:
+        if total % steps:
+            fits = [s for s in range(1, total + 1) if total % s == 0]
+            near = sorted(sorted(fits, key=lambda s: abs(s - steps))[:2])
+            raise ConfigError(
+                f"{asked}, which loop.steps_per_rollout={steps} does not divide: "
+                f"set loop.steps_per_rollout={' or '.join(map(str, near))}"
+            )
+        return total // steps
+    if total == step * steps:
+        return step
+    fixes = [f"loop.global_batch_size={total // steps}"] if total % steps == 0 else []
+    fixes += [f"loop.steps_per_rollout={total // step}"] if total % step == 0 else []
+    fixes += [f"rollout.batch_size={step * steps // per_prompt}"] if step * steps % per_prompt == 0 else []
+    fixes = fixes or ["loop.global_batch_size=null loop.steps_per_rollout=1"]
+    raise ConfigError(
+        f"{asked}, but loop.global_batch_size {step} * loop.steps_per_rollout {steps} = {step * steps}: "
+        f"set {', or '.join(fixes)}"
+    )
+
+
+def trainer_ranks(cfg: TrainConfig) -> int:
+    """Ranks of the trainer. Raises ``ConfigError`` unless they are a multiple of tp * pp * cp."""
+    p, place = cfg.parallel, cfg.placement
+    model = p.tp * p.pp * p.cp
+    product = f"parallel.tp {p.tp} * parallel.pp {p.pp} * parallel.cp {p.cp} = {model} ranks per model"
+    if place.actor_num_gpus_per_node is None:
+        if model % place.actor_num_nodes:
+            raise ConfigError(
+                f"{product}, which placement.actor_num_nodes={place.actor_num_nodes} does not divide: "
+                "set placement.actor_num_gpus_per_node"
+            )
+        return model
+    world = place.actor_num_nodes * place.actor_num_gpus_per_node
+    if world % model:
+        raise ConfigError(
+            f"{product} do not fit placement.actor_num_nodes {place.actor_num_nodes} * "
+            f"placement.actor_num_gpus_per_node {place.actor_num_gpus_per_node} = {world} ranks: make them a multiple of "
+            f"{model}, as with placement.actor_num_gpus_per_node={-(-world // model) * model // place.actor_num_nodes}"
+        )
+    dp = world // model
+    if dp > (step := batch_identity(cfg)):
+        raise ConfigError(
+            f"{step} samples per optimizer step leave some of the {dp} data-parallel ranks without a sequence: "
+            "raise rollout.batch_size, or set "
+            f"placement.actor_num_gpus_per_node={model * step // place.actor_num_nodes or 1}"
+        )
+    return world
+
+
+def _ranges(cfg: TrainConfig) -> None:
+    within("optim.", cfg.optim, 0.0, BIG, "lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
+    within("optim.", cfg.optim, 0.0, 1.0, "beta1", "beta2")
+    within("loop.", cfg.loop, 0, BIG, "max_staleness")
+    within("weights.", cfg.weights, 0, BIG, "probe_sequences", "debug_skip_push_at")
+    within("run.", cfg.run, 0, 2**31 - 1, "seed")
+    within("rollout.", cfg.rollout, 0.0, 1.0, "top_p")
+    if isinstance(cfg.algo, PolicyGradientConfig):
+        within("algo.", cfg.algo, -10.0, 10.0, "entropy_coef")
+        if hasattr(cfg.algo, "kl_coef"):
+            within("algo.", cfg.algo, 0.0, 10.0, "kl_coef")
+    if unknown := [m for m in cfg.model.recompute_modules if m not in RECOMPUTE_MODULES]:
+        raise ConfigError(f"model.recompute_modules={unknown} is unknown: known are {', '.join(RECOMPUTE_MODULES)}")
+
+
+def _names(cfg: TrainConfig) -> None:
+    """Names stand in their table; a dotted path, where one may stand, can be imported and called."""
+    check("algo.loss", cfg.algo.loss, names.LOSSES)
+    if cfg.algo.group_advantage is not None:
+        check("algo.group_advantage", cfg.algo.group_advantage, names.GROUP_ADVANTAGES)
+    if cfg.algo.token_advantage is not None:
+        check("algo.token_advantage", cfg.algo.token_advantage, names.TOKEN_ADVANTAGES)
+    if cfg.model.family != "auto":
+        check("model.family", cfg.model.family, names.FAMILIES)
+    _open_name("reward.name", cfg.reward.name, names.REWARDS)
+    _open_name("rollout.generate", cfg.rollout.generate, names.GENERATE)
+    _open_name("data.source", cfg.data.source, names.DATA_SOURCES)
+    for name in cfg.rollout.filters:
+        _open_name("rollout.filters", name, names.FILTERS)
+    if cfg.run.prepare is not None:
+        _open_name("run.prepare", cfg.run.prepare, {})
+
+
+def _open_name(key: str, name: str, table: dict[str, str]) -> None:
+    """A name of ``table``, or a dotted path to something callable."""
+    if not table and ":" not in name:
+        raise ConfigError(f"{key}={name!r} is not a dotted path such as my_package.my_module:my_function")
+    check(key, name, table, dotted=True)
+    if name not in table and not callable(resolve(key, name, table)):
+        raise ConfigError(f"{key}={name!r} is not callable: name a function or class")
+
+
+def _algorithm(cfg: TrainConfig) -> None:
+    algo = cfg.algo
+    chosen = next(name for name, schema in ALGORITHMS.items() if type(algo) is schema)
+    if algo.name != chosen:
+        raise ConfigError(f"algo.name={algo.name!r} cannot be set: choose the algorithm with algo={algo.name}")
+    n = cfg.rollout.n_samples_per_prompt
+    if isinstance(algo, SftConfig):
+        if n != 1:
+            raise ConfigError(f"rollout.n_samples_per_prompt={n} with algo=sft: a row has one label; set it to 1")
+        if cfg.evaluation.datasets:
+            raise ConfigError(
+                "evaluation.datasets with algo=sft: no engine runs that could answer; set evaluation.datasets={}"
+            )
+        return
+    if (algo.group_advantage is None) == (algo.token_advantage is None):
+        raise ConfigError(
+            f"algo.group_advantage={algo.group_advantage!r} and algo.token_advantage={algo.token_advantage!r}: "
+            "exactly one of them says where advantages come from; set the other to null"
+        )
+    if algo.group_advantage is not None and n < 2 and cfg.run.mode != "rollout_only":
+        raise ConfigError(
+            f"rollout.n_samples_per_prompt={n} with algo.group_advantage={algo.group_advantage}: every advantage "
+            "would be 0, as a group is its own baseline; set at least 2, or algo=reinforce_pp"
+        )
+
+
+def _mode(cfg: TrainConfig) -> None:
+    run = cfg.run
+    if run.mode == "train_only" and run.replay_from is None and not isinstance(cfg.algo, SftConfig):
+        raise ConfigError(
+            "run.mode=train_only needs dumped rollouts: set run.replay_from=<folder> (run.dump_rollouts=true makes one)"
+        )
+    if run.replay_from is not None and run.mode != "train_only":
+        raise ConfigError(
+            f"run.replay_from={run.replay_from!r} with run.mode={run.mode}: a replay generates nothing; "
+            "set run.mode=train_only"
+        )
+    if run.mode == "rollout_only" and isinstance(cfg.algo, SftConfig):
+        raise ConfigError(
+            "run.mode=rollout_only with algo=sft: supervised fine-tuning has no rollout; choose another algo"
+        )
+
+
+def _lengths(cfg: TrainConfig) -> None:
+    longest = cfg.rollout.max_context_len
+    for key, value in (
+        ("rollout.max_response_len", cfg.rollout.max_response_len),
+        ("evaluation.max_response_len", cfg.evaluation.max_response_len),
+    ):
+        if longest is not None and value is not None and value >= longest:
+            raise ConfigError(
+                f"{key}={value} leaves no room for a prompt in rollout.max_context_len={longest}: "
+                "lower it, or raise the context"
+            )
+
+
+def _sampling(cfg: TrainConfig) -> None:
+    """Logprobs of the trainer are those of the distribution that was sampled from."""
+    if cfg.run.mode == "rollout_only" or isinstance(cfg.algo, SftConfig):
+        return
+    for key, value, off in (("rollout.top_p", cfg.rollout.top_p, 1.0), ("rollout.top_k", cfg.rollout.top_k, -1)):
+        if value != off:
+            raise ConfigError(
+                f"{key}={value} cannot be trained on: tokens would be sampled from a cut distribution while the "
+                f"trainer computes log-probabilities of the whole one; set {key}={off:g} (evaluation.top_p is free)"
+            )
+
+
+def _placement(cfg: TrainConfig) -> None:
+    mode, transport = cfg.placement.mode, cfg.weights.transport
+    if cfg.loop.max_staleness > 0 and mode == "colocated":
+        raise ConfigError(
+            f"loop.max_staleness={cfg.loop.max_staleness} with placement.mode=colocated: rollout and training share "
+            "devices and cannot overlap; set placement.mode=split, or loop.max_staleness=0"
+        )
+    if (mode, transport) in (("split", "tensor"), ("colocated", "broadcast")):
+        right = "broadcast" if mode == "split" else "tensor"
+        raise ConfigError(
+            f"weights.transport={transport} with placement.mode={mode}: set weights.transport={right} or auto"
+        )
+    if cfg.parallel.ep > 1 and trainer_ranks(cfg) % (cfg.parallel.pp * cfg.parallel.ep):
+        raise ConfigError(
+            f"parallel.ep={cfg.parallel.ep} does not divide the {trainer_ranks(cfg) // cfg.parallel.pp} ranks of a "
+            "pipeline stage: choose a divisor"
+        )
+
+
+def _schedule(cfg: TrainConfig) -> None:
+    optim, total = cfg.optim, cfg.loop.num_rollout * cfg.loop.steps_per_rollout
+    if optim.min_lr > optim.lr:
+        raise ConfigError(f"optim.min_lr={optim.min_lr:g} is above optim.lr={optim.lr:g}: lower it")
+    end = optim.decay_steps or total
+    if optim.schedule != "constant" and optim.warmup_steps >= end:
+        raise ConfigError(
+            f"optim.warmup_steps={optim.warmup_steps} leaves none of {end} optimizer steps for "
+            f"optim.schedule={optim.schedule}: lower it, or raise optim.decay_steps"
+        )
