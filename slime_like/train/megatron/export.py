@@ -1,0 +1,134 @@
+"""Weights out of the trainer in HF names and shapes: to the engines bucket by bucket, or to a folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slime_like.errors import CheckpointError
+from slime_like.interfaces import Bucket, TensorMeta
+from slime_like.train.megatron.families.base import Family, Weight
+from slime_like.train.megatron.groups import Place
+from slime_like.train.megatron.hf import INDEX, SINGLE, HFFolder
+from slime_like.train.megatron.model import OUTPUT, Policy, named_weights
+
+FILE_BYTES = 4 << 30  # safetensors files of an export
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+
+
+class HFExport:
+    """``WeightSource`` over the live parameters of one rank.
+
+    A tensor parallel group gathers each parameter; its rank 0, on the first data parallel replica, is the sender of
+    its pipeline stage. Tied embeddings go once, from the first stage; vocabulary padding is cut.
+    """
+
+    def __init__(self, model: Policy, family: Family, place: Place) -> None:
+        self._place = place
+        table = family.weights()
+        tied = bool(family.hf.tie_word_embeddings)
+        self._weights: list[tuple[Weight, torch.nn.Parameter]] = [
+            (table[key], parameter) for key, parameter in named_weights(model) if not (tied and key == OUTPUT)
+        ]
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank holds the gathered tensors of its pipeline stage."""
+        return self._place.tp_rank == self._place.dp_rank == self._place.cp_rank == 0
+
+    def manifest(self) -> tuple[TensorMeta, ...]:
+        """What this rank's pipeline stage sends, in order."""
+        return tuple(
+            TensorMeta(name, shape, str(parameter.dtype).removeprefix("torch."))
+            for weight, parameter in self._weights
+            for name, shape in zip(weight.names, weight.shapes, strict=True)
+        )
+
+    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        """The tensors of the manifest, in order, in buckets of at most ``max_bytes`` (or one tensor).
+
+        All ranks of a stage iterate together and get as many buckets; those of ranks that do not send are empty.
+        """
+        pending: list[tuple[str, Tensor]] = []
+        size = 0
+        for weight, parameter in self._weights:
+            tensors = self._gather(weight, parameter)
+            for i, (name, shape) in enumerate(zip(weight.names, weight.shapes, strict=True)):
+                nbytes = torch.Size(shape).numel() * parameter.element_size()
+                if size and size + nbytes > max_bytes:
+                    yield Bucket(tuple(pending))
+                    pending, size = [], 0
+                size += nbytes
+                if self.is_sender:
+                    pending.append((name, tensors[i]))
+        if size:
+            yield Bucket(tuple(pending))
+
+    @torch.no_grad()
+    def _gather(self, weight: Weight, parameter: torch.nn.Parameter) -> tuple[Tensor, ...]:
+        """The whole HF tensors on the first data parallel replica; nothing on the others."""
+        if self._place.dp_rank or self._place.cp_rank:
+            return ()
+        tp = self._place.layout.tp
+        local = parameter.detach().contiguous()
+        if tp == 1 or not weight.is_split:
+            return tuple(t.contiguous() for t in weight.merge([local]))
+        shards = [torch.empty_like(local) for _ in range(tp)]
+        dist.all_gather(shards, local, group=self._place.tp_group)
+        return tuple(t.contiguous() for t in weight.merge(shards))
+
+
+def write_hf(export: HFExport, source: HFFolder, folder: Path, place: Place) -> None:
+    """Write an HF folder that transformers and SGLang load: safetensors, config.json and the source's other files.
+
+    Every pipeline stage writes its own files into a temporary folder next to ``folder``, which then takes its place.
+    """
+    scratch = folder.with_name(folder.name + ".tmp")
+    if dist.get_rank() == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            scratch.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(f"{scratch}: cannot be created ({error}); choose a folder that can be written") from error
+    dist.barrier()
+    written: dict[str, str] = {}
+    total = 0
+    for i, bucket in enumerate(export.buckets(FILE_BYTES)):
+        if bucket.tensors:
+            file = f"model-stage{place.pp_rank}-{i:05d}.safetensors"
+            tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors}
+            save_file(tensors, scratch / file, metadata={"format": "pt"})
+            written |= dict.fromkeys(tensors, file)
+            total += sum(t.numel() * t.element_size() for t in tensors.values())
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, (written, total))
+    if dist.get_rank() == 0:
+        weight_map = {name: file for share, _ in shares for name, file in share.items()}
+        _finish(scratch, weight_map, sum(size for _, size in shares), source, export.manifest()[0].dtype)
+        if folder.exists():
+            shutil.rmtree(folder)
+        scratch.rename(folder)
+    dist.barrier()
+
+
+def _finish(scratch: Path, weight_map: dict[str, str], total: int, source: HFFolder, dtype: str) -> None:
+    """Index, config and the files that are not weights."""
+    files = sorted(set(weight_map.values()))
+    if len(files) == 1:
+        (scratch / files[0]).rename(scratch / SINGLE)
+    else:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (scratch / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    for file in sorted(source.path.iterdir()):
+        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copyfile(file, scratch / file.name)
+    config = {k: v for k, v in source.raw_config.items() if k != "torch_dtype"} | {"dtype": dtype}
+    (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,151 @@
+"""A model family: its layer pattern, its TransformerConfig fields, and which HF tensors make which megatron parameter.
+
+Parameters have keys of our own, counted in decoder blocks (``blocks.3.self_attention.linear_qkv.weight``), so that
+megatron's names, which change with its model classes and pipeline stages, appear in one place (``model.named_weights``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.errors import ConfigError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight(ABC):
+    """One megatron parameter: the HF tensors it is made of, and how tensor parallelism splits it."""
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+
+    @abstractmethod
+    def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
+        """HF tensors -> the shard of tensor parallel rank ``rank`` of ``tp``."""
+
+    @abstractmethod
+    def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The shards of all tensor parallel ranks, in order -> HF tensors."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the ranks of a tensor parallel group hold different parts."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated(Weight):
+    """The same on every rank: norms."""
+
+    def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
+        return tensors[0]
+
+    def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (shards[0],)
+
+    @property
+    def is_split(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Weight):
+    """Split along the input dimension: output projections."""
+
+    def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
+        return tensors[0].chunk(tp, 1)[rank]
+
+    def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (torch.cat(list(shards), 1),)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked(Weight):
+    """Several matrices of which each rank holds the same part of every one: gate over up."""
+
+    def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
+        return torch.cat([t.chunk(tp, 0)[rank] for t in tensors], 0)
+
+    def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        columns = zip(*(shard.chunk(len(self.names), 0) for shard in shards), strict=True)
+        return tuple(torch.cat(column, 0) for column in columns)
+
+
+@dataclass(frozen=True, slots=True)
+class QKV(Weight):
+    """Query, key and value rows, interleaved by query group: q heads of group 0, k 0, v 0, q heads of group 1, ..."""
+
+    groups: int
+
+    def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
+        by_group = torch.cat([t.view(self.groups, -1, *t.shape[1:]) for t in tensors], 1)
+        return by_group.chunk(tp, 0)[rank].flatten(0, 1)
+
+    def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        by_group = torch.cat(list(shards), 0).unflatten(0, (self.groups, -1))
+        rows = [shape[0] // self.groups for shape in self.shapes]
+        return tuple(part.flatten(0, 1) for part in by_group.split(rows, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary(Weight):
+    """Rows per token, padded with zero rows to ``padded`` so that every rank holds the same number."""
+
+    padded: int
+
+    def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
+        missing = self.padded - tensors[0].shape[0]
+        padded = torch.nn.functional.pad(tensors[0], (0, 0, 0, missing))
+        return padded.chunk(tp, 0)[rank]
+
+    def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (torch.cat(list(shards), 0)[: self.shapes[0][0]],)
+
+
+class Family(ABC):
+    """What the trainer must know of an HF ``model_type``. One instance per model."""
+
+    model_types: tuple[str, ...]
+
+    def __init__(self, hf: Any, tp: int) -> None:
+        """``hf`` is the transformers config. Raises ``ConfigError`` on a variant the family does not cover."""
+        self.hf = hf
+        self.tp = tp
+
+    @abstractmethod
+    def blocks(self) -> tuple[str, ...]:
+        """Per decoder block its two layer symbols of megatron's HybridModel: ``*-`` is attention, then MLP."""
+
+    @abstractmethod
+    def transformer_fields(self) -> dict[str, Any]:
+        """Fields of megatron's TransformerConfig that follow from the HF config."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, Weight]:
+        """Parameter key -> how it is made, in the order of export."""
+
+    def require(self, key: str, *allowed: Any) -> None:
+        """Raise ``ConfigError`` unless the HF config's ``key`` has one of the values the family is written for."""
+        value = getattr(self.hf, key, allowed[0])
+        if value not in allowed:
+            wanted = " or ".join(repr(a) for a in allowed)
+            raise ConfigError(f"config.json: {key}={value!r} of a {self.hf.model_type} model is not supported; only {wanted}")
+
+    def require_divisible(self, key: str) -> None:
+        """Raise ``ConfigError`` unless tensor parallelism divides the HF config's ``key``."""
+        value = int(getattr(self.hf, key))
+        if value % self.tp:
+            raise ConfigError(f"parallel.tp={self.tp} does not divide the model's {key}={value}: choose a divisor of it")
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of embedding and output layer: a multiple of 128 whatever tp is, so that checkpoints can be resharded."""
+        multiple = 128 if 128 % self.tp == 0 else 128 * self.tp
+        return -(-int(self.hf.vocab_size) // multiple) * multiple

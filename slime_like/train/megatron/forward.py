@@ -1,0 +1,120 @@
+"""Packed rows through the pipeline: micro-batches on the device, megatron's schedules, and scores without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from slime_like.batch import Rows
+from slime_like.train.megatron.groups import Place
+from slime_like.train.megatron.layers import PackedRows
+from slime_like.train.megatron.layout import TokenLayout, token_layout
+from slime_like.train.megatron.model import Policy
+
+
+@dataclass(slots=True)
+class Micro:
+    """One micro-batch on this rank. Score columns are F32 [T] on the device, filled on the last pipeline stage."""
+
+    rows: Rows
+    layout: TokenLayout
+    input_ids: Tensor  # I64 [1, L]
+    packed: PackedRows
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    advantages: Tensor | None = None  # F32 [T]
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How hidden states become log-probabilities."""
+
+    temperature: float
+    chunk: int  # tokens per chunk of the vocabulary projection
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A copy of a host array on ``device``."""
+    return torch.from_numpy(np.array(values)).to(device, non_blocking=True)
+
+
+def make_micro(rows: Rows, place: Place) -> Micro:
+    """Lay out one micro-batch and move its tokens to the device."""
+    sizes = place.layout
+    layout = token_layout(rows.cu_seqlens, tp=sizes.tp, cp=sizes.cp, cp_rank=place.cp_rank)
+    bounds = torch.from_numpy(layout.padded_cu_seqlens)
+    longest = int(np.diff(layout.padded_cu_seqlens).max())
+    packed = PackedRows(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        cu_seqlens_device=bounds.to(place.device),
+        position_ids=to_device(layout.position_ids, place.device),
+    )
+    ids = layout.take(rows.token_ids, 0).astype(np.int64)
+    return Micro(rows, layout, to_device(ids, place.device)[None], packed)
+
+
+def run_schedule(
+    wrapped: Any, micros: Sequence[Micro], after: Callable[..., Any], *, train: bool
+) -> list[Any]:
+    """Every micro-batch through megatron's schedule; ``after(micro, hidden)`` runs on the last stage.
+
+    train: ``after`` returns megatron's (loss, count, report) and gradients are accumulated and reduced. Otherwise it
+    returns anything, and the list of what it returned comes back (empty on other stages).
+    """
+
+    def forward_step(batches: Iterator[Micro], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        micro = next(batches)
+        return model(micro.input_ids, micro.packed), partial(after, micro)
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(micros),
+        model=[wrapped],
+        num_microbatches=len(micros),
+        seq_length=1,  # shapes travel with the tensors: variable_seq_lengths
+        micro_batch_size=1,
+        forward_only=not train,
+        collect_non_loss_data=not train,
+    )
+
+
+@torch.no_grad()
+def score_micros(
+    wrapped: Any, micros: Sequence[Micro], masks: Sequence[npt.NDArray[np.bool_]], scoring: Scoring
+) -> list[Tensor]:
+    """F32 [T] log-probabilities per micro-batch at its masked tokens, 0 elsewhere; empty but on the last stage."""
+    mask_of = {id(micro): mask for micro, mask in zip(micros, masks, strict=True)}
+    model: Policy = wrapped.module
+
+    def after(micro: Micro, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
+        found = micro.layout.predictions(mask_of[id(micro)])
+        ids = micro.rows.token_ids[found.target].astype(np.int64)
+        logprobs, _ = model.scores(
+            hidden,
+            to_device(found.source, hidden.device),
+            to_device(ids, hidden.device),
+            temperature=scoring.temperature,
+            chunk=scoring.chunk,
+            entropy=False,
+        )
+        out = torch.zeros(micro.layout.num_tokens, device=hidden.device)
+        out[to_device(found.target, hidden.device)] = logprobs
+        return out
+
+    wrapped.eval()  # nothing is recomputed where nothing is differentiated
+    try:
+        return run_schedule(wrapped, micros, after, train=False)
+    finally:
+        wrapped.train()

@@ -1,0 +1,109 @@
+"""Process groups of one trainer rank."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime_like import deadline
+from slime_like.config.resolved import ActorSpec, Layout
+from slime_like.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this rank stands in the layout."""
+
+    layout: Layout
+    device: torch.device
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    dp_rank: int
+    tp_group: Any
+    pp_group: Any
+    cp_group: Any
+    dp_group: Any  # without context parallelism
+    dp_cp_group: Any  # all ranks that hold part of the batch and the same part of the model
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the output layer, and so the losses."""
+        return self.pp_rank == self.layout.pp - 1
+
+    @property
+    def is_reporter(self) -> bool:
+        """Whether this is the one rank of the world whose metrics and scores count."""
+        return self.is_last and self.tp_rank == self.cp_rank == self.dp_rank == 0
+
+
+def check_layout(layout: Layout, world_size: int) -> None:
+    """Raise ``ConfigError`` where the ranks cannot carry the layout or the trainer does not support it."""
+    if layout.world_size != world_size:
+        sizes = f"tp={layout.tp} pp={layout.pp} cp={layout.cp} dp={layout.dp}"
+        raise ConfigError(
+            f"parallel.* ({sizes}) needs {layout.world_size} trainer ranks but there are {world_size}: "
+            "change parallel.* or placement.actor_num_gpus_per_node"
+        )
+    if layout.cp > 1:
+        raise ConfigError(f"parallel.cp={layout.cp}: context parallel attention is not supported yet; set parallel.cp=1")
+    if layout.ep > 1:
+        raise ConfigError(f"parallel.ep={layout.ep}: no supported model family has experts yet; set parallel.ep=1")
+
+
+def join_world(spec: ActorSpec, rank: int, world_size: int, address: tuple[str, int], local_rank: int) -> torch.device:
+    """Join the process group, unless this process is in one already, and return this rank's device."""
+    device = torch.device("cuda", local_rank) if spec.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{address[0]}:{address[1]}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=spec.deadline_s * deadline.scale()),
+        )
+    return device
+
+
+def make_groups(spec: ActorSpec, device: torch.device) -> Place:
+    """Create megatron's process groups (replacing those of an earlier layout of this process) and seed its RNGs."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    layout = spec.layout
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1 if layout.ep > 1 else layout.tp,
+        distributed_timeout_minutes=spec.deadline_s * deadline.scale() / 60,  # pyright: ignore[reportArgumentType]
+        create_gloo_process_groups=False,
+    )
+    torch.manual_seed(spec.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(spec.seed)
+    return Place(
+        layout=layout,
+        device=device,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )

@@ -1,0 +1,203 @@
+"""Our layer parts on plain torch: the same modules on CPU and GPU, put into megatron's layers by ModuleSpec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from slime_like.errors import ConfigError
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """megatron's packed-sequence parameters with bounds on the host, so that nothing reads them back from a GPU.
+
+    ``cu_seqlens_q`` and ``cu_seqlens_kv`` are host tensors; ``cu_seqlens_device`` is the copy kernels read.
+    """
+
+    cu_seqlens_device: Tensor | None = None
+    position_ids: Tensor | None = None  # [P] of all padded tokens, before context parallel slicing
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square norm (https://arxiv.org/abs/1910.07467) that allows sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (read by finalize_model_grads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class PackedAttention(MegatronModule):
+    """Causal grouped-query attention over packed sequences.
+
+    GPU: one variable-length flash kernel for all sequences. CPU: scaled dot product attention per sequence, which
+    beats a block-diagonal mask by the ratio of masked to unmasked scores.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal, f"{attn_mask_type} attention over packed sequences"
+        if (config.attention_dropout if attention_dropout is None else attention_dropout) > 0:
+            raise ConfigError("model.megatron.attention_dropout must be 0: policy and rollout are to be the same function")
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedRows | None = None,
+    ) -> Tensor:
+        """query [T, heads, dim], key and value [T, groups, dim] -> [T, heads * dim]."""
+        assert packed_seq_params is not None and attention_mask is None and attention_bias is None
+        attend = self._varlen if query.is_cuda else self._per_sequence
+        return attend(query, key, value, packed_seq_params).flatten(1)
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        cu = packed.cu_seqlens_device
+        longest = packed.max_seqlen_q
+        out = varlen_attn(
+            query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=(-1, 0), enable_gqa=True
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+        lengths = packed.cu_seqlens_q.diff().tolist()
+        # split, not slicing: its backward is one concatenation instead of one full-size buffer per sequence
+        parts = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True)
+        out = [
+            F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=self.scale, enable_gqa=True)[0]
+            for q, k, v in parts
+        ]
+        return torch.cat(out, 1).transpose(0, 1)
+
+
+class Rotary(torch.nn.Module):
+    """Rotary embedding at given positions, with the frequencies of transformers (scaled variants included)."""
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__()
+        parameters = getattr(hf, "rope_parameters", None) or {}
+        kind = parameters.get("rope_type", "default")
+        if kind == "default":
+            exponent = torch.arange(0, hf.head_dim, 2, dtype=torch.float32) / hf.head_dim
+            frequencies, factor = 1.0 / (float(parameters["rope_theta"]) ** exponent), 1.0
+        elif kind in ("linear", "llama3"):
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+        else:
+            raise ConfigError(f"config.json: rope_type={kind!r} is not supported; only default, linear and llama3")
+        assert factor == 1.0
+        self.frequencies = frequencies.to(current_device())  # [dim / 2]; a plain tensor: never cast to bfloat16
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """position_ids [P] -> angles [P, 1, 1, dim]."""
+        angles = torch.outer(position_ids.to(self.frequencies.dtype), self.frequencies)
+        return torch.cat((angles, angles), -1)[:, None, None, :]
+
+
+class Stack(HybridStack):
+    """HybridStack builds its final norm as TransformerEngine's: build none there, then our own."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: HybridStackSubmodules,
+        post_process: bool = True,
+        post_layer_norm: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, submodules, post_process=post_process, post_layer_norm=False, **kwargs)
+        if post_process and post_layer_norm:
+            self.post_layer_norm = True
+            self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+class TorchParts(LocalSpecProvider):
+    """The parts megatron's spec builders ask for."""
+
+    def core_attention(self) -> type:
+        return PackedAttention
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return RMSNorm
+
+
+def stack_spec(config: TransformerConfig) -> ModuleSpec:
+    """Layers of the hybrid stack: an attention layer and an MLP layer, each with its norm and residual."""
+    attention = ModuleSpec(
+        SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm if config.qk_layernorm else None,
+            k_layernorm=RMSNorm if config.qk_layernorm else None,
+        ),
+    )
+    return ModuleSpec(
+        Stack,
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(
+                TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=RMSNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+                ),
+            ),
+            mlp_layer=ModuleSpec(
+                MLPLayer,
+                submodules=TransformerLayerSubmodules(
+                    pre_mlp_layernorm=RMSNorm,
+                    mlp=get_mlp_module_spec_for_backend(backend=TorchParts(), num_experts=None),
+                    mlp_bda=get_bias_dropout_add,
+                ),
+            ),
+        ),
+    )
+
+
+def current_device() -> torch.device:
+    """Where megatron creates parameters: the GPU of this rank, or the CPU under the host facade."""
+    from megatron.core.transformer import module
+
+    return torch.device(module.torch.cuda.current_device())

@@ -1,0 +1,119 @@
+"""Where each token of packed rows stands on this rank: padding, positions, next tokens, context parallel slices.
+
+Every other file asks here, so that context parallelism is a matter of this one. Index arithmetic is numpy on the host,
+once per micro-batch; only the results travel to the device.
+
+Context parallel layout (megatron's): a sequence, padded to a multiple of ``2 * cp``, is cut into ``2 * cp`` equal chunks;
+rank r holds chunks r and ``2 * cp - 1 - r``, which balances the causal triangle over the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_like.types import I32, I64
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """N tokens to predict: ``source`` indexes this rank's hidden states, ``target`` the tokens of the rows."""
+
+    source: I64  # [N], local
+    target: I64  # [N], row index of the predicted token
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLayout:
+    """S sequences of T tokens in all; P tokens after padding; this rank holds L = P / cp of them."""
+
+    cu_seqlens: I32  # [S + 1], of the rows
+    padded_cu_seqlens: I32  # [S' + 1], S' = S or, with a padding sequence at the end, S + 1
+    row_index: I64  # [L], row index of each local token, -1 for padding
+    next_index: I64  # [L], row index of the token after it in its sequence, -1 at sequence ends and padding
+    position_ids: I64  # [P], position of every padded token in its sequence
+    local_index: I64  # [L], index of each local token among the P padded ones
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.cu_seqlens) - 1
+
+    def take(self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
+        """This rank's part [L] of a column of the rows; padding gets ``fill``."""
+        return _gather(column_T, self.row_index, fill)
+
+    def next_token(self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
+        """For each local token the column's value at the token after it [L]; ``fill`` where there is none."""
+        return _gather(column_T, self.next_index, fill)
+
+    def predictions(self, mask_T: npt.NDArray[np.bool_]) -> Predictions:
+        """Which local hidden states predict the masked tokens. First tokens of sequences have no prediction."""
+        wanted = self.next_token(mask_T, False)
+        source = np.flatnonzero(wanted)
+        return Predictions(source, self.next_index[source])
+
+    def sequence_of(self, row_index: I64) -> I64:
+        """Sequence [N] that each row index [N] belongs to."""
+        return np.searchsorted(self.cu_seqlens, row_index, side="right").astype(np.int64) - 1
+
+    def segment_sum(self, values_N: npt.NDArray[Scalar], row_index_N: I64) -> npt.NDArray[Scalar]:
+        """Sum per sequence [S] of values at rows; with cp > 1 this rank's share, to be summed over the cp group."""
+        out = np.zeros(self.num_sequences, values_N.dtype)
+        np.add.at(out, self.sequence_of(row_index_N), values_N)
+        return out
+
+
+def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0) -> TokenLayout:
+    """Lay out packed sequences for one rank.
+
+    Sequences are padded to multiples of ``2 * cp`` when cp > 1, and a sequence of padding is added at the end so that
+    every tensor parallel rank gets the same number of tokens: P is a multiple of tp, or of ``tp * 2 * cp``.
+
+    Example: sequences of 3 and 2 tokens with tp=2: ``padded_cu_seqlens`` is [0, 3, 5, 6].
+    """
+    unit = 1 if cp == 1 else 2 * cp
+    lengths = np.diff(cu_seqlens).astype(np.int64)
+    padded = -(-lengths // unit) * unit
+    total = int(padded.sum())
+    tail = -total % (tp * unit) if total else tp * unit
+    if tail:
+        lengths, padded = np.append(lengths, 0), np.append(padded, tail)
+    starts = np.concatenate([[0], np.cumsum(padded)])
+    position_ids = np.arange(starts[-1]) - np.repeat(starts[:-1], padded)
+    row_start = np.append(cu_seqlens[:-1], 0)[: len(padded)] if tail else cu_seqlens[:-1]
+    length_of = np.repeat(lengths, padded)
+    row_index = np.where(position_ids < length_of, position_ids + np.repeat(row_start, padded), -1)
+    next_index = np.where(position_ids + 1 < length_of, row_index + 1, -1)
+    local = _zigzag(position_ids, np.repeat(padded, padded), cp, cp_rank)
+    return TokenLayout(
+        cu_seqlens=cu_seqlens,
+        padded_cu_seqlens=starts.astype(np.int32),
+        row_index=row_index[local].astype(np.int64),
+        next_index=next_index[local].astype(np.int64),
+        position_ids=position_ids.astype(np.int64),
+        local_index=local.astype(np.int64),
+    )
+
+
+def _zigzag(position_ids: I64, padded_length_of: I64, cp: int, rank: int) -> I64:
+    """Padded indices of the tokens in chunks ``rank`` and ``2 * cp - 1 - rank`` of each sequence."""
+    chunk = position_ids * (2 * cp) // padded_length_of
+    return np.flatnonzero((chunk == rank) | (chunk == 2 * cp - 1 - rank)) if cp > 1 else np.arange(len(position_ids))
+
+
+def _gather(column_T: npt.NDArray[Scalar], index_L: I64, fill: Any) -> npt.NDArray[Scalar]:
+    out = np.full(len(index_L), fill, dtype=column_T.dtype)
+    inside = index_L >= 0
+    out[inside] = column_T[index_L[inside]]
+    return out

@@ -1,0 +1,122 @@
+"""The policy: megatron's HybridModel of our layer parts, its output as hidden states, its parameters by our keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from slime_like.errors import ConfigError
+from slime_like.train.megatron.families.base import Family, Weight
+from slime_like.train.megatron.groups import Place
+from slime_like.train.megatron.hf import HFFolder
+from slime_like.train.megatron.layers import PackedRows, Rotary, stack_spec
+from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
+
+OUTPUT = "output_layer.weight"
+
+
+class Policy(HybridModel):
+    """A decoder whose last stage returns hidden states: logits exist only in chunks, inside ``scores``."""
+
+    def __init__(self, config: TransformerConfig, family: Family, place: Place) -> None:
+        super().__init__(
+            config,
+            stack_spec(config),
+            vocab_size=family.padded_vocabulary,
+            max_sequence_length=int(family.hf.max_position_embeddings),
+            hybrid_layer_pattern=pipeline_pattern(family.blocks(), place.layout.pp),
+            pre_process=place.is_first,
+            post_process=place.is_last,
+            share_embeddings_and_output_weights=bool(family.hf.tie_word_embeddings),
+            position_embedding_type="none",
+        )
+        self.rotary = Rotary(family.hf)
+        size = family.padded_vocabulary // place.layout.tp
+        start = size * place.tp_rank
+        real = max(0, min(size, int(family.hf.vocab_size) - start))
+        self.vocabulary = VocabularyPart(start, real, place.tp_group)
+
+    def forward(self, input_ids: Tensor | None, packed: PackedRows) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """input_ids [1, L] (first stage) -> hidden states [L, 1, H], of which sequence parallelism leaves L / tp."""
+        embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        return self.decoder(
+            hidden_states=embedded,
+            attention_mask=None,
+            rotary_pos_emb=self.rotary(packed.position_ids),
+            packed_seq_params=packed,
+        )
+
+    def scores(
+        self, hidden: Tensor, source_N: Tensor, target_N: Tensor, *, temperature: float, chunk: int, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability and, where asked for, entropy F32 [N] of tokens ``target_N`` predicted at positions ``source_N`` of [L]."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        tied = self.share_embeddings_and_output_weights
+        weight: Any = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return vocab_scores(
+            hidden[:, 0][source_N],
+            weight,
+            target_N,
+            part=self.vocabulary,
+            temperature=temperature,
+            chunk=chunk,
+            entropy=entropy,
+        )
+
+
+def pipeline_pattern(blocks: tuple[str, ...], pp: int) -> str:
+    """Layer symbols with ``|`` between pipeline stages; where pp does not divide the blocks, early stages get one more."""
+    if len(blocks) < pp:
+        raise ConfigError(f"parallel.pp={pp} is more than the model's {len(blocks)} decoder blocks")
+    base, extra = divmod(len(blocks), pp)
+    sizes = [base + (stage < extra) for stage in range(pp)]
+    edges = [sum(sizes[:stage]) for stage in range(pp + 1)]
+    return "|".join("".join(blocks[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True))
+
+
+def named_weights(model: Policy) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(our key, parameter) of this pipeline stage, in export order. The only reader of megatron's parameter names.
+
+    A decoder block is two layers of the hybrid stack; ``layer_number`` counts them from 1 over all stages.
+    """
+    found = {_key(model, name): parameter for name, parameter in model.named_parameters()}
+    yield from sorted(found.items(), key=lambda item: _order(item[0]))
+
+
+def _key(model: Policy, name: str) -> str:
+    if name.startswith("decoder.layers."):
+        _, _, local, rest = name.split(".", 3)
+        block = (int(model.decoder.layers[int(local)].layer_number) - 1) // 2
+        return f"blocks.{block}.{rest}"
+    return name.removeprefix("decoder.")
+
+
+def _order(key: str) -> tuple[int, int]:
+    if key.startswith("blocks."):
+        return 1, int(key.split(".")[1])
+    return {"embedding.word_embeddings.weight": 0, "final_norm.weight": 2, OUTPUT: 3}[key], 0
+
+
+@torch.no_grad()
+def load_hf(model: Policy, table: Mapping[str, Weight], folder: HFFolder, place: Place) -> None:
+    """Fill this rank's parameters from an HF folder. Raises ``CheckpointError`` on a tensor missing or misshapen."""
+    for key, parameter in named_weights(model):
+        weight = table[key]
+        tensors = [folder.tensor(n, s).to(parameter.dtype) for n, s in zip(weight.names, weight.shapes, strict=True)]
+        shard = weight.split(tensors, place.layout.tp, place.tp_rank)
+        assert shard.shape == parameter.shape, f"{key}: {tuple(shard.shape)} for {tuple(parameter.shape)}"
+        parameter.copy_(shard)
+
+
+def count_trained(model: Policy) -> int:
+    """Parameters of this rank that take gradients."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,126 @@
+"""What megatron-core 0.19.2 without TransformerEngine or apex needs on CPU and GPU alike.
+
+Each entry runs right after its module's body, before any other module can bind the old name. Each goes when upstream
+no longer has the fault it names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import queue
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Patch = Callable[[ModuleType], None]
+
+
+def replace(target: Any, name: str, value: Any) -> Any:
+    """Set ``target.name`` and return what was there; a name that does not exist is an error, never a silent no-op."""
+    where = getattr(target, "__name__", repr(target))
+    assert hasattr(target, name), f"{where} has no {name!r}: megatron-core changed, review slime_like.train.megatron"
+    old = getattr(target, name)
+    setattr(target, name, value)
+    return old
+
+
+class GroupStepAdamW(torch.optim.Optimizer):
+    """AdamW on torch's fused kernel that counts steps per parameter group, as apex's FusedAdam does.
+
+    megatron's DistributedOptimizer restores torch's own AdamW with one step tensor shared by all parameters, so that
+    the first update after a resume advances the count once per parameter. It handles a count per group correctly.
+    Update rule: Loshchilov and Hutter 2019 (https://arxiv.org/abs/1711.05101).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        **_: Any,
+    ) -> None:
+        self._kernel: Any = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            params: list[Tensor] = [p for p in group["params"] if p.grad is not None and p.numel()]
+            if not params:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for p in params:
+                if not self.state[p]:
+                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            step = torch.tensor(float(group["step"]), device=params[0].device)
+            self._kernel(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                [step] * len(params),
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+
+
+def _optimizer(module: ModuleType) -> None:
+    replace(module, "Adam", GroupStepAdamW)
+    replace(module, "USING_PYTORCH_OPTIMIZER", False)
+
+
+def _distributed_optimizer(module: ModuleType) -> None:
+    replace(module, "Adam", GroupStepAdamW)
+    replace(module, "HAVE_APEX_OR_TE", True)
+    replace(module, "USING_APEX_OPTIMIZER", True)
+
+
+def _share_storage(target: Tensor, source: Tensor) -> None:
+    """Give ``target``'s storage the bytes of ``source``, under every view of it and below autograd's version count."""
+    target.untyped_storage().resize_(source.untyped_storage().nbytes())
+    target.untyped_storage().copy_(source.untyped_storage())
+
+
+def _recompute(module: ModuleType) -> None:
+    """Selective recompute: asks TransformerEngine for its fp8 state even without fp8; compiles a C++ extension."""
+    stock = module.CheckpointWithoutOutput.__init__
+
+    def init(self: Any, fp8: Any = None) -> None:
+        stock(self, fp8 or None)  # upstream tests `fp8 is not None` where callers pass False
+
+    replace(module.CheckpointWithoutOutput, "__init__", init)
+    replace(module, "_get_share_storage", lambda: _share_storage)
+
+
+def _checkpoint_queue(module: ModuleType) -> None:
+    """A save returns its results through a plain queue: the stock one spawns a Manager process that imports __main__."""
+    results: queue.Queue[Any] = queue.Queue()
+
+    def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
+        return results
+
+    replace(module, "get_write_results_queue", get_write_results_queue)
+
+
+def table() -> dict[str, Patch]:
+    """Module name -> patch, for what this environment lacks."""
+    patches: dict[str, Patch] = {"megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_queue}
+    if importlib.util.find_spec("transformer_engine") is None:
+        patches["megatron.core.tensor_parallel.random"] = _recompute
+        if importlib.util.find_spec("apex") is None:
+            patches["megatron.core.optimizer"] = _optimizer
+            patches["megatron.core.optimizer.distrib_optimizer"] = _distributed_optimizer
+    return patches

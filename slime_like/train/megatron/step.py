@@ -1,0 +1,100 @@
+"""One optimizer step: micro-batches in, gradients of exactly the sum of loss_weight * loss, update, report.
+
+megatron divides gradients by the global count of trained tokens (calculate_per_token_loss), so each micro-batch hands
+it ``(sum(w * l) * N, n)`` with N the global count and n its own: what remains is the sum of w * l over all micro-batches
+and ranks, whatever packing, micro-batching and layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_like.interfaces import LossFn, LossView
+from slime_like.metrics.types import Last, Mean, Metric
+from slime_like.train.megatron.forward import Micro, Scoring, run_schedule, to_device
+from slime_like.train.megatron.groups import Place
+from slime_like.train.megatron.model import Policy
+from slime_like.train.megatron.reports import StepReport
+
+
+class OptimizerStep:
+    """Takes optimizer steps on one rank."""
+
+    def __init__(self, wrapped: Any, optimizer: Any, schedule: Any, loss: LossFn, scoring: Scoring, place: Place) -> None:
+        self._wrapped = wrapped
+        self._model: Policy = wrapped.module
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._loss = loss
+        self._scoring = scoring
+        self._place = place
+
+    def __call__(self, micros: Sequence[Micro], num_tokens: int, version: int | None) -> list[Metric]:
+        """Update the weights; on the last pipeline stage return global metrics.
+
+        ``version``: of the weights before the first update after a rollout, for the drift against the engine; None
+        for later updates of the same rollout, whose weights no engine has had.
+        """
+        report = self.backward(micros, num_tokens, version)
+        self._schedule.step(1)
+        updated, grad_norm, _ = self._optimizer.step()
+        assert updated, "the optimizer skipped a step"
+        if not self._place.is_last:
+            return []
+        group = self._place.dp_cp_group
+        metrics = report.metrics(group, num_tokens)
+        if version is not None:
+            metrics += report.drift(group, self._place.device, num_tokens)
+        rate = max(float(g["lr"]) for g in self._optimizer.param_groups)
+        return [*metrics, Mean("train/grad_norm", float(grad_norm)), Last("train/lr", rate)]
+
+    def backward(self, micros: Sequence[Micro], num_tokens: int, version: int | None) -> StepReport:
+        """Fill the gradient buffers with reduced gradients of the step's loss."""
+        report = StepReport()
+
+        def after(micro: Micro, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            loss, count = self._loss_of(micro, hidden, report, version)
+            return loss * num_tokens, torch.tensor(count, dtype=torch.int32, device=hidden.device), {}
+
+        self._wrapped.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        run_schedule(self._wrapped, micros, after, train=True)
+        return report
+
+    def _loss_of(self, micro: Micro, hidden: Tensor, report: StepReport, version: int | None) -> tuple[Tensor, int]:
+        """Sum of weight * loss over the micro-batch's trained tokens on this rank, and how many they are."""
+        rows, device = micro.rows, hidden.device
+        found = micro.layout.predictions(rows.loss_weight > 0)
+        target = to_device(found.target, device)
+        logprobs, entropy = self._model.scores(
+            hidden,
+            to_device(found.source, device),
+            to_device(rows.token_ids[found.target].astype(np.int64), device),
+            temperature=self._scoring.temperature,
+            chunk=self._scoring.chunk,
+            entropy=self._loss.needs_entropy,
+        )
+        weight = to_device(rows.loss_weight[found.target], device)
+        rollout = to_device(rows.rollout_logprobs[found.target], device)
+        pick = lambda column: None if column is None else column[target]  # noqa: E731
+        out = self._loss(
+            LossView(
+                logprobs=logprobs,
+                entropy=entropy,
+                loss_weight=weight,
+                advantages=pick(micro.advantages),
+                old_logprobs=pick(micro.old_logprobs),
+                rollout_logprobs=rollout,
+                ref_logprobs=pick(micro.ref_logprobs),
+            )
+        )
+        report.add(out, weight, {} if entropy is None else {"entropy": entropy})
+        if version is not None:
+            own = to_device(rows.versions[found.target] == version, device)
+            report.diffs.append((logprobs.detach() - rollout)[own])
+        return (weight * out.loss).sum(), len(found.target)

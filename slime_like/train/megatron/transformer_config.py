@@ -1,0 +1,96 @@
+"""The only place where our config and the HF config become megatron's TransformerConfig."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime_like.config.names import FAMILIES
+from slime_like.config.resolved import ActorSpec
+from slime_like.errors import ConfigError
+from slime_like.registry import nearest, resolve
+from slime_like.train.megatron.families.base import Family
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+# Fused kernels of TransformerEngine and apex, which are not part of the set.
+_UNFUSED = {
+    "persist_layer_norm": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+    "cross_entropy_loss_fusion": False,
+}
+
+
+def dtype_of(spec: ActorSpec) -> torch.dtype:
+    """The compute dtype."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.dtype]
+
+
+def choose_family(spec: ActorSpec, hf: Any) -> Family:
+    """The family of ``model.family``, or with ``auto`` the one that knows the HF config's model_type."""
+    if spec.model.family != "auto":
+        return resolve("model.family", spec.model.family, FAMILIES)(hf, spec.layout.tp)
+    known: list[str] = []
+    for name in FAMILIES:
+        family: type[Family] = resolve("model.family", name, FAMILIES)
+        if hf.model_type in family.model_types:
+            return family(hf, spec.layout.tp)
+        known += family.model_types
+    raise ConfigError(
+        f"model.hf_checkpoint={spec.model.hf_checkpoint}: model_type {hf.model_type!r} has no family; {nearest(hf.model_type, known)}"
+    )
+
+
+def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
+    """TransformerConfig of one rank. Raises ``ConfigError`` on unknown or unusable ``model.megatron`` fields."""
+    from megatron.core.transformer import TransformerConfig
+
+    layout, dtype = spec.layout, dtype_of(spec)
+    fields: dict[str, Any] = {
+        **family.transformer_fields(),
+        "num_layers": sum(len(block) for block in family.blocks()),
+        "is_hybrid_model": True,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "sequence_parallel": layout.sequence_parallel and layout.tp > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "calculate_per_token_loss": True,  # gradients are a sum over the optimizer step over one count of tokens
+        "variable_seq_lengths": layout.pp > 1,  # packed rows differ in length
+        "moe_token_dispatcher_type": "alltoall",  # the default refuses rows that differ in length, even without experts
+        "batch_p2p_comm": spec.device == "cuda",
+        "perform_initialization": False,  # every weight is loaded
+        **_UNFUSED,
+        **_recompute(spec),
+    }
+    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for key in spec.model.megatron:
+        if key not in names:
+            raise ConfigError(f"model.megatron.{key} is no field of megatron-core's TransformerConfig: {nearest(key, names)}")
+    try:
+        with warnings.catch_warnings():  # about defaults of its own CUDA graph fields
+            warnings.filterwarnings("ignore", message="full scope is deprecated")
+            return TransformerConfig(**{**fields, **spec.model.megatron})
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(f"model/parallel: megatron-core refuses this layout or model.megatron: {error}") from error
+
+
+def _recompute(spec: ActorSpec) -> dict[str, Any]:
+    match spec.model.recompute:
+        case "full":
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        case "selective":
+            return {"recompute_granularity": "selective", "recompute_modules": list(spec.model.recompute_modules)}
+        case _:
+            return {}

@@ -1,0 +1,102 @@
+"""Tiny Qwen3 checkpoints and ragged rows for trainer tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime_like.batch import Rows
+from slime_like.config.algo import AlgoConfig, GrpoConfig
+from slime_like.config.model import ModelConfig, OptimConfig
+from slime_like.config.resolved import ActorSpec, Layout
+
+VOCAB = 250  # not a multiple of anything: the padding is real
+
+
+def make_qwen3(folder: Path, *, tied: bool, layers: int = 4, hidden: int = 64, seed: int = 0) -> Path:
+    """Write a random Qwen3 with 4 query heads, 2 key-value heads and unequal norms; returns its folder."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=tied,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))  # so that a swapped norm shows
+            else:
+                parameter.mul_(2.0)  # so that logits are far from uniform
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_spec(folder: Path, layout: Layout, **changes: Any) -> ActorSpec:
+    """An ActorSpec for tests; keyword arguments replace fields of it, ``model`` and ``optim`` being keys to set."""
+    model = ModelConfig(hf_checkpoint=str(folder), **{"logits_chunk": 16, **changes.pop("model", {})})
+    optim = OptimConfig(**{"lr": 1e-3, "weight_decay": 0.1, **changes.pop("optim", {})})
+    algo: AlgoConfig = changes.pop("algo", None) or GrpoConfig()
+    fields: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "temperature": 0.7,
+        "num_steps": 10,
+        "steps_per_rollout": 1,
+        "max_tokens_per_rank": 256,
+        "seed": 1,
+        "deadline_s": 60.0,
+    }
+    return ActorSpec(model=model, optim=optim, algo=algo, layout=layout, **{**fields, **changes})
+
+
+def make_rows(lengths: Sequence[int], seed: int, *, version: int = 0) -> Rows:
+    """Random sequences; the first third of each is a prompt. Weights are positive and uneven, not yet normalised."""
+    rng = np.random.default_rng(seed)
+    total = sum(lengths)
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    trained = np.zeros(total, dtype=bool)
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        trained[start + max(1, (stop - start) // 3) : stop] = True
+    weight = np.where(trained, rng.uniform(0.5, 1.5, total), 0).astype(np.float32)
+    return Rows(
+        token_ids=rng.integers(0, VOCAB, total).astype(np.int32),
+        cu_seqlens=bounds,
+        loss_weight=weight,
+        versions=np.where(trained, version, -1).astype(np.int32),
+        rollout_logprobs=np.where(trained, rng.uniform(-7, -4, total), 0).astype(np.float32),
+        rewards=rng.normal(size=len(lengths)).astype(np.float32),
+        advantages=rng.normal(size=len(lengths)).astype(np.float32),
+        sample_ids=np.arange(len(lengths), dtype=np.int64),
+    )
+
+
+def normalised(rows: Sequence[Rows]) -> list[Rows]:
+    """The same rows with loss weights that sum to 1 over all of them."""
+    import dataclasses
+
+    total = np.float32(sum(float(r.loss_weight.sum()) for r in rows))
+    return [dataclasses.replace(r, loss_weight=r.loss_weight / total) for r in rows]
+
+
+def shard(rows: Sequence[Rows], dp: int) -> list[list[Rows]]:
+    """Micro-batches dealt to dp ranks in turn."""
+    return [list(rows[rank::dp]) for rank in range(dp)]
+
+
+def count_tokens(rows: Sequence[Rows]) -> int:
+    """Trained tokens."""
+    return sum(int((r.loss_weight > 0).sum()) for r in rows)

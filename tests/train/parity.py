@@ -1,0 +1,229 @@
+"""What test_parity compares: an HF reference computed in one process, and what each rank of a layout gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.batch import Rows
+from slime_like.config.algo import GrpoConfig
+from slime_like.config.resolved import Layout
+from slime_like.metrics.types import reduce_metrics
+from tests.train.models import count_tokens, make_rows, make_spec, normalised
+from tests.train.ranks import World
+
+TEMPERATURE = 0.7
+ENTROPY = 0.05
+ALGO = GrpoConfig(entropy_coef=ENTROPY)
+SP = {"tp": 2, "sequence_parallel": True}
+
+
+def batch() -> list[Rows]:
+    """Four ragged micro-batches of unequal weight: one sequence, many, a very short one."""
+    lengths = [(23, 9, 14), (31,), (5, 2, 8, 6, 11), (17, 12)]
+    return normalised([make_rows(row, seed) for seed, row in enumerate(lengths)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """One optimizer step's worth of gradients by transformers, sequence by sequence, without packing."""
+
+    loss: float
+    grad_norm: float
+    grads: dict[str, Tensor]
+    logprobs: list[np.ndarray]  # [T] per micro-batch
+
+
+def reference(folder: Path) -> Reference:
+    """HF's loss and gradients of ``batch()``."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    total = torch.zeros(())
+    columns: list[np.ndarray] = []
+    for rows in batch():
+        column = np.zeros(len(rows.token_ids), np.float32)
+        for s, (start, stop) in enumerate(zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)):
+            ids = torch.from_numpy(rows.token_ids[start:stop].astype(np.int64))[None]
+            log_p = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float() / TEMPERATURE, -1)
+            logprobs = log_p.gather(1, ids[0, 1:, None])[:, 0]
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            assert rows.advantages is not None
+            losses = -(logprobs - logprobs.detach()).exp() * float(rows.advantages[s]) - ENTROPY * entropy
+            total = total + (torch.from_numpy(rows.loss_weight[start + 1 : stop]) * losses).sum()
+            column[start + 1 : stop] = logprobs.detach().numpy()
+        columns.append(column)
+    total.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.cat([g.flatten().double() for g in grads.values()]).norm()
+    return Reference(float(total), float(norm), grads, columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Largest relative errors over all ranks. A gradient's error is relative to the maximum of its whole tensor."""
+
+    loss: float
+    grad_norm: float
+    grad: float
+    worst_grad: str
+    score: float  # absolute
+
+    @property
+    def worst(self) -> float:
+        """The number that has a bound."""
+        return max(self.loss, self.grad_norm, self.grad)
+
+
+def compare(world: World, folder: Path, ref: Reference, layout: Layout, **spec: Any) -> Comparison | None:
+    """Train one step in ``layout`` and compare with HF. The comparison on the reporter, None elsewhere."""
+    from slime_like.train.megatron.actor import MegatronActor
+    from slime_like.train.megatron.forward import make_micro
+
+    spec = {"algo": ALGO, "temperature": TEMPERATURE, **spec}
+    actor = MegatronActor(
+        make_spec(folder, layout, **spec),
+        rank=world.rank,
+        world_size=world.size,
+        master_addr=world.host,
+        master_port=world.port,
+    )
+    rows = batch()
+    mine = rows[actor.dp_rank :: layout.dp]
+    count = count_tokens(rows)
+    scores = [actor.score(r) for r in rows]
+    trainer = actor.trainer
+    micros = [make_micro(r, trainer.place) for r in mine]
+    trainer.annotate(micros)
+    trainer.optimizer_step.backward(micros, count, 0)
+    errors = gradient_errors(trainer, ref.grads)
+    metrics = reduce_metrics(actor.step([mine], [count]))
+    if not actor.is_reporter:
+        return None
+    score = max(
+        float(np.abs(s - expected).max()) for s, expected in zip(scores, ref.logprobs, strict=True) if s is not None
+    )
+    worst = max(errors, key=lambda name: errors[name])
+    return Comparison(
+        loss=abs(metrics["train/loss"] / ref.loss - 1),
+        grad_norm=abs(metrics["train/grad_norm"] / ref.grad_norm - 1),
+        grad=errors[worst],
+        worst_grad=worst,
+        score=score,
+    )
+
+
+def gradient_errors(trainer: Any, grads: dict[str, Tensor]) -> dict[str, float]:
+    """Parameter key -> largest error of any rank's reduced gradient over the maximum of the whole HF tensor."""
+    from slime_like.train.megatron.model import named_weights
+
+    place = trainer.place
+    if place.layout.distributed_optimizer:
+        _gather_gradients(trainer.wrapped)
+    errors: dict[str, float] = {}
+    for key, parameter in named_weights(trainer.model):
+        weight = trainer.table[key]
+        whole = [grads[name] for name in weight.names]
+        expected = weight.split(whole, place.layout.tp, place.tp_rank)
+        top = max(float(g.abs().max()) for g in whole)
+        errors[key] = float((parameter.main_grad.float() - expected).abs().max()) / top
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, errors)
+    return {key: max(e[key] for e in everyone if key in e) for key in {k for e in everyone for k in e}}
+
+
+def _gather_gradients(wrapped: Any) -> None:
+    """The distributed optimizer reduces only a shard of each bucket to a rank: put the shards together."""
+    for group in wrapped.bucket_groups:
+        ranks = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            mine = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=ranks)
+
+
+# ---- planted faults --------------------------------------------------------------------------------------------------
+@contextmanager
+def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """``target.name = value`` for a while."""
+    stock = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, stock)
+
+
+def skipped_tp_reduction() -> Any:
+    """The hidden states' gradient is not summed over the tensor parallel ranks, which hold parts of the vocabulary."""
+    from slime_like.train.megatron import model
+
+    stock = model.gather_from_sequence_parallel_region
+    return replaced(model, "gather_from_sequence_parallel_region", lambda x, **_: stock(x, tensor_parallel_output_grad=False))
+
+
+def shifted_positions() -> Any:
+    """Every token gets its neighbour's position (a constant shift would change nothing: RoPE is relative)."""
+    from slime_like.train.megatron import forward
+
+    def shifted(*args: Any, **kwargs: Any) -> Any:
+        layout = stock(*args, **kwargs)
+        return dataclasses.replace(layout, position_ids=np.roll(layout.position_ids, 1))
+
+    stock = forward.token_layout
+    return replaced(forward, "token_layout", shifted)
+
+
+def denominator_per_micro_batch() -> Any:
+    """Each micro-batch's loss is divided by its own weight."""
+    from slime_like.train.megatron.step import OptimizerStep
+
+    def averaged(self: Any, micro: Any, *args: Any) -> Any:
+        loss, count = stock(self, micro, *args)
+        return loss / float(micro.rows.loss_weight.sum()) / 4, count
+
+    stock = OptimizerStep._loss_of
+    return replaced(OptimizerStep, "_loss_of", averaged)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "skipped_tp_reduction": skipped_tp_reduction,
+    "shifted_positions": shifted_positions,
+    "denominator_per_micro_batch": denominator_per_micro_batch,
+}
+
+
+def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result, or the traceback as text, so that one failing case does not hide the others."""
+    try:
+        return function(*args, **kwargs)
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        return traceback.format_exc()
+
+
+Case = tuple[str, Path, Reference, Layout, dict[str, Any], str | None]
+
+
+def run_cases(world: World, cases: Sequence[Case]) -> dict[str, Any]:
+    """Each case's comparison (or traceback), all in one process group."""
+    from slime_like.train.megatron import host
+
+    host.install("cpu")
+    out: dict[str, Any] = {}
+    for name, folder, ref, layout, spec, fault in cases:
+        if fault is None:
+            out[name] = attempt(compare, world, folder, ref, layout, **spec)
+        else:
+            with FAULTS[fault]():
+                out[name] = attempt(compare, world, folder, ref, layout, **spec)
+    return out

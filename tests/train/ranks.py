@@ -1,0 +1,113 @@
+"""Run a function on N ranks, each a process of its own, and get what they return or the first one's traceback.
+
+``run_ranks("tests.train.cases:parity", 2, folder)`` calls ``parity(world, folder)`` in two fresh interpreters, where
+``world`` tells a rank who it is. Arguments and results travel by pickle through files of a private folder. When one
+rank fails the others are killed at once (they may be waiting for it in a collective), as are all at the deadline.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from slime_like.deadline import Deadline
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Who a rank is and where the ranks meet."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(target: str, size: int, *args: Any, seconds: float = 240) -> list[Any]:
+    """``target`` ("module:function") on ``size`` ranks; their results in rank order. Raises AssertionError on a fault."""
+    deadline = Deadline("test", target, seconds)
+    port = free_port()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "args").write_bytes(pickle.dumps(args))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.train.ranks", target, str(rank), str(size), str(port), name, str(deadline.limit)],
+                cwd=ROOT,
+                env=environment,
+                stdout=(folder / f"out{rank}").open("wb"),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for rank in range(size)
+        ]
+        try:
+            _await(children, folder, deadline)
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(size)]  # noqa: S301 (our own file)
+
+
+def _await(children: list[subprocess.Popen[bytes]], folder: Path, deadline: Deadline) -> None:
+    handles = {os.pidfd_open(child.pid): rank for rank, child in enumerate(children)}
+    try:
+        pending = set(handles)
+        while pending:
+            for handle in wait(list(pending), deadline.remaining(f"ranks {sorted(handles[h] for h in pending)}")):
+                assert isinstance(handle, int)
+                rank = handles[handle]
+                code = children[rank].wait()
+                if code:
+                    output = (folder / f"out{rank}").read_text(errors="replace")
+                    raise AssertionError(f"rank {rank} of {len(children)} ended with {code}:\n{output[-8000:]}")
+                pending.remove(handle)
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def _child(target: str, rank: str, size: str, port: str, folder: str, limit: str) -> None:
+    faulthandler.dump_traceback_later(max(1.0, float(limit) - 5), exit=True)
+    module, _, function = target.partition(":")
+    args = pickle.loads((Path(folder) / "args").read_bytes())  # noqa: S301 (our own file)
+    world = World(int(rank), int(size), "127.0.0.1", int(port))
+    try:
+        result = getattr(importlib.import_module(module), function)(world, *args)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at once: destructors of a broken process group may wait for peers
+    scratch = Path(folder) / f"result{rank}.tmp"
+    scratch.write_bytes(pickle.dumps(result))
+    scratch.rename(Path(folder) / f"result{rank}")
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads do not always let an interpreter go
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:])
