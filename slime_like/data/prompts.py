@@ -1,25 +1,22 @@
-"""The default data source: a file in slime's format, checked and tokenised once, shuffled per epoch, resumable.
-
-A row: ``{"prompt": "2+2=" | [chat messages], "label": "4", "metadata": {...}, "rm_type": "math"}``; column names by
-``data.*_key``, ``rm_type`` also inside the metadata.
-"""
+"""The default data source: a file in slime's format, checked and tokenised once, shuffled per epoch, resumable."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from slime_like.config.rollout import DataConfig
-from slime_like.data.chat import Tokenizer, check_messages, has_template, render, require_template, tokenize
-from slime_like.data.files import DataFile, RawRow
-from slime_like.errors import ConfigError, DataError
-from slime_like.types import I32, Prompt
+from slime_like.data.chat import Tokenizer, tokenize
+from slime_like.data.files import DataFile
+from slime_like.data.rows import BadRow, Row, RowReader, length_problem
+from slime_like.errors import DataError
+from slime_like.metrics.types import Last, Metric
+from slime_like.types import Prompt
 
 REASONS_KEPT = 5
 
@@ -38,23 +35,8 @@ class SourceContext:
     key: str = "data.train"  # the config key that named the path, for messages
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A row that was understood, before tokenisation."""
-
-    index: int
-    location: str
-    text: str
-    label: str | None
-    rm_type: str | None
-    metadata: Mapping[str, Any]
-
-    def prompt(self, token_ids: I32, dataset: str) -> Prompt:
-        return Prompt(self.index, token_ids, self.text, self.label, self.rm_type, self.metadata, dataset)
-
-
 class FileSource:
-    """A resumable stream of prompts from one file.
+    """A resumable stream of prompts from one file. Holds no tokenizer: it pickles to wherever prompts are asked.
 
     Raises at construction: ``DataError`` for a missing or empty file or a bad row (file, line, key, reason, fix);
     ``ConfigError`` for chat messages without a chat template. With ``data.on_bad_row=skip`` bad rows are left out and
@@ -62,14 +44,13 @@ class FileSource:
     """
 
     def __init__(self, config: DataConfig, context: SourceContext) -> None:
-        self._config = config
-        self._context = context
+        self._skip = config.on_bad_row == "skip"
+        self._key, self._seed, self._shuffle = context.key, context.seed, context.shuffle
         self._file = DataFile.open(context.key, context.path)
-        self._has_template = has_template(context.tokenizer)
         self.num_bad_rows = 0
         self.bad_rows: tuple[str, ...] = ()
         self._locations: dict[int, str] = {}
-        self.prompts = self._load()
+        self.prompts = self._load(config, context)
         if not self.prompts:
             raise DataError(
                 f"{context.key}={context.path!r} has no usable row: all {self.num_bad_rows} are bad; "
@@ -100,13 +81,17 @@ class FileSource:
             self._offset += len(taken)
         return chosen
 
+    def metrics(self) -> tuple[Metric, ...]:
+        """``data/bad_rows``: rows left out under ``data.on_bad_row=skip``."""
+        return (Last("data/bad_rows", float(self.num_bad_rows)),)
+
     def state(self) -> dict[str, Any]:
         """The cursor, and what the dataset was: JSON-able."""
         return {
             "epoch": self._epoch,
             "offset": self._offset,
-            "seed": self._context.seed,
-            "shuffle": self._context.shuffle,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
             "rows": len(self.prompts),
             "fingerprint": self._fingerprint,
         }
@@ -114,8 +99,7 @@ class FileSource:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where ``state`` was taken. Raises ``DataError`` when the prompts or their order differ."""
         here = self.state()
-        dataset = self._context.key
-        owners = {"rows": dataset, "fingerprint": dataset, "seed": "run.seed", "shuffle": "data.shuffle"}
+        owners = {"rows": self._key, "fingerprint": self._key, "seed": "run.seed", "shuffle": "data.shuffle"}
         for name, key in owners.items():
             if state[name] != here[name]:
                 raise DataError(
@@ -125,115 +109,36 @@ class FileSource:
         self._epoch, self._offset = int(state["epoch"]), int(state["offset"])
         self._order = self._order_of(self._epoch)
 
-    def reject(self, location: str, reason: str) -> None:
+    def _reject(self, location: str, reason: str) -> None:
         """A row that cannot be used: raise, or count it, as ``data.on_bad_row`` says."""
         message = f"{self._file.path}, {location}: {reason}"
-        if self._config.on_bad_row == "stop":
+        if not self._skip:
             raise DataError(f"{message} (data.on_bad_row=skip leaves bad rows out and counts them)")
         self.num_bad_rows += 1
         self.bad_rows = (*self.bad_rows, message)[:REASONS_KEPT]
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
-        if not self._context.shuffle:
+        if not self._shuffle:
             return np.arange(len(self.prompts))
-        return np.random.default_rng([self._context.seed, epoch]).permutation(len(self.prompts))
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self.prompts))
 
-    def _load(self) -> tuple[Prompt, ...]:
-        rows: list[_Row] = []
+    def _load(self, config: DataConfig, context: SourceContext) -> tuple[Prompt, ...]:
+        reader = RowReader(config, context.tokenizer, context.needs_label)
+        rows: list[Row] = []
         for raw in self._file.rows():
             try:
-                rows.append(self._understand(raw))
-            except _BadRow as bad:
-                self.reject(raw.location, str(bad))
+                rows.append(reader.read(raw))
+            except BadRow as bad:
+                self._reject(raw.location, str(bad))
         prompts: list[Prompt] = []
-        texts = [row.text for row in rows]
-        for row, token_ids in zip(rows, tokenize(self._context.tokenizer, texts), strict=True):
-            problem = self._length_problem(token_ids)
+        for row, token_ids in zip(rows, tokenize(context.tokenizer, [row.text for row in rows]), strict=True):
+            problem = length_problem(config.input_key, token_ids, context.max_context_len)
             if problem:
-                self.reject(row.location, problem)
+                self._reject(row.location, problem)
                 continue
             self._locations[row.index] = row.location
-            prompts.append(row.prompt(token_ids, self._context.dataset))
+            prompts.append(row.prompt(token_ids, context.dataset))
         return tuple(prompts)
-
-    def _length_problem(self, token_ids: I32) -> str:
-        cfg, longest = self._config, self._context.max_context_len
-        if not len(token_ids):
-            return f"{cfg.input_key!r} has no token; a prompt needs at least one"
-        if len(token_ids) + 1 > longest:
-            return (
-                f"{cfg.input_key!r} has {len(token_ids)} tokens, and with a response of at least 1 does not fit "
-                f"rollout.max_context_len={longest}; shorten the prompt, raise rollout.max_context_len, or take "
-                f"a model with a longer context"
-            )
-        return ""
-
-    def _understand(self, raw: RawRow) -> _Row:
-        if raw.fields is None:
-            raise _BadRow(raw.problem)
-        cfg, fields = self._config, raw.fields
-        if fields.get(cfg.input_key) is None:
-            known = ", ".join(map(repr, fields)) or "no column"
-            raise _BadRow(f"has no {cfg.input_key!r} but {known}; set data.input_key to the column of the prompt")
-        metadata = _metadata(cfg.metadata_key, fields.get(cfg.metadata_key))
-        rm_type = fields.get("rm_type") or metadata.get("rm_type")
-        if rm_type is not None and not isinstance(rm_type, str):
-            raise _BadRow(f"'rm_type' is {rm_type!r}; it must be the name of a reward")
-        label = _label(cfg.label_key, fields.get(cfg.label_key))
-        try:
-            needed = self._context.needs_label(rm_type)
-        except ConfigError as error:
-            raise _BadRow(str(error)) from error
-        if needed and label is None:
-            raise _BadRow(
-                f"label missing: no {cfg.label_key!r}, and its reward compares with one; "
-                f"add it, or set data.label_key to its column"
-            )
-        return _Row(raw.index, raw.location, self._text(fields[cfg.input_key]), label, rm_type, metadata)
-
-    def _text(self, prompt: object) -> str:
-        cfg, tokenizer = self._config, self._context.tokenizer
-        if isinstance(prompt, str) and not cfg.apply_chat_template:
-            return prompt
-        try:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
-        except ValueError as error:
-            raise _BadRow(f"{cfg.input_key!r} {error}") from error
-        if not self._has_template:
-            chat = f"a prompt of chat messages in {self._file.path}"
-            by = "data.apply_chat_template=true" if isinstance(prompt, str) else chat
-            require_template(tokenizer, by)
-        from jinja2 import TemplateError
-
-        try:
-            return render(tokenizer, messages, cfg.chat_template_kwargs)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise _BadRow(f"the chat template refused {cfg.input_key!r}: {error}") from error
-
-
-class _BadRow(Exception):
-    """Why a row cannot be used; never leaves this file."""
-
-
-def _label(key: str, value: object) -> str | None:
-    if value is None or (isinstance(value, float) and np.isnan(value)):
-        return None
-    if isinstance(value, (bool, dict, list)):
-        raise _BadRow(f"{key!r} is {value!r}; a label is a string or a number")
-    return str(value) or None
-
-
-def _metadata(key: str, value: object) -> dict[str, Any]:
-    if isinstance(value, str):  # tables that cannot nest keep it as text
-        try:
-            value = json.loads(value) if value else None
-        except ValueError as error:
-            raise _BadRow(f"{key!r} is text that is not JSON ({error})") from error
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise _BadRow(f"{key!r} is {value!r}; metadata is a JSON object")
-    return cast(dict[str, Any], value)
 
 
 def _fingerprint(prompts: tuple[Prompt, ...]) -> str:

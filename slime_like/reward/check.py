@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
 from typing import cast
 
 from slime_like import registry
@@ -49,7 +48,6 @@ def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
     own reward: a data file must not choose which code runs.
     """
 
-    @lru_cache
     def needs_label(rm_type: str | None) -> bool:
         name = config.name if rm_type is None else rm_type
         if name != config.name:

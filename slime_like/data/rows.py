@@ -1,0 +1,132 @@
+"""One row of a dataset understood: columns checked, chat rendered, label and reward settled. Tokens come later.
+
+A row: ``{"prompt": "2+2=" | [chat messages], "label": "4", "metadata": {...}, "rm_type": "math"}``; column names by
+``data.*_key``, ``rm_type`` also inside the metadata.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from slime_like.config.rollout import DataConfig
+from slime_like.data.chat import Tokenizer, check_messages, has_template, render, require_template
+from slime_like.data.files import RawRow
+from slime_like.errors import ConfigError
+from slime_like.types import I32, Prompt
+
+
+class BadRow(Exception):
+    """Why a row cannot be used; never leaves this package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row before tokenisation."""
+
+    index: int
+    location: str
+    text: str
+    label: str | None
+    rm_type: str | None
+    metadata: Mapping[str, Any]
+
+    def prompt(self, token_ids: I32, dataset: str) -> Prompt:
+        """The row with its tokens."""
+        return Prompt(self.index, token_ids, self.text, self.label, self.rm_type, self.metadata, dataset)
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """Raw rows -> ``Row``, by the keys of ``data``.
+
+    Raises ``BadRow`` for a row that cannot be used, ``ConfigError`` for a chat without a chat template: that is no
+    matter of one row.
+    """
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    needs_label: Callable[[str | None], bool]
+
+    def read(self, raw: RawRow) -> Row:
+        """The row, its prompt rendered as text."""
+        if raw.fields is None:
+            raise BadRow(raw.problem)
+        cfg, fields = self.config, raw.fields
+        if fields.get(cfg.input_key) is None:
+            known = ", ".join(map(repr, fields)) or "no column"
+            raise BadRow(f"has no {cfg.input_key!r} but {known}; set data.input_key to the column of the prompt")
+        metadata = _metadata(cfg.metadata_key, fields.get(cfg.metadata_key))
+        rm_type = fields.get("rm_type") or metadata.get("rm_type")
+        if rm_type is not None and not isinstance(rm_type, str):
+            raise BadRow(f"'rm_type' is {rm_type!r}; it must be the name of a reward")
+        label = _label(cfg.label_key, fields.get(cfg.label_key))
+        compares = self._compares(rm_type)  # asked in any case: an unknown rm_type is a bad row
+        if compares and label is None:
+            raise BadRow(
+                f"label missing: no {cfg.label_key!r}, and its reward compares with one; "
+                f"add it, or set data.label_key to its column"
+            )
+        return Row(raw.index, raw.location, self._text(fields[cfg.input_key]), label, rm_type, metadata)
+
+    def _compares(self, rm_type: str | None) -> bool:
+        try:
+            return self.needs_label(rm_type)
+        except ConfigError as error:
+            raise BadRow(str(error)) from error
+
+    def _text(self, prompt: object) -> str:
+        from jinja2 import TemplateError
+
+        cfg = self.config
+        if isinstance(prompt, str) and not cfg.apply_chat_template:
+            return prompt
+        try:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
+        except ValueError as error:
+            raise BadRow(f"{cfg.input_key!r} {error}") from error
+        if not has_template(self.tokenizer):
+            by = "data.apply_chat_template=true" if isinstance(prompt, str) else "a prompt of chat messages"
+            require_template(self.tokenizer, by)
+        try:
+            return render(self.tokenizer, messages, cfg.chat_template_kwargs)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise BadRow(f"the chat template refused {cfg.input_key!r}: {error}") from error
+
+
+def length_problem(key: str, token_ids: I32, max_context_len: int) -> str:
+    """Why a prompt of these tokens cannot be asked; empty when it can."""
+    if not len(token_ids):
+        return f"{key!r} has no token; a prompt needs at least one"
+    if len(token_ids) + 1 > max_context_len:
+        return (
+            f"{key!r} has {len(token_ids)} tokens, and with a response of at least 1 does not fit "
+            f"rollout.max_context_len={max_context_len}; shorten the prompt, raise rollout.max_context_len, or take "
+            f"a model with a longer context"
+        )
+    return ""
+
+
+def _label(key: str, value: object) -> str | None:
+    if value is None or (isinstance(value, float) and np.isnan(value)):
+        return None
+    if isinstance(value, (bool, dict, list)):
+        raise BadRow(f"{key!r} is {value!r}; a label is a string or a number")
+    return str(value) or None
+
+
+def _metadata(key: str, value: object) -> dict[str, Any]:
+    if isinstance(value, str):  # tables that cannot nest keep it as text
+        try:
+            value = json.loads(value) if value else None
+        except ValueError as error:
+            raise BadRow(f"{key!r} is text that is not JSON ({error}); metadata is a JSON object") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BadRow(f"{key!r} is {value!r}; metadata is a JSON object")
+    return cast(dict[str, Any], value)
