@@ -1,0 +1,24 @@
+"""SGLang on a plain CPU: an out-of-tree platform with batched torch attention, and nothing compiled.
+
+SGLang's in-tree CPU engine needs a kernel package built from source. On an out-of-tree platform every op takes its
+torch-native forward instead; this package supplies the rest. Inert unless ``SLIME_LIKE_SGLANG`` names ``cpu``.
+"""
+
+from __future__ import annotations
+
+from slime_like_plugins.sglang_hooks import enabled
+
+NAME = "cpu"
+
+
+def activate() -> str | None:
+    """Entry point ``sglang.srt.platforms``: the platform class, or ``None`` when off."""
+    return "slime_like_plugins.sglang_cpu.platform.PlainCpu" if enabled(NAME) else None
+
+
+def load() -> None:
+    """Entry point ``sglang.srt.plugins``: runs in every SGLang process before its arguments are checked."""
+    if enabled(NAME):
+        from slime_like_plugins.sglang_cpu import process
+
+        process.install()

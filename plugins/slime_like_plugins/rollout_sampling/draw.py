@@ -1,0 +1,75 @@
+"""Drawing tokens from distributions with one seed per row: pure torch, no state, no SGLang.
+
+Axes: B requests, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 256  # vocabulary is searched in two levels: which block, then which token of it
+
+# Constants of the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+# 2014), as signed 64-bit integers; torch's int64 arithmetic wraps as theirs does.
+GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+SECOND = 0x94D049BB133111EB - (1 << 64)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical shift right of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    x = (x ^ _shifted(x, 30)) * FIRST
+    x = (x ^ _shifted(x, 27)) * SECOND
+    return x ^ _shifted(x, 31)
+
+
+def uniform(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+    """Float64 [B] in [0, 1): a function of seed and position alone, so of neither batch nor schedule."""
+    state = _mixed(seeds_B.long() + GAMMA)
+    bits = _mixed(state ^ _mixed((positions_B.long() + 1) * GAMMA))
+    return _shifted(bits, 11).double() * 2.0**-53
+
+
+def _search(weights_BN: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
+    """First index whose running sum exceeds the target, and what is left of the target there.
+
+    Never an index of weight 0: the target is kept below the total, and a weight of 0 does not move the sum.
+    """
+    sums_BN = weights_BN.cumsum(-1, dtype=torch.float64)
+    total_B = sums_BN[:, -1]
+    target_B1 = torch.minimum(target_B, torch.nextafter(total_B, torch.zeros_like(total_B)))[:, None]
+    index_B1 = torch.searchsorted(sums_BN, target_B1, right=True)
+    before_B1 = (sums_BN - weights_BN).gather(1, index_B1)
+    return index_B1[:, 0], (target_B1 - before_B1)[:, 0].clamp_min(0.0)
+
+
+def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """Int64 [B]: one index per row, with probability proportional to its weight, by inverting the distribution."""
+    rows, vocabulary = weights_BV.shape
+    blocks = -(-vocabulary // BLOCK)
+    if blocks == 1:
+        total_B = weights_BV.sum(-1, dtype=torch.float64)
+        return _search(weights_BV, uniform_B * total_B)[0]
+    padded = weights_BV
+    if blocks * BLOCK != vocabulary:
+        padded = weights_BV.new_zeros(rows, blocks * BLOCK)
+        padded[:, :vocabulary] = weights_BV
+    tiles = padded.view(rows, blocks, BLOCK)
+    sums_BN = tiles.sum(-1, dtype=torch.float64)
+    block_B, rest_B = _search(sums_BN, uniform_B * sums_BN.sum(-1))
+    within_B, _ = _search(tiles[torch.arange(rows, device=tiles.device), block_B], rest_B)
+    return block_B * BLOCK + within_B
+
+
+def filtered(probs_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities in falling order with those outside nucleus and top-k set to 0, and the tokens they belong to."""
+    sorted_BV, tokens_BV = torch.sort(probs_BV, stable=True, dim=-1, descending=True)
+    before_BV = sorted_BV.cumsum(-1) - sorted_BV
+    rank = torch.arange(probs_BV.shape[1], device=probs_BV.device)
+    outside = (before_BV > top_p_B[:, None]) | (rank >= top_k_B[:, None])
+    return sorted_BV.masked_fill_(outside, 0.0), tokens_BV

@@ -1,0 +1,201 @@
+"""Attention of a whole batch at once on a CPU, in torch.
+
+SGLang's ``torch_native`` backend loops over the requests of a batch in Python. Here the requests are sorted into
+buckets of similar length once per forward; every layer then costs one gather and one fused attention per bucket. Query
+heads that share a KV head become rows of one query, so keys and values are never repeated.
+
+Axes: T tokens of the packed batch, b requests of a bucket, Q query positions, L KV positions, H query heads, K KV
+heads, G = H / K, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+
+from slime_like_plugins.sglang_cpu.process import ATTENTION
+
+MASK_ELEMENTS = 1 << 22  # largest mask of one bucket; longer prompts are taken fewer at a time
+MERGE_FACTOR = 1.5  # decode in one bucket while padding it costs less than this much more reading
+MERGE_TOKENS = 2048
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Requests attended together."""
+
+    tokens_bQ: Tensor | None  # rows of the packed batch; None: all rows in order, one per request
+    valid_bQ: Tensor | None  # False on padding; None: no padding
+    slots_bL: Tensor  # rows of the KV pool, padding repeats the first
+    visible_bQL: Tensor | None  # True: attend; None: everything
+    masks: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict[tuple[torch.dtype, int], Tensor])
+
+    def mask(self, dtype: torch.dtype, group: int) -> Tensor | None:
+        """Additive mask [b, 1, G * Q or 1, L] for query heads folded G to a row; kept, as every layer asks for it."""
+        if self.visible_bQL is None:
+            return None
+        key = (dtype, group)
+        if key not in self.masks:
+            b, q, length = self.visible_bQL.shape
+            mask = torch.zeros(b, 1, q, length, dtype=dtype).masked_fill_(~self.visible_bQL[:, None], float("-inf"))
+            if q > 1:
+                mask = mask.expand(b, group, q, length).reshape(b, 1, group * q, length)
+            self.masks[key] = mask
+        return self.masks[key]
+
+
+def power_of_two(n: int) -> int:
+    """Exponent of the smallest power of two >= n, at least 5: the bucket of a length."""
+    return max(5, (n - 1).bit_length())
+
+
+def padded_slots(table: Tensor, kv_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """KV-pool rows [b, L] of requests with the given page-table rows, and which of them exist."""
+    length = max(kv_lens)
+    exists_bL = torch.arange(length)[None] < torch.tensor(kv_lens)[:, None]
+    slots_bL = table[:, :length].long()
+    return torch.where(exists_bL, slots_bL, slots_bL[:, :1]), exists_bL
+
+
+def decode_buckets(table: Tensor, kv_lens: Sequence[int]) -> list[Bucket]:
+    """One query per request. ``table`` [B, max_len] are the page-table rows of the batch."""
+    groups: dict[int, list[int]] = {}
+    for row, length in enumerate(kv_lens):
+        groups.setdefault(power_of_two(length), []).append(row)
+    together = len(kv_lens) * max(kv_lens) <= MERGE_FACTOR * sum(kv_lens) + MERGE_TOKENS
+    if len(groups) == 1 or together:
+        slots_bL, exists_bL = padded_slots(table, kv_lens)
+        ragged = min(kv_lens) < max(kv_lens)
+        return [Bucket(None, None, slots_bL, exists_bL[:, None] if ragged else None)]
+    buckets: list[Bucket] = []
+    for members in groups.values():
+        rows = torch.tensor(members)
+        slots_bL, exists_bL = padded_slots(table[rows], [kv_lens[row] for row in members])
+        buckets.append(Bucket(rows[:, None], None, slots_bL, exists_bL[:, None]))
+    return buckets
+
+
+def extend_bucket(table: Tensor, starts: Sequence[int], new: Sequence[int], prefix: Sequence[int]) -> Bucket:
+    """Requests whose ``new`` tokens, packed from row ``starts``, follow ``prefix`` cached ones."""
+    q = torch.arange(max(new))[None]
+    new_b1, prefix_b1 = torch.tensor(new)[:, None], torch.tensor(prefix)[:, None]
+    valid_bQ = q < new_b1
+    tokens_bQ = torch.tensor(starts)[:, None] + torch.where(valid_bQ, q, 0)
+    slots_bL, _ = padded_slots(table, [n + p for n, p in zip(new, prefix, strict=True)])
+    last_bQ = prefix_b1 + torch.minimum(q, new_b1 - 1)  # padded queries see what the last one sees, so stay finite
+    visible_bQL = torch.arange(slots_bL.shape[1])[None, None] <= last_bQ[:, :, None]
+    return Bucket(tokens_bQ, valid_bQ, slots_bL, visible_bQL)
+
+
+def extend_buckets(table: Tensor, new: Sequence[int], prefix: Sequence[int]) -> list[Bucket]:
+    """Prefill: ``new[i]`` packed tokens of request i after ``prefix[i]`` cached ones."""
+    starts = [0, *torch.tensor(new).cumsum(0).tolist()]
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row, count in enumerate(new):
+        if count > 0:
+            groups.setdefault((power_of_two(count), power_of_two(count + prefix[row])), []).append(row)
+    buckets: list[Bucket] = []
+    for members in groups.values():
+        area = max(new[row] for row in members) * max(new[row] + prefix[row] for row in members)
+        at_once = max(1, MASK_ELEMENTS // area)
+        for first in range(0, len(members), at_once):
+            part = members[first : first + at_once]
+            rows = torch.tensor(part)
+            lens = [new[row] for row in part], [prefix[row] for row in part]
+            buckets.append(extend_bucket(table[rows], [starts[row] for row in part], *lens))
+    return buckets
+
+
+class BatchedAttention(AttentionBackend):
+    """Causal self-attention with a paged KV pool; refuses layers it does not know."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.buckets: list[Bucket] = []
+        self._workspace: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Sort the requests of this forward into buckets."""
+        self.buckets = []
+        if forward_batch.forward_mode.is_idle():
+            return
+        rows = forward_batch.req_pool_indices[: forward_batch.batch_size].long()
+        table = self.req_to_token_pool.req_to_token[rows]
+        if forward_batch.forward_mode.is_decode():
+            seq_lens = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
+            self.buckets = decode_buckets(table, seq_lens[: forward_batch.batch_size].tolist())
+        else:
+            new = list(forward_batch.extend_seq_lens_cpu)[: forward_batch.batch_size]
+            prefix = list(forward_batch.extend_prefix_lens_cpu)[: forward_batch.batch_size]
+            self.buckets = extend_buckets(table, new, prefix)
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
+    ) -> Tensor:
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
+
+    forward_decode = forward_extend
+
+    def support_triton(self) -> Any:
+        return False
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
+        """q [T, H * D], k and v [T, K * D] -> [T, H * D]."""
+        windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
+        if windowed or layer.is_cross_attention or layer.qk_head_dim != layer.v_head_dim:
+            raise NotImplementedError(f"{ATTENTION}: layer {layer.layer_id} is not plain causal self-attention")
+        if save_kv_cache:
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if len(self.buckets) == 1 and self.buckets[0].tokens_bQ is None:
+            return self._attend(self.buckets[0], q_THD[:, None], keys, values, layer.scaling).reshape(
+                q_THD.shape[0], -1
+            )
+        out_THD = torch.zeros_like(q_THD)
+        for bucket in self.buckets:
+            assert bucket.tokens_bQ is not None
+            o_bQHD = self._attend(bucket, q_THD[bucket.tokens_bQ], keys, values, layer.scaling)
+            if bucket.valid_bQ is None:
+                out_THD[bucket.tokens_bQ] = o_bQHD
+            else:
+                out_THD[bucket.tokens_bQ[bucket.valid_bQ]] = o_bQHD[bucket.valid_bQ]
+        return out_THD.reshape(q_THD.shape[0], -1)
+
+    def _attend(self, bucket: Bucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """q [b, Q, H, D], KV pool [slots, K, D] -> [b, Q, H, D]."""
+        b, q, heads, dim = q_bQHD.shape
+        kv_heads = keys.shape[1]
+        group = heads // kv_heads
+        folded = q_bQHD.view(b, q, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, group * q, dim)
+        k_bKLD = self._gather("k", keys, bucket.slots_bL).transpose(1, 2)
+        v_bKLD = self._gather("v", values, bucket.slots_bL).transpose(1, 2)
+        mask = bucket.mask(q_bQHD.dtype, group)
+        out = F.scaled_dot_product_attention(folded, k_bKLD, v_bKLD, attn_mask=mask, scale=scale)
+        return out.view(b, kv_heads, group, q, dim).permute(0, 3, 1, 2, 4).reshape(b, q, heads, dim)
+
+    def _gather(self, tag: str, pool: Tensor, slots_bL: Tensor) -> Tensor:
+        """Rows of the pool as [b, L, K, D], in memory that is used again: fresh pages cost more than the copy."""
+        key, size = (tag, pool.dtype), slots_bL.numel() * pool[0].numel()
+        workspace = self._workspace.get(key)
+        if workspace is None or workspace.numel() < size:
+            workspace = self._workspace[key] = torch.empty(size + size // 4, dtype=pool.dtype)
+        rows = workspace[:size].view(slots_bL.numel(), *pool.shape[1:])
+        torch.index_select(pool, 0, slots_bL.reshape(-1), out=rows)
+        return rows.view(*slots_bL.shape, *pool.shape[1:])
+
+
+def register() -> None:
+    """Make the backend known to SGLang under ``slime_like_cpu``."""
+    register_attention_backend(ATTENTION)(BatchedAttention)

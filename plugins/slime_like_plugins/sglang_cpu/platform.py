@@ -1,0 +1,56 @@
+"""The platform SGLang sees: a CPU that is out of tree, so that ops dispatch to their torch-native forward."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from slime_like_plugins.sglang_cpu.process import ATTENTION
+
+KV_TOKENS = 65_536  # KV slots unless max_total_tokens says otherwise: SGLang would take a share of the machine's memory
+MEMORY_FRACTION = 0.3
+
+
+class PlainCpu(CpuDeviceMixin, SRTPlatform):
+    """x86-64 without SGLang's kernel package."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION
+
+    def get_device(self, device_id: int = 0) -> Any:
+        return "cpu"  # SGLang splits it at ':', so a torch.device does not do
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False
+
+    def empty_cache(self) -> None:
+        """Nothing to give back; the base class runs a full garbage collection of half a second at every flush."""
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Defaults for what the caller left open; runs inside SGLang's resolution of its arguments."""
+        if server_args.attention_backend in (None, "intel_amx"):  # intel_amx: filled in just before this hook
+            server_args.attention_backend = ATTENTION
+        if server_args.max_total_tokens is None:
+            server_args.max_total_tokens = KV_TOKENS
+        if server_args.mem_fraction_static is None:
+            server_args.mem_fraction_static = MEMORY_FRACTION
+        server_args.sleep_on_idle = True  # an idle scheduler otherwise spins on a whole core
+        server_args.disable_custom_all_reduce = True
+        ranks = server_args.tp_size * server_args.pp_size
+        if ranks > 1:  # one entry per rank, or SGLang refuses more ranks than NUMA nodes
+            cpus = sorted(os.sched_getaffinity(0))
+            binding = "|".join(str(cpus[rank % len(cpus)]) for rank in range(ranks))
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+
+    def init_backend(self) -> None:
+        """Once per worker, when the model runner is imported."""
+        from slime_like_plugins.sglang_cpu import attention
+
+        attention.register()

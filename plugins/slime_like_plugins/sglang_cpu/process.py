@@ -1,0 +1,55 @@
+"""Hooks of the processes around the model: how workers start, and how an engine that does nothing waits."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any
+
+from slime_like_plugins.sglang_hooks import Hook
+from slime_like_plugins.sglang_hooks import install as install_hooks
+
+ATTENTION = "slime_like_cpu"
+
+
+def start_by_fork(result: None, *_: Any, **__: Any) -> None:
+    """After ``_set_envs_and_config``, which sets spawn: fork, so that SGLang is imported once and not three times.
+
+    Safe here and only here: one OpenMP thread, no CUDA, and the forking process is ours alone. Goes when SGLang takes
+    a start method as an argument.
+    """
+    if os.environ.get("OMP_NUM_THREADS") == "1":
+        multiprocessing.set_start_method("fork", force=True)
+
+
+def sleep_while_paused(result: None, scheduler: Any, *_: Any, **__: Any) -> None:
+    """After each turn of a paused scheduler's loop, which spins: wait for the next message as an idle one does.
+
+    Goes when SGLang's ``sleep_on_idle`` covers the paused state.
+    """
+    scheduler.maybe_sleep_on_idle()
+
+
+def unpadded_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    """In place of a function that pads heads for AMX kernels on any CPU, which breaks KV heads replicated over ranks.
+
+    Goes when SGLang asks the platform whether it wants the padding.
+    """
+    return model_config
+
+
+HOOKS = (
+    Hook("sglang.srt.entrypoints.engine._set_envs_and_config", "after", start_by_fork),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine", "after", sleep_while_paused
+    ),
+    Hook("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", "replace", unpadded_config),
+)
+
+
+def install() -> None:
+    """Register the attention backend's name and apply the hooks."""
+    from sglang.srt.arg_groups import choices
+
+    choices.add_attention_backend_choices([ATTENTION])
+    install_hooks("cpu", HOOKS)

@@ -1,0 +1,72 @@
+"""Runtime hooks into SGLang that are proven to be in place, or stop the engine.
+
+SGLang's ``HookRegistry`` logs and swallows every error, so that a hook whose target was renamed upstream would silently
+do nothing. ``install`` registers hooks, applies them and then looks at the target itself.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+OPTION = "SLIME_LIKE_SGLANG"  # comma list of the seams to switch on in this process and its children
+
+
+def enabled(name: str) -> bool:
+    """Whether seam ``name`` is on. Off by default: entry points load in every SGLang process of the environment."""
+    return name in {part.strip() for part in os.environ.get(OPTION, "").split(",")}
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """``function`` is put around, after or in place of ``target``, the dotted path of an SGLang function or method."""
+
+    target: str
+    kind: Literal["around", "after", "replace"]
+    function: Callable[..., Any]
+
+
+def problem(hook: Hook) -> str | None:
+    """Why ``hook`` is not in place, or ``None`` when it is."""
+    try:
+        wrapper = pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError) as error:
+        return f"{hook.target} does not exist ({error})"
+    while wrapper is not None:
+        cells = getattr(wrapper, "__closure__", None) or ()
+        if wrapper is hook.function or any(cell.cell_contents is hook.function for cell in cells):
+            return None
+        wrapper = getattr(wrapper, "__wrapped__", None)
+    return f"{hook.target} is not wrapped by {hook.function.__module__}.{hook.function.__qualname__}"
+
+
+def install(owner: str, hooks: Sequence[Hook]) -> None:
+    """Apply ``hooks`` in this process. Raises ``SystemExit`` naming the hook that did not take effect.
+
+    ``SystemExit`` because SGLang catches ``Exception`` around plugins and would serve without the hook.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType[hook.kind.upper()])
+    HookRegistry.apply_hooks()
+    stop_on(owner, [text for hook in hooks if (text := problem(hook))])
+
+
+def stop_on(owner: str, problems: Sequence[str]) -> None:
+    """Stop the engine, naming every problem, if there is one."""
+    if problems:
+        raise SystemExit(
+            f"slime_like plugin {owner!r} does not fit this SGLang: {'; '.join(problems)}. "
+            f"Install the SGLang version that setup.py names, or take {owner!r} out of {OPTION}."
+        )
+
+
+def replace_attribute(owner: str, module: Any, name: str, value: Any) -> None:
+    """Set ``module.name``, which must exist: a touch-up of something upstream renamed would be a silent no-op."""
+    if not hasattr(module, name):
+        stop_on(owner, [f"{module.__name__}.{name} does not exist"])
+    setattr(module, name, value)

@@ -1,0 +1,20 @@
+"""A weight update that is proven complete, or refused.
+
+SGLang's loaders skip names they do not know and write parts of fused parameters one by one; a push that left out
+``v_proj`` of one layer reports success. With ``SLIME_LIKE_SGLANG`` naming ``weight_commit``, ``begin_weight_update``
+fills every floating parameter with NaN and ``end_weight_update`` fails while one NaN is left.
+"""
+
+from __future__ import annotations
+
+from slime_like_plugins.sglang_hooks import enabled
+
+NAME = "weight_commit"
+
+
+def load() -> None:
+    """Entry point ``sglang.srt.plugins``."""
+    if enabled(NAME):
+        from slime_like_plugins.weight_commit import hooks
+
+        hooks.install()

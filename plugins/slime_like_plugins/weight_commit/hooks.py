@@ -1,0 +1,129 @@
+"""Where poisoning and checking enter SGLang: the model side in the schedulers, the refusals in the HTTP process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like_plugins.sglang_hooks import Hook
+from slime_like_plugins.sglang_hooks import install as install_hooks
+from slime_like_plugins.weight_commit.poison import complaint, poison, unwritten
+
+REFUSAL = "_slime_like_refusal"  # attribute of the tokenizer manager: why it must not decode; absent or "" if it may
+OPEN = "a weight update is open"
+
+type Verdict = Callable[..., Awaitable[tuple[bool, str]]]
+type Stream = Callable[..., AsyncIterator[Any]]
+
+
+def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of the runners an update selects; tied ones once."""
+    for role, runner in manager._select_runners(selector):
+        for name, parameter in runner.model.named_parameters():
+            yield (name if role == "target" else f"{role}.{name}"), parameter
+
+
+# ---- scheduler processes ---------------------------------------------------------------------------------------------
+def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around ``SchedulerWeightUpdaterManager.begin_weight_update``: poison; an update left open is given up."""
+    manager._session = None
+    output = original(manager, request)
+    if output.success:
+        poison(parameters(manager, request.selector))
+    return output
+
+
+def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around ``SchedulerWeightUpdaterManager.end_weight_update``: refuse while a parameter has unwritten elements."""
+    if manager._session is None:
+        return original(manager, request)
+    found = unwritten(parameters(manager, manager._session.selector))
+    per_rank: list[Any] = [None] * torch.distributed.get_world_size(manager.tp_cpu_group)
+    torch.distributed.all_gather_object(per_rank, found, group=manager.tp_cpu_group)
+    message = complaint(per_rank)
+    if message is None:
+        return original(manager, request)
+    from sglang.srt.managers.io_struct import EndWeightUpdateReqOutput
+
+    manager._session = None
+    return EndWeightUpdateReqOutput(success=False, message=message)
+
+
+def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``: one payload serves all ranks, and a bad one
+    is reported instead of killing the engine."""
+    payloads = request.serialized_named_tensors
+    ranks = torch.distributed.get_world_size(manager.tp_cpu_group)
+    if len(payloads) == 1:
+        request.serialized_named_tensors = payloads * ranks
+    try:
+        return original(manager, request)
+    except Exception as error:  # noqa: BLE001  fault boundary: what a sender got wrong must not take the engine down
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
+
+        torch.distributed.barrier(group=manager.tp_cpu_group)  # the one the other ranks wait at
+        message = f"tensors could not be loaded: {type(error).__name__}: {error}"
+        return UpdateWeightsFromTensorReqOutput(success=False, message=message)
+
+
+# ---- HTTP process ----------------------------------------------------------------------------------------------------
+async def begin_request(original: Verdict, manager: Any, *args: Any) -> tuple[bool, str]:
+    """Around ``TokenizerManager.begin_weight_update``: only a paused engine, or it would decode NaN."""
+    if not manager.is_pause:
+        return False, "pause generation before a weight update"
+    success, message = await original(manager, *args)
+    if success:
+        setattr(manager, REFUSAL, OPEN)
+    return success, message
+
+
+async def end_request(original: Verdict, manager: Any, *args: Any) -> tuple[bool, str]:
+    """Around ``TokenizerManager.end_weight_update``: a failed commit keeps the engine refusing."""
+    success, message = await original(manager, *args)
+    if success or getattr(manager, REFUSAL, ""):  # the end of an update that was never begun changes nothing
+        setattr(manager, REFUSAL, "" if success else message)
+    return success, message
+
+
+async def generate(original: Stream, manager: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    """Around ``TokenizerManager.generate_request``: nothing is generated from weights that are not whole.
+
+    While an update is merely open the engine is paused, and requests wait as in any pause.
+    """
+    refusal = getattr(manager, REFUSAL, "")
+    if refusal and refusal != OPEN:
+        raise ValueError(f"no generation: {refusal}")
+    async for item in original(manager, *args, **kwargs):
+        yield item
+
+
+async def resume(original: Callable[..., Awaitable[None]], manager: Any, *args: Any) -> None:
+    """Around ``TokenizerManager.continue_generation``: not before a commit."""
+    refusal = getattr(manager, REFUSAL, "")
+    if refusal:
+        from fastapi import HTTPException
+
+        raise HTTPException(status_code=409, detail=f"generation stays paused: {refusal}")
+    await original(manager, *args)
+
+
+SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+HOOKS = (
+    Hook(f"{SCHEDULER}.begin_weight_update", "around", begin),
+    Hook(f"{SCHEDULER}.end_weight_update", "around", end),
+    Hook(f"{SCHEDULER}.update_weights_from_tensor", "around", load_tensors),
+    Hook(f"{CONTROL}.begin_weight_update", "around", begin_request),
+    Hook(f"{CONTROL}.end_weight_update", "around", end_request),
+    Hook(f"{TOKENIZER}.generate_request", "around", generate),
+    Hook(f"{TOKENIZER}.continue_generation", "around", resume),
+)
+
+
+def install() -> None:
+    """Apply the hooks in this process."""
+    install_hooks("weight_commit", HOOKS)

@@ -1,0 +1,209 @@
+"""What the rest of the framework knows of an engine: one SGLang HTTP server, spoken to in token ids."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+
+from slime_like.deadline import Deadline
+from slime_like.errors import EngineError
+from slime_like.interfaces import Completion, Sampling, TensorMeta
+from slime_like.rollout.replies import completions, error_text, scores
+from slime_like.types import F32, I32
+
+KEEP_ALIVE_S = 60.0  # shorter than the server's, so that no request goes out on a connection about to be closed
+
+
+class EngineClient:
+    """Async client of one engine; implements ``interfaces.Engine`` and ``interfaces.WeightReceiver``.
+
+    Every call has a deadline. Every failure is an ``EngineError`` naming engine, address, endpoint and what the engine
+    said, or ``DeadlineExceeded``. ``cause`` is asked why the engine is gone when it cannot be reached.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        admin_key: str,
+        name: str = "engine",
+        tp: int = 1,
+        deadline_s: float = 600.0,
+        cause: Callable[[], str] | None = None,
+    ) -> None:
+        self.name = name
+        self._url = url
+        self._tp = tp
+        self._deadline_s = deadline_s
+        self._cause = cause
+        self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks of the engine."""
+        return self._tp
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self._url
+
+    # ---- generation --------------------------------------------------------------------------------------------------
+    async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+        """``len(seeds)`` completions of one prompt, one request. The same seed gives the same tokens."""
+        prompt = token_ids.tolist()
+        base = {
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": list(sampling.stop_token_ids),
+        }
+        request = {
+            "input_ids": [prompt] * len(seeds),
+            "sampling_params": [{**base, "sampling_seed": seed} for seed in seeds],
+            "return_logprob": True,
+        }
+        return completions(await self._post("generate", "/generate", request), len(seeds))
+
+    async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
+        """Per sequence [L - 1] log-softmax(logits / temperature) of tokens 1 .. L - 1 given those before."""
+        request = {
+            "input_ids": [ids.tolist() for ids in token_ids],
+            "sampling_params": {"temperature": temperature, "max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        return scores(await self._post("score", "/generate", request), [len(ids) for ids in token_ids])
+
+    async def abort_all(self) -> None:
+        """End every request now, with the tokens it has."""
+        await self._post("abort", "/abort_request", {"abort_all": True})
+
+    # ---- pause -------------------------------------------------------------------------------------------------------
+    async def pause(self) -> None:
+        """Stop decoding. In-flight requests go back to the queue, and are continued from their tokens by ``resume``.
+
+        Their KV is given up, so ``flush`` works, and it is recomputed under the weights of then.
+        """
+        await self._post("pause", "/pause_generation", {"mode": "retract"})
+
+    async def resume(self) -> None:
+        """Decode again; refused while a weight update is open or failed."""
+        await self._post("resume", "/continue_generation", {"torch_empty_cache": False})
+
+    async def flush(self) -> None:
+        """Forget all cached KV: after new weights, prefixes computed under old ones must not be reused."""
+        await self._post("flush", "/flush_cache", {})
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+    async def begin_update(self) -> None:
+        """Open a weight update on a paused engine: from here every parameter counts as unwritten."""
+        await self._post("begin update", "/begin_weight_update", {})
+
+    async def end_update(self, version: int) -> None:
+        """Commit: raises ``EngineError`` naming what is missing unless every parameter was written whole."""
+        await self._post("end update", "/end_weight_update", {})
+        await self._post(
+            "end update", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
+        )
+
+    async def abort_update(self) -> None:
+        """Give up an open update. The engine refuses to generate until a whole update has been committed."""
+        await self._request("abort update", "POST", "/end_weight_update", {}, accept=(200, 400))
+
+    async def update_from_tensors(self, payload: bytes) -> None:
+        """Load a pickled ``[(name, host tensor)]`` with HF names; every rank takes its part."""
+        request = {"serialized_named_tensors": [base64.b64encode(payload).decode()], "flush_cache": False}
+        await self._post("update", "/update_weights_from_tensor", request)
+
+    async def init_broadcast_group(
+        self, host: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Join a process group whose rank 0 is the sender; the engine's ranks follow from ``rank_offset``."""
+        request = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._post("join", "/init_weights_update_group", request)
+
+    async def update_from_broadcast(self, metas: Sequence[TensorMeta], group_name: str) -> None:
+        """Receive and load tensors, broadcast in this order by rank 0 of the group."""
+        request = {
+            "names": [meta.name for meta in metas],
+            "dtypes": [meta.dtype for meta in metas],
+            "shapes": [list(meta.shape) for meta in metas],
+            "group_name": group_name,
+            "flush_cache": False,
+        }
+        await self._post("update", "/update_weights_from_distributed", request)
+
+    async def destroy_broadcast_group(self, group_name: str) -> None:
+        """Leave a group."""
+        await self._post("leave", "/destroy_weights_update_group", {"group_name": group_name})
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+    async def version(self) -> int:
+        """Version of the last committed update."""
+        reply = await self._request("version", "GET", "/model_info", None)
+        return int(reply["weight_version"])
+
+    async def health(self) -> bool:
+        """Whether the server answers."""
+        try:
+            await self._request("health", "GET", "/health", None)
+        except EngineError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close the connections; the engine runs on."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # ---- transport ---------------------------------------------------------------------------------------------------
+    async def _post(self, phase: str, path: str, body: Any) -> Any:
+        return await self._request(phase, "POST", path, body)
+
+    async def _request(self, phase: str, method: str, path: str, body: Any, accept: Sequence[int] = (200,)) -> Any:
+        """One HTTP call; the decoded JSON of the reply, or ``None`` where it has none."""
+        deadline = Deadline("rollout", phase, self._deadline_s)
+        data = None if body is None else orjson.dumps(body)
+        timeout = aiohttp.ClientTimeout(total=deadline.remaining(self._where(path)))
+        try:
+            async with self._pool().request(method, self._url + path, data=data, timeout=timeout) as response:
+                content = await response.read()
+        except TimeoutError as error:
+            raise deadline.exceeded(self._where(path)) from error
+        except aiohttp.ClientError as error:
+            reason = self._cause() if self._cause is not None else ""
+            raise EngineError(
+                f"{self._where(path)}: {error or type(error).__name__}{f': {reason}' if reason else ''}"
+            ) from error
+        try:
+            reply = orjson.loads(content) if content else None
+        except orjson.JSONDecodeError:
+            reply = None
+        if response.status not in accept:
+            raise EngineError(f"{self._where(path)}: {error_text(response.status, content, reply)}")
+        return reply
+
+    def _where(self, path: str) -> str:
+        return f"{self.name} at {self._url}{path}"
+
+    def _pool(self) -> aiohttp.ClientSession:
+        """The connection pool, made in the event loop that uses it; without limit, as a request waits for its group."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self._session

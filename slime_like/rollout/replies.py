@@ -1,0 +1,87 @@
+"""SGLang's JSON replies as columns: pure functions, no Python loop over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from slime_like.errors import EngineError
+from slime_like.interfaces import Completion
+from slime_like.types import F32, I32
+
+
+def completions(reply: Any, wanted: int) -> list[Completion]:
+    """The reply to a batched ``/generate``, one item per sample.
+
+    Raises ``EngineError`` when the reply has another number of samples than asked for, or is not what it should be.
+    """
+    if not isinstance(reply, list) or len(reply) != wanted:  # pyright: ignore[reportUnknownArgumentType]
+        raise EngineError(f"/generate was asked for {wanted} samples and answered {_short(reply)}")
+    return [_completion(item) for item in reply]  # pyright: ignore[reportUnknownVariableType]
+
+
+def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
+    """The reply to a scoring ``/generate``: per sequence the log-probabilities of tokens 1 .. L - 1."""
+    if not isinstance(reply, list) or len(reply) != len(lengths):  # pyright: ignore[reportUnknownArgumentType]
+        raise EngineError(f"/generate was asked to score {len(lengths)} sequences and answered {_short(reply)}")
+    columns: list[F32] = []
+    for item, length in zip(reply, lengths, strict=True):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        triples = _meta(item, "input_token_logprobs")
+        if len(triples) != length:
+            raise EngineError(f"/generate scored {len(triples)} of {length} tokens of a sequence")
+        columns.append(_logprobs(triples[1:]))  # the first token has no predecessor, its entry is null
+    return columns
+
+
+def error_text(status: int, body: bytes, reply: Any) -> str:
+    """SGLang's own words about a failure, whichever of its forms they come in."""
+    message: Any = reply
+    for name in ("error", "message", "detail"):
+        if isinstance(message, dict) and name in message:
+            message = message[name]  # pyright: ignore[reportUnknownVariableType]
+    text = message if isinstance(message, str) else body.decode(errors="replace")
+    return f"HTTP {status}: {text.strip()[:2000] or '(no message)'}"
+
+
+def _completion(item: Any) -> Completion:
+    token_ids: I32 = np.array(_field(item, "output_ids"), dtype=np.int32)
+    triples = _meta(item, "output_token_logprobs")
+    if len(triples) != len(token_ids):
+        raise EngineError(f"/generate answered {len(token_ids)} tokens with {len(triples)} log-probabilities")
+    reason: Any = _meta(item, "finish_reason")
+    spans = tuple((int(s["start"]), int(s["end"]), _version(s["version"])) for s in _meta(item, "weight_versions"))
+    if not len(token_ids):
+        spans = ()  # SGLang answers one empty span
+    return Completion(token_ids, _logprobs(triples), spans, str(reason["type"]))
+
+
+def _logprobs(triples: Sequence[Any]) -> F32:
+    """Column 0 of ``[log-probability, token, text]`` triples, taken in C."""
+    return np.fromiter(map(itemgetter(0), triples), dtype=np.float32, count=len(triples))
+
+
+def _version(text: Any) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise EngineError(
+            f"engine serves weight version {text!r}, which is not a number: was it started by us?"
+        ) from error
+
+
+def _field(item: Any, name: str) -> Any:
+    if not isinstance(item, dict) or name not in item:
+        raise EngineError(f"/generate answered without {name!r}: {_short(item)}")
+    return item[name]  # pyright: ignore[reportUnknownVariableType]
+
+
+def _meta(item: Any, name: str) -> Any:
+    return _field(_field(item, "meta_info"), name)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]} ..."

@@ -1,0 +1,285 @@
+"""One SGLang HTTP server in a child process of its own group. The only module of slime_like that imports sglang.
+
+The parent sends the child one line of JSON on stdin (a key on the command line could be read by ``ps``) and keeps the
+pipe open: when the parent is gone, the child reads the end of it and kills its group. ``PR_SET_PDEATHSIG`` would also
+fire when only the *thread* that started the child ends, so it is left to SGLang's own workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from slime_like.config.resolved import EngineSpec
+from slime_like.deadline import Deadline
+from slime_like.errors import EngineError
+
+PORTS = range(15_000, 32_000)  # below Linux's ephemeral range, where an outgoing connection could take one
+POLL_S = 0.05
+DYING_S = 8.0  # SGLang looks at its workers for five seconds before it exits
+LOG_LINES = 12
+SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the child is told."""
+
+    spec: EngineSpec
+    admin_key: str
+    host: str
+    port: int
+    internal_port: int
+
+
+class PortLease:
+    """A TCP port nobody listens on, kept from other engines of this machine until released.
+
+    Between choosing a port and SGLang's bind, seconds later, another engine could choose it too. An abstract unix
+    socket named after the port is held meanwhile; the kernel drops it with the process.
+    """
+
+    def __init__(self, host: str) -> None:
+        for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+            self._holder = socket.socket(socket.AF_UNIX)
+            try:
+                self._holder.bind(f"\0slime_like-port-{port}")
+                with socket.socket() as probe:
+                    probe.bind((host, port))
+            except OSError:
+                self._holder.close()
+                continue
+            self.port = port
+            return
+        raise EngineError(f"no free TCP port on {host} in {PORTS.start}-{PORTS.stop - 1}: leaked listeners?")
+
+    def release(self) -> None:
+        """Let others have the port."""
+        self._holder.close()
+
+
+class EngineServer:
+    """Starts, watches and stops one engine. ``wait_ready`` before the first request."""
+
+    def __init__(self, spec: EngineSpec, *, admin_key: str, host: str = "127.0.0.1") -> None:
+        self._spec = spec
+        self._admin_key = admin_key
+        self._host = host
+        self._process: subprocess.Popen[bytes] | None = None
+        self._leases: list[PortLease] = []
+        self._scratch: str | None = None
+        self.url = ""
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the process group of everything the engine starts."""
+        if self._process is None:
+            raise EngineError("engine was not started: call start() first")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Spawn the server and return at once."""
+        if self._process is not None:
+            raise EngineError(f"engine at {self.url} was started before; make a new EngineServer")
+        self._leases = [PortLease(self._host), PortLease(self._host)]
+        port, internal_port = (lease.port for lease in self._leases)
+        self.url = f"http://{self._host}:{port}"
+        self._scratch = tempfile.mkdtemp(prefix="slime_like-engine-")
+        launch = Launch(self._spec, self._admin_key, self._host, port, internal_port)
+        Path(self._spec.log_path).parent.mkdir(parents=True, exist_ok=True)
+        with open(
+            os.open(self._spec.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab"
+        ) as log:  # SGLang logs keys
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "slime_like.rollout.server"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=child_environment(self._spec, self._scratch),
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(launch)).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def wait_ready(self) -> None:
+        """Block until the server answers.
+
+        Raises ``EngineError`` with exit code and last log lines if it died, ``DeadlineExceeded`` after
+        ``spec.start_deadline_s``.
+        """
+        deadline = Deadline("rollout", "engine start", self._spec.start_deadline_s)
+        while not self._answers():
+            if not self.alive():
+                raise EngineError(f"engine did not start: {self.cause_of_death()}")
+            deadline.remaining(f"engine at {self.url} (log: {self._spec.log_path})")
+            time.sleep(POLL_S)
+
+    def alive(self) -> bool:
+        """Whether the server process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def cause_of_death(self) -> str:
+        """Exit code, the error the log names and its last lines; for a living engine, that it lives.
+
+        Waits a little for a dying engine: connections break seconds before the process is gone.
+        """
+        if self._process is None:
+            return f"engine for {self._spec.model_path} was not started"
+        try:
+            code = self._process.wait(timeout=DYING_S)
+        except subprocess.TimeoutExpired:
+            return f"engine at {self.url} (pid {self.pid}) is alive"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        lines = last_lines(self._spec.log_path)
+        return (
+            f"engine at {self.url} (pid {self.pid}) {how}{headline(lines)}; end of {self._spec.log_path}:\n"
+            + "\n".join(lines)
+        )
+
+    def stop(self) -> None:
+        """Kill the engine's process group and nothing else; safe to call twice.
+
+        SIGKILL at once: SGLang's SIGTERM handler polls every five seconds, and an engine has nothing to save.
+        """
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):  # the whole group is gone already
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        for lease in self._leases:
+            lease.release()
+        self._leases = []
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _answers(self) -> bool:
+        try:
+            with urlopen(f"{self.url}/health", timeout=5) as reply:
+                return reply.status == 200
+        except (URLError, OSError):
+            return False
+
+
+def private(path: str, flags: int) -> int:
+    """Opener of a file only its owner reads: SGLang logs the keys it was started with."""
+    return os.open(path, flags, 0o600)
+
+
+def last_lines(path: str, limit: int = LOG_LINES) -> list[str]:
+    """The last non-empty lines of a log."""
+    try:
+        text = Path(path).read_bytes()[-65_536:].decode(errors="replace")
+    except OSError as error:
+        return [f"(no log: {error})"]
+    return [line for line in text.splitlines() if line.strip()][-limit:]
+
+
+def headline(lines: list[str]) -> str:
+    """The last line that looks like an error's message, to stand before the whole tail."""
+    errors = [
+        line.strip() for line in lines if re.match(r"\s*([\w.]+(Error|Exception|Exit)\b.*:|slime_like plugin)", line)
+    ]
+    return f": {errors[-1]}" if errors else ""
+
+
+def child_environment(spec: EngineSpec, scratch: str) -> dict[str, str]:
+    """The server's environment: what must be set before torch is imported, and a private folder for its sockets."""
+    environment = dict(os.environ)
+    seams = ["weight_commit", "rollout_sampling"]
+    if spec.device == "cpu":
+        seams.insert(0, "cpu")
+        environment |= {"SGLANG_PLATFORM": "slime_like_cpu", "CUDA_VISIBLE_DEVICES": ""}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.setdefault("GOMP_SPINCOUNT", "0")  # waiting threads must not take the other processes' cores
+    environment |= {
+        SEAMS: ",".join(seams),
+        "TMPDIR": scratch,
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # longer than the client's, which reuses connections
+    }
+    if os.path.isdir(spec.model_path):
+        environment["HF_HUB_OFFLINE"] = "1"
+    return environment
+
+
+def server_arguments(launch: Launch) -> dict[str, Any]:
+    """SGLang's ServerArgs for an engine that gets token ids and gives token ids; ``spec.sglang`` overrides."""
+    spec = launch.spec
+    arguments: dict[str, Any] = {
+        "model_path": spec.model_path,
+        "device": spec.device,
+        "dtype": spec.dtype,
+        "tp_size": spec.tp,
+        "context_length": spec.context_length,
+        "random_seed": spec.seed,
+        "max_running_requests": spec.max_running_requests,
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "weight_version": "0",
+        "log_level": "info",
+        "log_level_http": "warning",
+        "decode_log_interval": 1_000,
+    }
+    if spec.device == "cpu":
+        arguments["disable_overlap_schedule"] = True  # scheduler and model share the core: nothing to overlap
+    identity = {
+        "host": launch.host,
+        "port": launch.port,
+        "nccl_port": launch.internal_port,
+        "api_key": launch.admin_key,
+        "admin_api_key": launch.admin_key,
+    }
+    return arguments | spec.sglang | identity
+
+
+def die_with_parent() -> None:
+    """Kill this process group once stdin, whose other end the parent holds, comes to its end."""
+
+    def watch() -> None:
+        while os.read(0, 4096):  # not sys.stdin: its lock would be held for ever in a forked worker
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main() -> None:
+    """Entry point of the child: read the launch from stdin, serve until killed."""
+    with os.fdopen(os.dup(0), "rb") as stdin:
+        fields = json.loads(stdin.readline())
+    launch = Launch(**(fields | {"spec": EngineSpec(**fields["spec"])}))
+    die_with_parent()
+
+    serve(server_arguments(launch))
+
+
+def serve(arguments: dict[str, Any]) -> None:
+    """Run SGLang in this process. Its plugins load first: they add choices that the arguments are checked against."""
+    plugins: Any = importlib.import_module("sglang.srt.plugins")
+    plugins.load_plugins()
+    server_args: Any = importlib.import_module("sglang.srt.server_args")
+    http_server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
+    http_server.launch_server(server_args.ServerArgs(**arguments))
+
+
+if __name__ == "__main__":
+    main()

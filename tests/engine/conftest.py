@@ -1,0 +1,148 @@
+"""One real SGLang engine per (tensor-parallel size), shared by all tests of the session."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import pickle
+from collections.abc import Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.config.resolved import EngineSpec
+from slime_like.interfaces import Sampling
+from slime_like.rollout.client import EngineClient
+from slime_like.rollout.server import EngineServer
+from slime_like.types import F32, I32
+
+VOCAB = 500  # not a multiple of 64: the engine pads its embedding
+KEY = "a key of this test run"
+
+
+@dataclass(frozen=True)
+class Models:
+    """Two random Qwen3 models of one shape: 4 layers, GQA, tied embeddings, float32."""
+
+    paths: Mapping[str, Path]
+    hf: Mapping[str, Any]
+
+    def logprobs(self, name: str, token_ids: I32, temperature: float) -> F32:
+        """[L - 1] log-softmax(logits / temperature) of tokens 1 .. L - 1, by transformers."""
+        ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            logits = self.hf[name](ids).logits[0, :-1] / temperature
+        return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """HF tensors as a trainer exports them: tied embeddings once."""
+        return {k: v.detach() for k, v in self.hf[name].named_parameters()}
+
+
+def payload(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """The body of ``update_from_tensors``."""
+    body = io.BytesIO()
+    pickle.Pickler(body, protocol=pickle.HIGHEST_PROTOCOL).dump([(k, v.clone()) for k, v in tensors.items()])
+    return body.getvalue()
+
+
+class Engine:
+    """A running engine, its client, and the event loop the client lives in."""
+
+    def __init__(self, server: EngineServer, client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+        self.server, self.client, self._loop = server, client, loop
+
+    def run[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine of the client."""
+        return self._loop.run_until_complete(work)
+
+    async def push(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """A whole push over the tensor path, pause and flush around it."""
+        await self.client.pause()
+        await self.client.begin_update()
+        await self.client.update_from_tensors(payload(tensors))
+        await self.client.end_update(version)
+        await self.client.flush()
+        await self.client.resume()
+
+
+def sampled(temperature: float = 1.0, tokens: int = 12) -> Sampling:
+    """Sampling without an end: these models know no EOS worth waiting for."""
+    return Sampling(temperature=temperature, max_new_tokens=tokens)
+
+
+def prompt(length: int, seed: int = 0) -> I32:
+    """A random prompt."""
+    return np.random.default_rng(seed).integers(2, VOCAB, length).astype(np.int32)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("models")
+    hf: dict[str, Any] = {}
+    for seed, name in enumerate("AB"):
+        torch.manual_seed(seed)
+        hf[name] = Qwen3ForCausalLM(config).eval()
+        hf[name].save_pretrained(folder / name)
+    return Models({name: folder / name for name in hf}, hf)
+
+
+def start(models: Models, folder: Path, tp: int) -> Iterator[Engine]:
+    spec = EngineSpec(
+        model_path=str(models.paths["A"]),
+        device="cpu",
+        dtype="float32",
+        tp=tp,
+        context_length=256,
+        seed=0,
+        log_path=str(folder / f"engine_tp{tp}.log"),
+        start_deadline_s=180,
+        request_deadline_s=60,
+        max_running_requests=64,
+        sglang={"max_total_tokens": 4096},
+    )
+    loop = asyncio.new_event_loop()
+    server = EngineServer(spec, admin_key=KEY)
+    client: EngineClient | None = None
+    try:
+        server.start()
+        server.wait_ready()
+        client = EngineClient(
+            server.url, admin_key=KEY, name=f"engine tp{tp}", tp=tp, deadline_s=60, cause=server.cause_of_death
+        )
+        yield Engine(server, client, loop)
+    finally:
+        server.stop()
+        if client is not None:
+            loop.run_until_complete(client.close())
+        loop.close()
+
+
+@pytest.fixture(scope="session")
+def engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    yield from start(models, tmp_path_factory.mktemp("tp1"), 1)
+
+
+@pytest.fixture(scope="session")
+def engine_tp2(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    yield from start(models, tmp_path_factory.mktemp("tp2"), 2)
