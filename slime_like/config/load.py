@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sysconfig
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import yaml
@@ -21,8 +19,10 @@ from slime_like.config import flags, rules
 from slime_like.config.explain import explain
 from slime_like.config.files import check_files
 from slime_like.config.known import ALGORITHMS, describe, free_root, is_text
+from slime_like.config.paths import config_folder
 from slime_like.config.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like.registry import resolve
 
 GROUPS = ("algo", "recipe")
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.-]*)(=(?P<value>.*))?", re.DOTALL)
@@ -45,6 +45,15 @@ def load_config(argv: Sequence[str], *, files: bool = True) -> TrainConfig:
     """
     overrides = _sort(argv)
     return _finish(_compose(overrides), overrides.values, files=files)
+
+
+def load_prepared(argv: Sequence[str]) -> TrainConfig:
+    """``load_config``, with ``run.prepare`` called before files are looked at: it may make data and model on the spot."""
+    cfg = load_config(argv, files=False)
+    if cfg.run.prepare is not None:
+        resolve("run.prepare", cfg.run.prepare, {})(cfg)
+    check_files(cfg)
+    return cfg
 
 
 def show(argv: Sequence[str]) -> str:
@@ -74,23 +83,6 @@ def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
     except OmegaConfBaseException as error:
         raise explain(error, {}, algo) from error
     return _finish(merged, {}, files=files)
-
-
-def config_folder() -> Path:
-    """The folder ``configs``: beside the package in a checkout, in the environment's data folder when installed.
-
-    Raises ``ConfigError`` when there is neither.
-    """
-    places = [
-        Path(__file__).parents[2] / "configs",
-        Path(sysconfig.get_path("data")) / "share" / "slime_like" / "configs",
-    ]
-    for place in places:
-        if (place / "train.yaml").is_file():
-            return place.resolve()
-    raise ConfigError(
-        f"configs/train.yaml is missing: looked in {' and '.join(map(str, places))}; reinstall slime_like"
-    )
 
 
 def _finish(tree: DictConfig, values: dict[str, str], *, files: bool) -> TrainConfig:

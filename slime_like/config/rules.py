@@ -119,14 +119,13 @@ def _names(cfg: TrainConfig) -> None:
     _open_name("data.source", cfg.data.source, names.DATA_SOURCES)
     for name in cfg.rollout.filters:
         _open_name("rollout.filters", name, names.FILTERS)
-    if cfg.run.prepare is not None:
-        _open_name("run.prepare", cfg.run.prepare, {})
+    # Imported when it is called: what it imports may be heavy.
+    if cfg.run.prepare is not None and ":" not in cfg.run.prepare:
+        raise ConfigError(f"run.prepare={cfg.run.prepare!r} is not a dotted path such as my_package.my_module:function")
 
 
 def _open_name(key: str, name: str, table: dict[str, str]) -> None:
     """A name of ``table``, or a dotted path to something callable."""
-    if not table and ":" not in name:
-        raise ConfigError(f"{key}={name!r} is not a dotted path such as my_package.my_module:my_function")
     check(key, name, table, dotted=True)
     if name not in table and not callable(resolve(key, name, table)):
         raise ConfigError(f"{key}={name!r} is not callable: name a function or class")

@@ -1,0 +1,66 @@
+"""A plan as text, for ``train.py --plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from slime_like.cluster.machine import Machine, probe_machine
+from slime_like.cluster.plan import Plan, Role, make_plan
+from slime_like.config.files import check_files
+from slime_like.config.load import load_config
+from slime_like.config.root import TrainConfig
+
+
+def show_plan(argv: Sequence[str]) -> str:
+    """The plan of a command line on this machine. Files are checked unless ``run.prepare`` has yet to make them."""
+    cfg, machine = load_config(argv, files=False), probe_machine()
+    if cfg.run.prepare is None or Path(cfg.model.hf_checkpoint).exists():
+        check_files(cfg)
+    return render_plan(cfg, make_plan(cfg, machine), machine)
+
+
+def render_plan(cfg: TrainConfig, plan: Plan, machine: Machine) -> str:
+    """Placement, batch identity and what each open value became, with the reason."""
+    return "\n".join(_lines(cfg, plan, machine)) + "\n"
+
+
+def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
+    layout, loop, rollout = plan.actor.layout, cfg.loop, cfg.rollout
+    gpus = ", ".join(sorted(set(machine.gpu_names))) or "no GPU"
+    yield f"run        {cfg.run.name} -> {plan.run_dir} (run.mode={cfg.run.mode}, algo={cfg.algo.name})"
+    yield f"machine    {machine.num_gpus} GPUs ({gpus}), {machine.cpu_count} cores, {machine.memory_bytes / 2**30:.1f} GiB"
+    yield ""
+    yield f"placement  {cfg.placement.mode} on {plan.device}, {plan.num_gpus} GPUs"
+    for role in plan.roles:
+        detail = (
+            f"tp {layout.tp} * pp {layout.pp} * cp {layout.cp} * dp {layout.dp}"
+            if role.name == "trainer"
+            else f"tp {rollout.tp} each, context {plan.max_context_len}"
+        )
+        yield f"  {role.name:<9}{len(role.devices)} x ({detail}){_devices(role)}"
+    yield ""
+    yield (
+        f"batch      rollout.batch_size {rollout.batch_size} * n_samples_per_prompt {rollout.n_samples_per_prompt} = "
+        f"{plan.samples_per_rollout} = global_batch_size {plan.samples_per_step} * "
+        f"steps_per_rollout {loop.steps_per_rollout}"
+    )
+    yield f"           {loop.num_rollout} rollouts, {plan.actor.num_steps} optimizer steps, max_staleness {loop.max_staleness}"
+    scores = ["rollout", *(["old"] if plan.actor.needs_old_logprobs else [])]
+    scores += ["reference"] if plan.actor.needs_reference else []
+    yield f"           log-probabilities used: {', '.join(scores)}"
+    yield ""
+    yield "resolved"
+    yield from _table([(d.key, d.value, d.reason) for d in plan.decisions])
+
+
+def _devices(role: Role) -> str:
+    if not any(role.devices):
+        return ""
+    return " on GPUs " + " ".join("+".join(map(str, devices)) for devices in role.devices)
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for key, value, reason in rows:
+        yield f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {reason}"

@@ -1,0 +1,40 @@
+"""Train a language model by reinforcement learning: ``python train.py +recipe=quickstart``, or ``--help``."""
+
+import sys
+
+from slime_like.config.flags import translate
+from slime_like.errors import CheckpointError, ConfigError, DataError, SlimeLikeError
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0 done, 1 the run failed, 2 the configuration or its files are wrong, 130 stopped by Ctrl-C."""
+    try:  # imports stand where they are needed, so that --help answers at once
+        match (command := translate(argv)).action:
+            case "help":
+                from slime_like.config.help import render_help
+
+                sys.stdout.write(render_help(command.topic))
+            case "show" | "plan":
+                from slime_like.cluster.plan_view import show_plan
+                from slime_like.config.load import show
+
+                sys.stdout.write((show if command.action == "show" else show_plan)(argv))
+            case "doctor":
+                from slime_like.cluster.doctor import doctor
+
+                return doctor(sys.stdout)
+            case _:
+                from slime_like.config.load import load_prepared
+
+                cfg = load_prepared(argv)
+                from slime_like.loop import train
+
+                train(cfg)
+    except (SlimeLikeError, KeyboardInterrupt) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return {KeyboardInterrupt: 130, ConfigError: 2, DataError: 2, CheckpointError: 2}.get(type(error), 1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
