@@ -10,29 +10,27 @@ def main(argv: list[str]) -> int:
     """Exit code: 0 done, 1 the run failed, 2 the configuration or its files are wrong, 130 stopped by Ctrl-C."""
     try:  # imports stand where they are needed, so that --help answers at once
         match (command := translate(argv)).action:
-            case "help":
-                from slime_like.config.help import render_help
-
-                sys.stdout.write(render_help(command.topic))
-            case "show" | "plan":
-                from slime_like.cluster.plan_view import show_plan
-                from slime_like.config.load import show
-
-                sys.stdout.write((show if command.action == "show" else show_plan)(argv))
             case "doctor":
                 from slime_like.cluster.doctor import doctor
 
                 return doctor(sys.stdout)
-            case _:
+            case "train":
                 from slime_like.config.load import load_prepared
 
                 cfg = load_prepared(argv)
                 from slime_like.loop import train
 
                 train(cfg)
-    except (SlimeLikeError, KeyboardInterrupt) as error:
+            case _:
+                from slime_like.cluster.plan_view import describe
+
+                sys.stdout.write(describe(command, argv))
+    except KeyboardInterrupt as error:
+        sys.stderr.write(f"{error}\n")
+        return 130
+    except SlimeLikeError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return {KeyboardInterrupt: 130, ConfigError: 2, DataError: 2, CheckpointError: 2}.get(type(error), 1)
+        return 2 if isinstance(error, (ConfigError, DataError, CheckpointError)) else 1
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A plan as text, for ``train.py --plan``."""
+"""What ``train.py`` prints without running anything: help, the composed configuration, the plan."""
 
 from __future__ import annotations
 
@@ -8,8 +8,21 @@ from pathlib import Path
 from slime_like.cluster.machine import Machine, probe_machine
 from slime_like.cluster.plan import Plan, Role, make_plan
 from slime_like.config.files import check_files
-from slime_like.config.load import load_config
+from slime_like.config.flags import Command
+from slime_like.config.help import render_help
+from slime_like.config.load import load_config, show
 from slime_like.config.root import TrainConfig
+
+
+def describe(command: Command, argv: Sequence[str]) -> str:
+    """What --help, --cfg job and --plan print."""
+    match command.action:
+        case "help":
+            return render_help(command.topic)
+        case "show":
+            return show(argv)
+        case _:
+            return show_plan(argv)
 
 
 def show_plan(argv: Sequence[str]) -> str:

@@ -1,0 +1,273 @@
+"""``train.py --doctor``: is this machine and environment able to run? Every finding names its fix. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TextIO
+
+from slime_like.cluster.machine import cpu_count, gpu_names, memory_bytes, probe_machine
+from slime_like.deadline import Deadline
+from slime_like.errors import DeadlineExceeded
+
+GIB = 2**30
+REQUIREMENTS = Path(__file__).parents[2] / "scripts" / "requirements"
+MIN_GLIBC = (2, 34)
+GLOO_SECONDS = 90.0
+ENTRY_POINTS = {
+    "sglang.srt.platforms": ("slime_like_cpu",),
+    "sglang.srt.plugins": ("slime_like_cpu", "slime_like_rollout_sampling", "slime_like_weight_commit"),
+}
+
+
+class Level(StrEnum):
+    """How bad a finding is; ``MISSING`` makes the doctor exit with 1."""
+
+    OK = "ok"
+    WARNING = "warning"
+    MISSING = "MISSING"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report; ``fix`` says what to do unless the level is OK."""
+
+    level: Level
+    subject: str
+    text: str
+    fix: str = ""
+
+
+def doctor(out: TextIO) -> int:
+    """Write the report to ``out``. Returns 1 when something required is missing, else 0."""
+    missing = 0
+    for check in CHECKS:
+        for finding in check():
+            missing += finding.level is Level.MISSING
+            fix = f"\n{'':<24}fix: {finding.fix}" if finding.fix else ""
+            out.write(f"{finding.level:<8} {finding.subject:<14} {finding.text}{fix}\n")
+            out.flush()
+    out.write("everything required is here\n" if not missing else f"{missing} required things are missing\n")
+    return int(missing > 0)
+
+
+def check_system() -> Iterator[Finding]:
+    """Python, kernel, libc, compiler."""
+    version = platform.python_version()
+    good = sys.version_info[:2] == (3, 12)
+    yield Finding(
+        Level.OK if good else Level.MISSING,
+        "python",
+        f"{version} ({sys.executable})",
+        "" if good else "install Python 3.12 and run scripts/quickstart.sh again",
+    )
+    system = f"{platform.system()} {platform.machine()}"
+    good = system == "Linux x86_64"
+    yield Finding(
+        Level.OK if good else Level.MISSING,
+        "platform",
+        f"{system}, kernel {platform.release()}",
+        "" if good else "use Linux on x86-64: WSL2 on Windows, the CPU image of docker/ elsewhere",
+    )
+    libc, number = platform.libc_ver()
+    good = libc == "glibc" and tuple(int(part) for part in number.split(".")[:2]) >= MIN_GLIBC
+    yield Finding(
+        Level.OK if good else Level.MISSING,
+        "libc",
+        f"{libc or 'unknown'} {number}",
+        "" if good else "SGLang's wheel needs glibc 2.34: Ubuntu 22.04, Debian 12, RHEL 9 or newer",
+    )
+    compiler = next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
+    yield Finding(
+        Level.OK if compiler else Level.WARNING,
+        "compiler",
+        compiler or "no C++ compiler",
+        "" if compiler else "apt-get install g++ (only torch.compile and GPU kernels that build on first use need it)",
+    )
+
+
+def check_versions() -> Iterator[Finding]:
+    """Installed packages against the lock file; those of runtime.in are required."""
+    lock = REQUIREMENTS / ("gpu.lock" if gpu_names() else "cpu.lock")
+    if not lock.is_file():
+        yield Finding(
+            Level.WARNING, "versions", f"{lock} is not here", "run the doctor in a checkout to compare versions"
+        )
+        return
+    required = set(_names((REQUIREMENTS / "runtime.in").read_text()))
+    pins = dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", lock.read_text(), re.MULTILINE))
+    fix = (
+        f"{sys.executable} -m pip install -r {lock.relative_to(REQUIREMENTS.parents[1])}, or run scripts/quickstart.sh"
+    )
+    wrong = 0
+    for name, pinned in pins.items():
+        have = _installed(name)
+        if have == pinned:
+            continue
+        wrong += 1
+        level = Level.MISSING if _canonical(name) in required else Level.WARNING
+        yield Finding(level, "versions", f"{name} {have or 'is not installed'}, the lock has {pinned}", fix)
+    yield Finding(Level.OK, "versions", f"{len(pins) - wrong} of {len(pins)} packages as in {lock.name}")
+    for name in ("torch", "sglang", "megatron-core", "transformers", "ray", "hydra-core"):
+        yield Finding(Level.OK, "", f"{name} {_installed(name)}")
+
+
+def _names(requirements: str) -> list[str]:
+    return [_canonical(name) for name in re.findall(r"^([A-Za-z0-9._-]+)", requirements, re.MULTILINE)]
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_devices() -> Iterator[Finding]:
+    """Cores, vector units, memory, GPUs."""
+    flags = set(re.findall(r"\w+", _flags()))
+    vector = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    good = "avx2" in flags
+    yield Finding(
+        Level.OK if good else Level.WARNING,
+        "cpu",
+        f"{cpu_count()} cores, {', '.join(vector) or 'no AVX2'}",
+        "" if good else "expect a slow run: torch's CPU kernels want AVX2",
+    )
+    memory = memory_bytes()
+    enough = memory >= 6 * GIB
+    yield Finding(
+        Level.OK if enough else Level.WARNING,
+        "memory",
+        f"{memory / GIB:.1f} GiB (cgroup limits included)",
+        "" if enough else "the quickstart wants 6 GiB: raise the container's or WSL2's limit",
+    )
+    names = probe_machine().gpu_names
+    hidden = len(gpu_names()) - len(names)
+    text = ", ".join(names) or "none: runs use the CPU"
+    yield Finding(Level.OK, "gpu", text + (f" ({hidden} hidden by CUDA_VISIBLE_DEVICES)" if hidden else ""))
+
+
+def _flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith("flags")), "")
+
+
+def check_storage() -> Iterator[Finding]:
+    """/dev/shm for Ray's object store; the disk that runs/ and the temporary folder are on."""
+    for subject, folder, needed, fix in (
+        ("/dev/shm", "/dev/shm", 1.0, "docker run --shm-size=4g ...; Ray falls back to the disk, which is slow"),
+        ("disk", os.getcwd(), 5.0, "free some space: checkpoints go to run.dir"),
+        ("tmp", tempfile.gettempdir(), 2.0, "free some space, or point TMPDIR elsewhere: Ray's session lies there"),
+    ):
+        if not Path(folder).is_dir():
+            yield Finding(Level.WARNING, subject, f"{folder} does not exist", fix)
+            continue
+        free = shutil.disk_usage(folder).free / GIB
+        good = free >= needed
+        level = Level.OK if good else Level.WARNING
+        yield Finding(level, subject, f"{free:.1f} GiB free in {folder}", "" if good else fix)
+
+
+def check_network() -> Iterator[Finding]:
+    """A port on loopback can be bound and reached: engines, Ray and process groups live there."""
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5),
+        ):
+            yield Finding(Level.OK, "loopback", f"port {server.getsockname()[1]} of 127.0.0.1 answers")
+    except OSError as error:
+        yield Finding(
+            Level.MISSING,
+            "loopback",
+            f"no port of 127.0.0.1 can be used: {error}",
+            "bring the loopback interface up (ip link set lo up) and let the sandbox bind ports on it",
+        )
+    proxy = next(
+        (name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if os.environ.get(name)), None
+    )
+    bypass = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+    if proxy and "127.0.0.1" not in bypass:
+        yield Finding(
+            Level.WARNING,
+            "proxy",
+            f"{proxy} is set and no_proxy={bypass!r} does not name 127.0.0.1",
+            "export no_proxy=127.0.0.1,localhost: requests to the engines must not go through a proxy",
+        )
+
+
+def check_plugins() -> Iterator[Finding]:
+    """SGLang finds our platform and plugins by entry points of the installed package."""
+    for group, names in ENTRY_POINTS.items():
+        found = {point.name for point in importlib.metadata.entry_points(group=group)}
+        absent = [name for name in names if name not in found]
+        yield Finding(
+            Level.MISSING if absent else Level.OK,
+            "entry points",
+            f"{group}: {', '.join(absent)} not registered" if absent else f"{group}: {', '.join(names)}",
+            f"{sys.executable} -m pip install --no-deps -e . (in the checkout)" if absent else "",
+        )
+
+
+def check_collective() -> Iterator[Finding]:
+    """Two processes all-reduce over gloo: what trainer ranks and weight broadcasts stand on."""
+    deadline = Deadline("doctor", "gloo all_reduce", GLOO_SECONDS)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "slime_like.cluster.gloo_check", str(Path(folder) / "store")]
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        ranks = [
+            subprocess.Popen([*command, str(rank), "2"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            for rank in range(2)
+        ]
+        try:
+            errors = [rank.communicate(timeout=deadline.remaining("both ranks"))[1].decode() for rank in ranks]
+            good = all(rank.returncode == 0 for rank in ranks)
+            why = next(
+                (e.strip().splitlines()[-1] for e, r in zip(errors, ranks, strict=True) if r.returncode and e), ""
+            )
+        except (subprocess.TimeoutExpired, DeadlineExceeded):
+            good, why = False, f"no answer within {deadline.limit:.0f} s"
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    yield Finding(
+        Level.OK if good else Level.MISSING,
+        "gloo",
+        f"two processes all-reduced in {deadline.elapsed():.1f} s"
+        if good
+        else f"two processes could not all-reduce: {why}",
+        "" if good else "if the host name does not resolve, add it to /etc/hosts or set GLOO_SOCKET_IFNAME=lo",
+    )
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    check_system,
+    check_versions,
+    check_devices,
+    check_storage,
+    check_network,
+    check_plugins,
+    check_collective,
+)
