@@ -1,6 +1,10 @@
 """Package definition: ranges and entry points. Exact versions live in scripts/requirements/*.lock."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+CONFIGS = [str(path) for path in sorted(Path("configs").rglob("*.yaml"))]
 
 setup(
     name="slime-like",
@@ -10,6 +14,8 @@ setup(
     packages=[*find_packages(include=["slime_like", "slime_like.*"]), *find_packages(where="plugins")],
     package_dir={"slime_like": "slime_like", "slime_like_plugins": "plugins/slime_like_plugins"},
     package_data={"slime_like.config": ["upstream/*.json"]},
+    # Where slime_like.config.paths looks outside a checkout.
+    data_files=[(f"share/slime_like/{Path(path).parent}", [path]) for path in CONFIGS],
     install_requires=[
         "torch>=2.14,<2.15",
         "sglang==0.5.23",
