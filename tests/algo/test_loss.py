@@ -1,0 +1,86 @@
+"""The clipped policy gradient at single tokens, and what may never become nan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from slime_like.algo.loss import policy_gradient, sft
+from slime_like.config.algo import GrpoConfig, SftConfig
+from slime_like.interfaces import LossOutput, LossView
+
+
+def view(ratios: list[float], advantages: list[float]) -> LossView:
+    """Tokens whose probability is ``ratio`` times the old one."""
+    logprobs = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
+    zeros = torch.zeros(len(ratios), dtype=torch.float64)
+    ones = torch.full_like(zeros, 1 / len(ratios))
+    return LossView(logprobs, None, ones, torch.tensor(advantages, dtype=torch.float64), zeros, zeros, zeros)
+
+
+def run(config: GrpoConfig, given: LossView) -> tuple[LossOutput, torch.Tensor]:
+    output = policy_gradient(config)(given)
+    return output, torch.autograd.grad(output.loss.sum(), given.logprobs)[0]
+
+
+def test_clipping_stops_the_gradient_only_where_it_would_push_further() -> None:
+    output, gradient = run(GrpoConfig(eps_clip=0.2), view([1.5, 0.5, 1.5, 0.5], [1.0, 1.0, -1.0, -1.0]))
+    torch.testing.assert_close(output.loss, torch.tensor([-1.2, -0.5, 1.5, 0.8], dtype=torch.float64))
+    torch.testing.assert_close(gradient, torch.tensor([0.0, -0.5, 1.5, 0.0], dtype=torch.float64))
+    assert output.means["pg_clipfrac"].tolist() == [1, 0, 0, 1]
+
+
+def test_eps_clip_high_widens_only_the_upper_side() -> None:
+    output, _ = run(GrpoConfig(eps_clip=0.2, eps_clip_high=0.6), view([1.5, 0.5], [1.0, -1.0]))
+    torch.testing.assert_close(output.loss, torch.tensor([-1.5, 0.8], dtype=torch.float64))
+
+
+def test_without_old_scores_the_ratio_is_1_and_its_gradient_the_policy_gradient() -> None:
+    given = replace(view([0.5, 0.25], [2.0, -1.0]), old_logprobs=None)
+    output, gradient = run(GrpoConfig(), given)
+    assert output.loss.tolist() == [-2.0, 1.0]
+    assert gradient.tolist() == [-2.0, 1.0]
+    assert output.means["ppo_kl"].tolist() == [0.0, 0.0]
+
+
+def test_tis_weights_are_truncated_and_carry_no_gradient() -> None:
+    given = replace(view([1.0, 1.0], [1.0, 1.0]), rollout_logprobs=torch.tensor([0.5, 10.0], dtype=torch.float64).log())
+    output, gradient = run(GrpoConfig(use_tis=True, tis_clip=1.5), given)
+    torch.testing.assert_close(output.means["tis"], torch.tensor([2.0, 0.1], dtype=torch.float64))
+    torch.testing.assert_close(gradient, torch.tensor([-1.5, -0.1], dtype=torch.float64))
+    assert output.means["tis_clipfrac"].tolist() == [1, 0]
+
+
+def test_entropy_is_asked_for_only_when_it_counts() -> None:
+    assert not policy_gradient(GrpoConfig()).needs_entropy
+    assert policy_gradient(GrpoConfig(entropy_coef=0.01)).needs_entropy
+    assert not sft(SftConfig()).needs_entropy
+
+
+@pytest.mark.parametrize("old", [None, -1e5])
+def test_untrained_tokens_stay_finite_however_far_the_policies_are(old: float | None) -> None:
+    """Padding and prompts may hold anything: 0 * inf would be nan."""
+    column = torch.full((3,), -1e5)
+    given = LossView(
+        logprobs=torch.tensor([0.0, -1e5, -3.0], requires_grad=True),
+        entropy=torch.zeros(3),
+        loss_weight=torch.zeros(3),
+        advantages=torch.tensor([1.0, -1.0, 0.0]),
+        old_logprobs=None if old is None else column,
+        rollout_logprobs=torch.zeros(3),
+        ref_logprobs=column,
+    )
+    output, gradient = run(GrpoConfig(use_tis=True, kl_loss_coef=0.1, entropy_coef=0.1), given)
+    assert output.loss.isfinite().all() and gradient.isfinite().all()
+
+
+def test_names_are_those_of_slime() -> None:
+    given = replace(view([1.0], [1.0]), entropy=torch.zeros(1, dtype=torch.float64))
+    output, _ = run(GrpoConfig(use_tis=True, kl_loss_coef=0.1, entropy_coef=0.1), given)
+    assert set(output.means) == {
+        "pg_loss", "pg_clipfrac", "ppo_kl", "ois", "kl_loss", "entropy_loss", "tis", "tis_abs", "tis_clipfrac",
+        "train_rollout_logprob_abs_diff",
+    }  # fmt: skip
+    assert not any(value.requires_grad for value in output.means.values())

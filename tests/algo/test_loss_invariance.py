@@ -1,0 +1,160 @@
+"""Loss and gradient do not depend on packing order, micro-batching or dp, and equal a float64 reference.
+
+Invariance is to 1e-9: the weights are the same float32 numbers whatever the packing. The reference is to 2e-6: it
+never rounds weights and advantages to float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_like.batch import TrainBatch
+from slime_like.config.algo import (
+    AlgoConfig,
+    DrGrpoConfig,
+    GrpoConfig,
+    PolicyGradientConfig,
+    ReinforcePlusPlusConfig,
+    SftConfig,
+)
+from slime_like.config.names import GROUP_ADVANTAGES
+from slime_like.data.assemble import AssembleSpec, assemble
+from slime_like.registry import resolve
+from slime_like.types import SampleGroup, Status
+from tests.algo.reference import reference
+from tests.algo.samples import Shape, batches, groups_of
+from tests.algo.simulate import Policies, Policy, Result, simulate
+
+MAX_RESPONSE_LEN = 16
+ALGORITHMS: dict[str, AlgoConfig] = {
+    "grpo": GrpoConfig(),
+    "grpo_sequence_mean": GrpoConfig(aggregation="sequence_mean"),
+    "grpo_everything": GrpoConfig(
+        eps_clip=0.1, eps_clip_high=0.3, kl_loss_coef=0.1, kl_loss_type="k3", entropy_coef=0.01, use_tis=True
+    ),
+    "grpo_k1": GrpoConfig(kl_loss_coef=0.2, kl_loss_type="k1"),
+    "grpo_k2": GrpoConfig(kl_loss_coef=0.2, kl_loss_type="k2"),
+    "dr_grpo": DrGrpoConfig(entropy_coef=0.02),
+    "reinforce_pp": ReinforcePlusPlusConfig(),
+    "reinforce_pp_kl": ReinforcePlusPlusConfig(gamma=0.9, kl_coef=0.1, kl_reward_type="k2", use_tis=True),
+    "sft": SftConfig(),
+}
+FEW = settings(max_examples=12, deadline=None)
+
+
+def batch_of(
+    groups: Sequence[SampleGroup], config: AlgoConfig, dp: int = 1, budget: int = 10_000, steps: int = 1
+) -> TrainBatch:
+    name = config.group_advantage
+    advantage = None if name is None else resolve("algo.group_advantage", name, GROUP_ADVANTAGES)
+    spec = AssembleSpec(advantage, config.aggregation, steps, dp, budget, MAX_RESPONSE_LEN)
+    return assemble(groups, spec, rollout_id=0)
+
+
+def policies(with_old: bool) -> Policies:
+    return Policies(Policy.random(1), Policy.random(2), Policy.random(3) if with_old else None)
+
+
+def assert_same(found: Result, expected: Result, rtol: float = 1e-9) -> None:
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(found.gradient, expected.gradient, rtol=rtol, atol=rtol)
+    assert found.means.keys() == expected.means.keys()
+    for name, value in expected.means.items():
+        np.testing.assert_allclose(found.means[name], value, rtol=rtol, atol=rtol, err_msg=name)
+
+
+def shuffled(groups: Sequence[SampleGroup], seed: int) -> list[SampleGroup]:
+    """The same groups and samples in another order."""
+    rng = np.random.default_rng(seed)
+    mixed = [replace(g, samples=tuple(g.samples[i] for i in rng.permutation(len(g.samples)))) for g in groups]
+    return [mixed[i] for i in rng.permutation(len(mixed))]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@FEW
+@given(groups=batches(), dp=st.integers(1, 3), budget=st.integers(1, 30), seed=st.integers(0, 99), old=st.booleans())
+def test_packing_and_dp_change_nothing(
+    name: str, groups: list[SampleGroup], dp: int, budget: int, seed: int, old: bool
+) -> None:
+    config, three = ALGORITHMS[name], policies(old)
+    dp = min(dp, sum(len(g.samples) for g in groups))
+    plain = simulate(batch_of(groups, config), config, three)
+    spread = simulate(batch_of(shuffled(groups, seed), config, dp, budget), config, three)
+    assert_same(spread[0], plain[0])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@FEW
+@given(groups=batches(), dp=st.integers(1, 2), budget=st.integers(1, 30))
+def test_each_of_two_steps_is_independent_of_layout(name: str, groups: list[SampleGroup], dp: int, budget: int) -> None:
+    config, three = ALGORITHMS[name], policies(with_old=True)
+    groups = [*groups, *groups_of([[Shape((1, 2, 0, 0), 0.0, Status.COMPLETED)] * 2] * 2, seed=5)]
+    plain = simulate(batch_of(groups, config, steps=2), config, three)
+    spread = simulate(batch_of(groups, config, dp, budget, steps=2), config, three)
+    for a, b in zip(spread, plain, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@FEW
+@given(groups=batches(), dp=st.integers(1, 2), budget=st.integers(1, 30), old=st.booleans())
+def test_equals_the_reference(name: str, groups: list[SampleGroup], dp: int, budget: int, old: bool) -> None:
+    config, three = ALGORITHMS[name], policies(old)
+    found = simulate(batch_of(groups, config, dp, budget), config, three)[0]
+    loss, gradient = reference(groups, config, three, MAX_RESPONSE_LEN)
+    np.testing.assert_allclose(found.loss, loss, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(found.gradient, gradient, rtol=2e-6, atol=2e-6)
+
+
+UNEVEN = groups_of(
+    [
+        [Shape((2, 3, 0, 0), 1.0, Status.COMPLETED), Shape((2, 5, 1, 2), 0.0, Status.COMPLETED)],
+        [
+            Shape((1, 4, 0, 0), 0.25, Status.COMPLETED),
+            Shape((1, 1, 0, 0), -2.0, Status.COMPLETED),
+            Shape((1, 2, 0, 0), 1.0, Status.TRUNCATED),
+        ],
+    ]
+)
+
+
+def differs(found: Result, gradient: torch.Tensor) -> bool:
+    return not torch.allclose(found.gradient, gradient, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", [GrpoConfig(), DrGrpoConfig()], ids=["grpo", "dr_grpo"])
+def test_normalising_across_groups_would_show(config: PolicyGradientConfig) -> None:
+    """The field's known fault: uneven groups normalised as one."""
+    three = policies(with_old=False)
+    _, gradient = reference(UNEVEN, config, three, MAX_RESPONSE_LEN)
+    everyone = tuple(replace(s, group_id=0, episode_id=s.sample_id) for g in UNEVEN for s in g.samples)
+    faulty = simulate(batch_of([replace(UNEVEN[0], samples=everyone)], config), config, three)[0]
+    right = simulate(batch_of(UNEVEN, config), config, three)[0]
+    assert differs(faulty, gradient)
+    assert not differs(right, gradient)
+
+
+def test_a_denominator_per_micro_batch_would_show() -> None:
+    config, three = GrpoConfig(), policies(with_old=False)
+    _, gradient = reference(UNEVEN, config, three, MAX_RESPONSE_LEN)
+    batch = batch_of(UNEVEN, config, budget=9)
+    rows = batch.steps[0].rows[0]
+    assert len(rows) > 1
+    own = [replace(row, loss_weight=row.loss_weight / (row.loss_weight.sum() * len(rows))) for row in rows]
+    faulty = replace(batch, steps=(replace(batch.steps[0], rows=(tuple(own),)),))
+    assert differs(simulate(faulty, config, three)[0], gradient)
+
+
+def test_whitening_on_each_rank_alone_would_show() -> None:
+    config, three = ReinforcePlusPlusConfig(), policies(with_old=False)
+    _, gradient = reference(UNEVEN, config, three, MAX_RESPONSE_LEN)
+    batch = batch_of(UNEVEN, config, dp=2)
+    assert differs(simulate(batch, config, three, local_reduce=True)[0], gradient)
+    assert not differs(simulate(batch, config, three)[0], gradient)

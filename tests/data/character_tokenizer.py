@@ -1,0 +1,29 @@
+"""A tokenizer made on the spot: one token per character."""
+
+from __future__ import annotations
+
+import string
+
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if think %}?{% endif %}"
+)
+
+
+def characters(*, template: str | None = None, eos: bool = True) -> PreTrainedTokenizerFast:
+    """Printable ASCII, one token each, with ``[EOS]``."""
+    alphabet = ["[EOS]", "[UNK]", *string.printable]
+    model = Tokenizer(WordLevel({c: i for i, c in enumerate(alphabet)}, unk_token="[UNK]"))
+    model.pre_tokenizer = Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    model.decoder = Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="[EOS]" if eos else None)
+    tokenizer.name_or_path = "/models/tiny"
+    tokenizer.chat_template = template
+    return tokenizer

@@ -1,0 +1,183 @@
+"""Batches: weights, columns, steps and their independence of packing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_like.algo.advantage import dr_grpo, grpo
+from slime_like.batch import Rows, StepBatch
+from slime_like.data.assemble import AssembleSpec, assemble
+from slime_like.data.columns import FILLER_ID
+from slime_like.errors import ConfigError, DataError, EngineError
+from slime_like.types import Reward, SampleGroup, Source, Status
+from tests.algo.samples import Shape, batches, groups_of
+
+SPEC = AssembleSpec(grpo, "token_mean", 1, 1, 1000, 16)
+DONE = Status.COMPLETED
+
+
+def rows_of(step: StepBatch) -> list[Rows]:
+    return [row for rank in step.rows for row in rank]
+
+
+def per_sample(step: StepBatch, name: str) -> dict[int, list[float]]:
+    """A [T] or [S] column by sample id."""
+    found: dict[int, list[float]] = {}
+    for row in rows_of(step):
+        column = np.atleast_1d(getattr(row, name))
+        for i, sample_id in enumerate(row.sample_ids.tolist()):
+            per_token = name not in ("advantages", "rewards")
+            a, b = (row.cu_seqlens[i], row.cu_seqlens[i + 1]) if per_token else (i, i + 1)
+            found[sample_id] = column[a:b].tolist()
+    found.pop(FILLER_ID, None)
+    return found
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "dr_grpo"])
+@settings(max_examples=20, deadline=None)
+@given(groups=batches(), dp=st.integers(1, 4), budget=st.integers(1, 30), steps=st.integers(1, 2))
+def test_every_sample_is_packed_once_and_weights_add_up(
+    aggregation: str, groups: list[SampleGroup], dp: int, budget: int, steps: int
+) -> None:
+    total = sum(len(g.samples) for g in groups)
+    dp = min(dp, total // steps)
+    spec = replace(SPEC, aggregation=aggregation, dp=dp, max_tokens_per_rank=budget, steps_per_rollout=steps)
+    try:
+        batch = assemble(groups, spec, rollout_id=3)
+    except DataError:  # a step of nothing but failures
+        return
+    samples = {s.sample_id: s for g in groups for s in g.samples}
+    seen = Counter(int(i) for step in batch.steps for row in rows_of(step) for i in row.sample_ids if i != FILLER_ID)
+    assert seen == Counter(list(samples))
+    for step in batch.steps:
+        assert len(step.rows) == dp and len({len(rank) for rank in step.rows}) == 1
+        weights = np.concatenate([row.loss_weight for row in rows_of(step)])
+        trained = [i for i, w in per_sample(step, "loss_weight").items() if any(w)]
+        expected = step.num_tokens / (16 * len(trained)) if aggregation == "dr_grpo" else 1.0
+        np.testing.assert_allclose(weights.sum(dtype=np.float64), expected, rtol=1e-5)
+        assert int((weights > 0).sum()) == step.num_tokens
+        for row in rows_of(step):
+            assert len(row.token_ids) <= budget or len(row.sample_ids) == 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(groups=batches())
+def test_columns_say_what_the_spans_say(groups: list[SampleGroup]) -> None:
+    step = assemble(groups, SPEC, rollout_id=0).steps[0]
+    weight, version = per_sample(step, "loss_weight"), per_sample(step, "versions")
+    logprobs, tokens = per_sample(step, "rollout_logprobs"), per_sample(step, "token_ids")
+    for sample in (s for g in groups for s in g.samples):
+        assert tokens[sample.sample_id] == sample.token_ids.tolist()
+        for span in sample.spans:
+            model = span.source is Source.MODEL
+            for t in range(span.start, span.stop):
+                counted = model and sample.status in (Status.COMPLETED, Status.TRUNCATED)
+                assert (weight[sample.sample_id][t] > 0) == counted
+                assert version[sample.sample_id][t] == (span.version if model else -1)
+                assert logprobs[sample.sample_id][t] == (sample.logprobs[t] if model else 0.0)
+
+
+def shape(reward: float, status: Status = DONE, response: int = 2) -> Shape:
+    return Shape((1, response, 0, 0), reward, status)
+
+
+def test_failures_stand_in_no_baseline_and_in_no_denominator() -> None:
+    groups = groups_of([[shape(1.0), shape(0.0), shape(-99.0, Status.FAILED), shape(-99.0, Status.ABORTED)]])
+    step = assemble(groups, replace(SPEC, group_advantage=dr_grpo), 0).steps[0]
+    assert per_sample(step, "advantages") == {0: [0.5], 1: [-0.5], 2: [0.0], 3: [0.0]}
+    assert step.num_tokens == 4
+    assert per_sample(step, "loss_weight")[0] == [0, 0.25, 0.25]
+
+
+def test_failures_are_never_read_for_logprobs() -> None:
+    group = groups_of([[shape(1.0), shape(0.0, Status.FAILED)]])[0]
+    broken = replace(group.samples[1], logprobs=np.full(3, np.nan, dtype=np.float32))
+    step = assemble([replace(group, samples=(group.samples[0], broken))], SPEC, 0).steps[0]
+    assert per_sample(step, "rollout_logprobs")[1] == [0.0, 0.0, 0.0]
+
+
+def test_an_episode_of_two_samples_counts_once() -> None:
+    group = groups_of([[shape(0.0, response=2), shape(1.0, response=2), shape(2.0, response=4)]])[0]
+    samples = tuple(replace(s, episode_id=min(s.episode_id, 1)) for s in group.samples)
+    spec = replace(SPEC, group_advantage=dr_grpo, aggregation="sequence_mean")
+    step = assemble([replace(group, samples=samples)], spec, 0).steps[0]
+    assert per_sample(step, "advantages") == {0: [-0.75], 1: [0.75], 2: [0.75]}
+    weights = {i: sum(w) for i, w in per_sample(step, "loss_weight").items()}
+    assert weights == pytest.approx({0: 1 / 2, 1: 1 / 6, 2: 1 / 3})
+
+
+def test_no_group_advantage_leaves_the_column_to_the_ranks() -> None:
+    row = assemble(groups_of([[shape(1.0)]]), replace(SPEC, group_advantage=None), 0).steps[0].rows[0][0]
+    assert row.advantages is None
+    assert row.rewards.tolist() == [1.0]
+
+
+def steps_of(sizes: Sequence[int], steps: int, dp: int = 1) -> list[list[int]]:
+    groups = groups_of([[shape(float(i)) for i in range(n)] for n in sizes])
+    batch = assemble(groups, replace(SPEC, steps_per_rollout=steps, dp=dp), 0)
+    return [sorted(per_sample(step, "loss_weight")) for step in batch.steps]
+
+
+def test_groups_stay_whole_within_a_step() -> None:
+    assert [len(s) for s in steps_of([4, 4, 4, 4], 2)] == [8, 8]
+    assert [len(s) for s in steps_of([1, 5, 2, 4], 2)] == [6, 6]
+    assert [len(s) for s in steps_of([3, 3, 3], 2)] == [3, 6]
+
+
+def test_one_group_for_two_steps_is_cut_in_order() -> None:
+    assert steps_of([5], 2) == [[0, 1], [2, 3, 4]]
+
+
+def test_groups_are_cut_when_a_rank_would_go_without() -> None:
+    assert steps_of([1, 7], 2, dp=4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_fewer_samples_than_ranks_names_the_keys() -> None:
+    with pytest.raises(
+        ConfigError, match=r"3 samples cannot feed loop.steps_per_rollout=2 .+ dp=2.+rollout.batch_size"
+    ):
+        steps_of([3], 2, dp=2)
+
+
+def test_a_step_of_failures_says_so() -> None:
+    with pytest.raises(DataError, match=r"rollout 4, optimizer step 0: none of its 2 samples .+\(failed 2\)"):
+        assemble(groups_of([[shape(0.0, Status.FAILED)] * 2]), SPEC, 4)
+
+
+def test_a_sampled_token_without_logprob_is_refused() -> None:
+    group = groups_of([[shape(1.0)]])[0]
+    broken = replace(group.samples[0], logprobs=np.full(3, np.nan, dtype=np.float32))
+    with pytest.raises(EngineError, match="sample 0 of group 0: 2 of its 2 sampled tokens have no log-probability"):
+        assemble([replace(group, samples=(broken,))], SPEC, 0)
+
+
+def test_long_sequences_over_uneven_ranks_get_a_filler_that_weighs_nothing() -> None:
+    groups = groups_of([[shape(1.0, response=9), shape(0.0, response=9), shape(0.5, response=9)]])
+    step = assemble(groups, replace(SPEC, dp=2, max_tokens_per_rank=10), 0).steps[0]
+    fillers = [row for row in rows_of(step) if FILLER_ID in row.sample_ids]
+    assert [len(rank) for rank in step.rows] == [2, 2]
+    assert len(fillers) == 1 and not fillers[0].loss_weight.any()
+    assert step.num_tokens == 27
+
+
+def test_extras_travel_beside_their_tokens() -> None:
+    group = groups_of([[shape(1.0), shape(0.0)]])[0]
+    samples = tuple(replace(s, extras={"experts": np.full((3, 2), s.sample_id)}) for s in group.samples)
+    row = assemble([replace(group, samples=samples)], SPEC, 0).steps[0].rows[0][0]
+    assert row.extras["experts"].shape == (6, 2)
+    assert row.extras["experts"][:, 0].tolist() == np.repeat(row.sample_ids, 3).tolist()
+    with pytest.raises(EngineError, match="samples 0 and 1 carry different extras"):
+        assemble([replace(group, samples=(samples[0], group.samples[1]))], SPEC, 0)
+
+
+def test_rewards_are_left_as_they_were() -> None:
+    groups = groups_of([[shape(1.0), shape(0.0)]])
+    assemble(groups, SPEC, 0)
+    assert [s.reward for s in groups[0].samples] == [Reward(1.0), Reward(0.0)]

@@ -1,0 +1,241 @@
+"""The file source: formats, bad rows, slices, order and resume."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_like.config.rollout import RewardConfig
+from slime_like.errors import ConfigError, DataError
+from slime_like.metrics.types import reduce_metrics
+from slime_like.reward.check import label_rule
+from tests.data.sources import CHAT, PLAIN, TEN, data, source, texts, write
+
+
+def test_a_row_becomes_a_prompt_with_tokens_label_and_reward(tmp_path: Path) -> None:
+    row = {"prompt": "2+2=", "label": 4, "metadata": {"source_name": "sums", "rm_type": "exact"}}
+    prompt = source(write(tmp_path / "a.jsonl", [row])).next(1)[0]
+    assert PLAIN.decode(prompt.token_ids) == prompt.text == "2+2="
+    assert (prompt.prompt_id, prompt.label, prompt.rm_type, prompt.dataset) == (0, "4", "exact", "train")
+    assert prompt.metadata["source_name"] == "sums"
+
+
+def test_rm_type_of_the_row_goes_before_that_of_its_metadata(tmp_path: Path) -> None:
+    row = {"prompt": "2", "label": "4", "rm_type": "math", "metadata": {"rm_type": "exact"}}
+    assert source(write(tmp_path / "a.jsonl", [row])).next(1)[0].rm_type == "math"
+
+
+def test_other_column_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": "1", "answer": "2", "info": {"k": 3}}])
+    config = data(input_key="question", label_key="answer", metadata_key="info")
+    prompt = source(path, config).next(1)[0]
+    assert (prompt.text, prompt.label, prompt.metadata) == ("1", "2", {"k": 3})
+
+
+def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    path = write(tmp_path / "a.jsonl", [{"prompt": messages, "label": "1"}])
+    assert source(path, tokenizer=CHAT).next(1)[0].text == "<user>hi<assistant>yo<assistant>"
+
+
+def test_apply_chat_template_makes_a_user_turn_of_a_string(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "hi", "label": "1"}])
+    config = data(apply_chat_template=True, chat_template_kwargs={"think": True})
+    prompt = source(path, config, tokenizer=CHAT).next(1)[0]
+    assert prompt.text == "<user>hi<assistant>?"
+    assert CHAT.decode(prompt.token_ids) == prompt.text
+
+
+def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": r["prompt"]}], "label": r["label"]} for r in TEN]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    jsonl = source(write(tmp_path / "a.jsonl", rows), tokenizer=CHAT, shuffle=False)
+    parquet = source(f"{tmp_path}/a.parquet@[-3:]", tokenizer=CHAT, shuffle=False)
+    assert texts(parquet.next(3)) == texts(jsonl.next(10))[-3:]
+
+
+@pytest.mark.parametrize(
+    "slice_", ["[2:5]", "[:3]", "[7:]", "[-4:]", "[:-8]", "[-6:-2]", "[5:100]", "[:]"]
+)  # fmt: skip
+def test_slices_are_those_of_python(tmp_path: Path, slice_: str) -> None:
+    path = write(tmp_path / "a.jsonl", ["", *TEN, ""])
+    start, stop = (int(part) if part else None for part in slice_[1:-1].split(":"))
+    found = source(f"{path}@{slice_}", shuffle=False)
+    expected = list(range(10))[start:stop]
+    assert [p.prompt_id for p in found.next(len(found))] == expected
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+BAD_ROWS: dict[str, tuple[Mapping[str, Any] | str, str]] = {
+    "not json": ('{"prompt": ', r"line 2: is not JSON \(.+\); each line must be one JSON object"),
+    "not an object": ("[1, 2]", r"line 2: is a JSON list; each line must be one JSON object"),
+    "no prompt": ({"text": "a", "label": "1"}, r"line 2: has no 'prompt' but 'text', 'label'; set data.input_key"),
+    "empty prompt": ({"prompt": "", "label": "1"}, r"line 2: 'prompt' has no token"),
+    "prompt of another type": ({"prompt": 5, "label": "1"}, r"line 2: 'prompt' is 5; it must be a string or a list"),
+    "no messages": ({"prompt": [], "label": "1"}, r"line 2: 'prompt' is \[\]; it must be"),
+    "message without role": (
+        {"prompt": [{"content": "a"}], "label": "1"},
+        r"line 2: 'prompt' message 0 has role=None; it must be a string",
+    ),
+    "template refuses": (
+        {"prompt": [{"role": "system", "content": "a"}], "label": "1"},
+        r"line 2: the chat template refused 'prompt': no system turn",
+    ),
+    "label missing": ({"prompt": "1"}, r"line 2: label missing: no 'label'.+set data.label_key"),
+    "label empty": ({"prompt": "1", "label": ""}, r"line 2: label missing"),
+    "label of another type": ({"prompt": "1", "label": ["1"]}, r"line 2: 'label' is \['1'\]; a label is a string"),
+    "unknown reward": (
+        {"prompt": "1", "label": "1", "rm_type": "maths"},
+        r"line 2: rm_type='maths' is unknown: did you mean 'math'\?",
+    ),
+    "reward by path": ({"prompt": "1", "rm_type": "os:system"}, r"line 2: rm_type='os:system' is unknown"),
+    "reward of another type": ({"prompt": "1", "rm_type": 3}, r"line 2: 'rm_type' is 3; it must be the name"),
+    "metadata of another type": ({"prompt": "1", "label": "1", "metadata": [1]}, r"line 2: 'metadata' is \[1\]"),
+    "too long": (
+        {"prompt": "x" * 64, "label": "1"},
+        r"line 2: 'prompt' has 64 tokens.+rollout.max_context_len=64; shorten the prompt, raise rollout.max_context_len",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_stops_the_run_naming_file_line_reason_and_fix(tmp_path: Path, name: str) -> None:
+    row, message = BAD_ROWS[name]
+    path = write(tmp_path / "bad.jsonl", [TEN[0], row, TEN[1]])
+    with pytest.raises(DataError, match=message) as caught:
+        source(path, tokenizer=CHAT)
+    assert str(path) in str(caught.value)
+    assert "data.on_bad_row=skip" in str(caught.value)
+
+
+def test_skipped_rows_are_counted_and_their_reasons_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.jsonl", [TEN[0], *(row for row, _ in BAD_ROWS.values()), TEN[1]])
+    found = source(path, data(on_bad_row="skip"), tokenizer=CHAT, shuffle=False)
+    assert texts(found.next(2)) == ["0+1=", "1+1="]
+    assert found.num_bad_rows == len(BAD_ROWS)
+    assert "line 2: is not JSON" in found.bad_rows[0]
+    assert reduce_metrics(found.metrics()) == {"data/bad_rows": len(BAD_ROWS)}
+
+
+def test_bytes_that_are_not_text_are_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(DataError, match="line 1: is not JSON"):
+        source(path)
+
+
+def test_a_prompt_that_leaves_room_for_one_token_is_taken(tmp_path: Path) -> None:
+    assert len(source(write(tmp_path / "a.jsonl", [{"prompt": "x" * 63, "label": "1"}]))) == 1
+
+
+def test_nothing_but_bad_rows_is_an_empty_dataset(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.jsonl", ["x", "y"])
+    with pytest.raises(DataError, match=r"data.train='.+' has no usable row: all 2 are bad; .+line 1"):
+        source(path, data(on_bad_row="skip"))
+
+
+def test_a_reward_of_the_user_may_do_without_a_label(tmp_path: Path) -> None:
+    rule = label_rule(RewardConfig(name="my.rewards:length"))
+    assert len(source(write(tmp_path / "a.jsonl", [{"prompt": "1"}]), needs_label=rule)) == 1
+
+
+def test_messages_without_a_chat_template_name_the_tokenizer(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": "hi"}], "label": "1"}])
+    with pytest.raises(ConfigError, match=r"tokenizer in '/models/tiny' has no chat template.+add chat_template.jinja"):
+        source(path, data(on_bad_row="skip"))
+
+
+def test_apply_chat_template_without_one_names_the_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"and data\.apply_chat_template=true needs one"):
+        source(write(tmp_path / "a.jsonl", TEN), data(apply_chat_template=True))
+
+
+def test_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", TEN)
+    with pytest.raises(DataError, match=r"data\.train='.+trian\.jsonl': there is no file") as caught:
+        source(tmp_path / "trian.jsonl")
+    assert f"did you mean {tmp_path}/train.jsonl?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("none/train.jsonl", r"the folder .+none does not exist \(but .+ does\)"),
+        ("train.txt", r"\.txt is not one of \.jsonl, \.parquet; convert the file"),
+        ("train", r"no suffix is not one of"),
+        ("train.jsonl@[3]", r"a slice is written path@\[a:b\]"),
+        ("train.jsonl@[10:]", r"has no rows: its slice of 10 rows is empty"),
+        ("empty.jsonl", r"has no rows: the file is empty; a dataset needs at least one"),
+        ("broken.parquet", r"not a readable parquet file"),
+    ],
+)
+def test_bad_paths_name_key_value_and_fix(tmp_path: Path, spec: str, message: str) -> None:
+    write(tmp_path / "train.jsonl", TEN)
+    write(tmp_path / "empty.jsonl", [""])
+    (tmp_path / "broken.parquet").write_text("PAR0")
+    with pytest.raises(DataError, match=message):
+        source(tmp_path / spec)
+
+
+# ---- order and resume ------------------------------------------------------------------------------------------------
+def test_every_epoch_holds_every_prompt_in_a_new_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", TEN)
+    found = source(path, seed=7)
+    first, second = [p.prompt_id for p in found.next(10)], [p.prompt_id for p in found.next(10)]
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert [p.prompt_id for p in source(path, seed=7).next(20)] == first + second
+    assert [p.prompt_id for p in source(path, seed=8).next(10)] != first
+
+
+def test_without_shuffle_the_order_is_the_files(tmp_path: Path) -> None:
+    found = source(write(tmp_path / "a.jsonl", TEN), shuffle=False)
+    assert [p.prompt_id for p in found.next(25)] == [*range(10), *range(10), *range(5)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(before=st.lists(st.integers(0, 13), max_size=4), after=st.integers(1, 25), shuffle=st.booleans())
+def test_resume_continues_with_the_next_prompt(
+    tmp_path_factory: pytest.TempPathFactory, before: list[int], after: int, shuffle: bool
+) -> None:
+    path = write(tmp_path_factory.getbasetemp() / "resume.jsonl", TEN)
+    running = source(path, seed=3, shuffle=shuffle)
+    for n in before:
+        running.next(n)
+    state = json.loads(json.dumps(running.state()))
+    resumed = source(path, seed=3, shuffle=shuffle)
+    resumed.load_state(state)
+    assert [p.prompt_id for p in resumed.next(after)] == [p.prompt_id for p in running.next(after)]
+    assert resumed.state() == running.state()
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "key"),
+    [
+        (TEN[:9], {}, "rows was 10.+restore data.train"),
+        ([*TEN[:9], {"prompt": "x", "label": "1"}], {}, "fingerprint was .+restore data.train"),
+        (TEN, {"seed": 1}, "seed was 0.+restore run.seed"),
+        (TEN, {"shuffle": False}, "shuffle was True.+restore data.shuffle"),
+    ],
+)
+def test_resume_on_other_prompts_is_refused(tmp_path: Path, rows: list[Any], changes: dict[str, Any], key: str) -> None:
+    state = source(write(tmp_path / "a.jsonl", TEN)).state()
+    other = source(write(tmp_path / "b.jsonl", rows), **changes)
+    with pytest.raises(DataError, match=key):
+        other.load_state(state)
+
+
+def test_a_source_travels_to_another_process(tmp_path: Path) -> None:
+    found = source(write(tmp_path / "a.jsonl", TEN))
+    found.next(3)
+    copy = pickle.loads(pickle.dumps(found))  # noqa: S301 - what Ray does with it
+    assert texts(copy.next(9)) == texts(found.next(9))
