@@ -1,4 +1,4 @@
-"""Models and references that trainer tests share; each kind of world is spawned once."""
+"""Models and references that trainer tests share; each world size is spawned once per test run."""
 
 from __future__ import annotations
 
@@ -6,16 +6,37 @@ from pathlib import Path
 
 import pytest
 
+from tests.train import parity
+from tests.train.jobs import Job, Results, Shared
 from tests.train.models import make_qwen3
+from tests.train.ranks import run_ranks
 
 
 @pytest.fixture(scope="session")
-def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 whose output layer is its embedding."""
-    return make_qwen3(tmp_path_factory.mktemp("model") / "tied", tied=True)
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small Qwen3 checkpoints, with the output layer tied to the embedding and not."""
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: make_qwen3(folder / kind, tied=kind == "tied") for kind in ("tied", "untied")}
 
 
 @pytest.fixture(scope="session")
-def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 with an output layer of its own."""
-    return make_qwen3(tmp_path_factory.mktemp("model") / "untied", tied=False)
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where jobs write; a job's folder has its name."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="session")
+def results(request: pytest.FixtureRequest, models: dict[str, Path], scratch: Path) -> Results:
+    """What every rank of every job of the collected modules returned."""
+    by_size: dict[int, list[Job]] = {}
+    modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
+    for module in sorted(modules, key=str):
+        for size, jobs in getattr(module, "JOBS", {}).items():
+            by_size.setdefault(size, []).extend(jobs)
+    references = {kind: parity.reference(folder) for kind, folder in models.items()}
+    shared = Shared(models, references, scratch)
+    out = Results()
+    for size, jobs in by_size.items():
+        ranks = run_ranks("tests.train.jobs:run_jobs", size, shared, jobs)
+        out.update({job.name: [rank[job.name] for rank in ranks] for job in jobs})
+    return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,10 @@ def make_qwen3(folder: Path, *, tied: bool, layers: int = 4, hidden: int = 64, s
 
 def make_spec(folder: Path, layout: Layout, **changes: Any) -> ActorSpec:
     """An ActorSpec for tests; keyword arguments replace fields of it, ``model`` and ``optim`` being keys to set."""
-    model = ModelConfig(hf_checkpoint=str(folder), **{"logits_chunk": 16, **changes.pop("model", {})})
-    optim = OptimConfig(**{"lr": 1e-3, "weight_decay": 0.1, **changes.pop("optim", {})})
+    model_keys: dict[str, Any] = {"logits_chunk": 16, **changes.pop("model", {})}
+    optim_keys: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, **changes.pop("optim", {})}
+    model = ModelConfig(hf_checkpoint=str(folder), **model_keys)
+    optim = OptimConfig(**optim_keys)
     algo: AlgoConfig = changes.pop("algo", None) or GrpoConfig()
     fields: dict[str, Any] = {
         "device": "cpu",
@@ -69,7 +72,7 @@ def make_rows(lengths: Sequence[int], seed: int, *, version: int = 0) -> Rows:
     total = sum(lengths)
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     trained = np.zeros(total, dtype=bool)
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in itertools.pairwise(bounds):
         trained[start + max(1, (stop - start) // 3) : stop] = True
     weight = np.where(trained, rng.uniform(0.5, 1.5, total), 0).astype(np.float32)
     return Rows(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from slime_like.batch import Rows
 from slime_like.config.algo import GrpoConfig
 from slime_like.config.resolved import Layout
 from slime_like.metrics.types import reduce_metrics
-from tests.train.models import count_tokens, make_rows, make_spec, normalised
+from tests.train.jobs import Shared, make_actor
+from tests.train.models import count_tokens, make_rows, normalised
 from tests.train.ranks import World
 
 TEMPERATURE = 0.7
@@ -65,7 +65,7 @@ def reference(folder: Path) -> Reference:
     total.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.cat([g.flatten().double() for g in grads.values()]).norm()
-    return Reference(float(total), float(norm), grads, columns)
+    return Reference(float(total.detach()), float(norm), grads, columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,19 +84,19 @@ class Comparison:
         return max(self.loss, self.grad_norm, self.grad)
 
 
-def compare(world: World, folder: Path, ref: Reference, layout: Layout, **spec: Any) -> Comparison | None:
+def compare(
+    world: World, shared: Shared, kind: str, layout: Layout, model: dict[str, Any], fault: str | None
+) -> Comparison | None:
     """Train one step in ``layout`` and compare with HF. The comparison on the reporter, None elsewhere."""
-    from slime_like.train.megatron.actor import MegatronActor
+    with FAULTS[fault]() if fault else contextlib.nullcontext():
+        return _compare(world, shared, kind, layout, model)
+
+
+def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dict[str, Any]) -> Comparison | None:
     from slime_like.train.megatron.forward import make_micro
 
-    spec = {"algo": ALGO, "temperature": TEMPERATURE, **spec}
-    actor = MegatronActor(
-        make_spec(folder, layout, **spec),
-        rank=world.rank,
-        world_size=world.size,
-        master_addr=world.host,
-        master_port=world.port,
-    )
+    ref: Reference = shared.references[kind]
+    actor = make_actor(world, shared.models[kind], layout, algo=ALGO, temperature=TEMPERATURE, model=model)
     rows = batch()
     mine = rows[actor.dp_rank :: layout.dp]
     count = count_tokens(rows)
@@ -135,7 +135,8 @@ def gradient_errors(trainer: Any, grads: dict[str, Tensor]) -> dict[str, float]:
         whole = [grads[name] for name in weight.names]
         expected = weight.split(whole, place.layout.tp, place.tp_rank)
         top = max(float(g.abs().max()) for g in whole)
-        errors[key] = float((parameter.main_grad.float() - expected).abs().max()) / top
+        found: Any = parameter
+        errors[key] = float((found.main_grad.float() - expected).abs().max()) / top
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, errors)
     return {key: max(e[key] for e in everyone if key in e) for key in {k for e in everyone for k in e}}
@@ -147,12 +148,12 @@ def _gather_gradients(wrapped: Any) -> None:
         ranks = group.intra_distributed_optimizer_instance_group
         for bucket in group.buckets:
             mine = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, mine, group=ranks)
+            dist.all_gather_single(bucket.grad_data, mine, group=ranks)
 
 
 # ---- planted faults --------------------------------------------------------------------------------------------------
-@contextmanager
-def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+@contextlib.contextmanager
+def replaced(target: Any, name: str, value: Any) -> Generator[None]:
     """``target.name = value`` for a while."""
     stock = getattr(target, name)
     setattr(target, name, value)
@@ -167,7 +168,9 @@ def skipped_tp_reduction() -> Any:
     from slime_like.train.megatron import model
 
     stock = model.gather_from_sequence_parallel_region
-    return replaced(model, "gather_from_sequence_parallel_region", lambda x, **_: stock(x, tensor_parallel_output_grad=False))
+    return replaced(
+        model, "gather_from_sequence_parallel_region", lambda x, **_: stock(x, tensor_parallel_output_grad=False)
+    )
 
 
 def shifted_positions() -> Any:
@@ -199,31 +202,3 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "shifted_positions": shifted_positions,
     "denominator_per_micro_batch": denominator_per_micro_batch,
 }
-
-
-def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result, or the traceback as text, so that one failing case does not hide the others."""
-    try:
-        return function(*args, **kwargs)
-    except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise
-        return traceback.format_exc()
-
-
-Case = tuple[str, Path, Reference, Layout, dict[str, Any], str | None]
-
-
-def run_cases(world: World, cases: Sequence[Case]) -> dict[str, Any]:
-    """Each case's comparison (or traceback), all in one process group."""
-    from slime_like.train.megatron import host
-
-    host.install("cpu")
-    out: dict[str, Any] = {}
-    for name, folder, ref, layout, spec, fault in cases:
-        if fault is None:
-            out[name] = attempt(compare, world, folder, ref, layout, **spec)
-        else:
-            with FAULTS[fault]():
-                out[name] = attempt(compare, world, folder, ref, layout, **spec)
-    return out

@@ -51,10 +51,24 @@ def run_ranks(target: str, size: int, *args: Any, seconds: float = 240) -> list[
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "args").write_bytes(pickle.dumps(args))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }
         children = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.train.ranks", target, str(rank), str(size), str(port), name, str(deadline.limit)],
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.train.ranks",
+                    target,
+                    str(rank),
+                    str(size),
+                    str(port),
+                    name,
+                    str(deadline.limit),
+                ],
                 cwd=ROOT,
                 env=environment,
                 stdout=(folder / f"out{rank}").open("wb"),
@@ -98,7 +112,7 @@ def _child(target: str, rank: str, size: str, port: str, folder: str, limit: str
     world = World(int(rank), int(size), "127.0.0.1", int(port))
     try:
         result = getattr(importlib.import_module(module), function)(world, *args)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 (fault boundary: the parent shows it)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # at once: destructors of a broken process group may wait for peers
@@ -110,4 +124,6 @@ def _child(target: str, rank: str, size: str, port: str, folder: str, limit: str
 
 
 if __name__ == "__main__":
-    _child(*sys.argv[1:])
+    from tests.train import ranks  # so that World is one class, not __main__'s
+
+    ranks._child(*sys.argv[1:])

@@ -56,7 +56,9 @@ def save(parts: Parts, folder: Path, iteration: int, version: int) -> None:
         try:
             target.mkdir(parents=True)
         except OSError as error:
-            raise CheckpointError(f"{target}: cannot be created ({error}); choose a folder that can be written") from error
+            raise CheckpointError(
+                f"{target}: cannot be created ({error}); choose a folder that can be written"
+            ) from error
     dist.barrier()
     state = _sharded_state(parts, loading=False)
     state["rng"] = _rng_object(parts.place, _rng_state())
@@ -64,7 +66,10 @@ def save(parts: Parts, folder: Path, iteration: int, version: int) -> None:
         "iteration": iteration,
         "version": version,
         "schedule_steps": int(parts.schedule.num_steps),
-        "optim": {"max_lr": parts.optimizer.param_groups[0]["max_lr"], "min_lr": parts.optimizer.param_groups[0]["min_lr"]},
+        "optim": {
+            "max_lr": parts.optimizer.param_groups[0]["max_lr"],
+            "min_lr": parts.optimizer.param_groups[0]["min_lr"],
+        },
         "layout": _layout(parts.place),
         "distributed_optimizer": parts.place.layout.distributed_optimizer,
         "model": _fingerprint(parts.family),
@@ -130,7 +135,7 @@ def _restore(parts: Parts, source: Path, trainer: dict[str, Any]) -> None:
     same_layout = trainer["layout"] == _layout(parts.place)
     if same_layout:  # RNG states belong to ranks
         state["rng"] = _rng_object(parts.place, None)
-    loaded = dist_checkpointing.load(state, str(source), get_default_load_sharded_strategy(str(source)))
+    loaded: Any = dist_checkpointing.load(state, str(source), get_default_load_sharded_strategy(str(source)))
     parts.model.load_state_dict(loaded["model"])
     with torch.no_grad():
         parts.optimizer.load_state_dict(loaded["optimizer"])
@@ -193,15 +198,22 @@ def _rng_object(place: Place, state: Any) -> ShardedObject:
 
 
 def _rng_state() -> list[dict[str, Any]]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "tracker": _tracker().get_states(),
+    }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return [state]
 
 
+def _tracker() -> Any:
+    return tensor_parallel.get_cuda_rng_tracker()
+
+
 def _set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    _tracker().set_states(state["tracker"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 

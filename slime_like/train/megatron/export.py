@@ -97,7 +97,9 @@ def write_hf(export: HFExport, source: HFFolder, folder: Path, place: Place) -> 
         try:
             scratch.mkdir(parents=True)
         except OSError as error:
-            raise CheckpointError(f"{scratch}: cannot be created ({error}); choose a folder that can be written") from error
+            raise CheckpointError(
+                f"{scratch}: cannot be created ({error}); choose a folder that can be written"
+            ) from error
     dist.barrier()
     written: dict[str, str] = {}
     total = 0

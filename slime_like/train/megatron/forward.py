@@ -65,9 +65,7 @@ def make_micro(rows: Rows, place: Place) -> Micro:
     return Micro(rows, layout, to_device(ids, place.device)[None], packed)
 
 
-def run_schedule(
-    wrapped: Any, micros: Sequence[Micro], after: Callable[..., Any], *, train: bool
-) -> list[Any]:
+def run_schedule(wrapped: Any, micros: Sequence[Micro], after: Callable[..., Any], *, train: bool) -> list[Any]:
     """Every micro-batch through megatron's schedule; ``after(micro, hidden)`` runs on the last stage.
 
     train: ``after`` returns megatron's (loss, count, report) and gradients are accumulated and reduced. Otherwise it

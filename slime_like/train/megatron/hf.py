@@ -61,9 +61,11 @@ class HFFolder:
                     raise CheckpointError(f"{self.path / INDEX}: no 'weight_map'; download the checkpoint again")
                 self._where = {str(k): str(v) for k, v in weight_map.items()}
             elif (self.path / SINGLE).is_file():
-                self._where = {name: SINGLE for name in self._open(SINGLE).keys()}  # noqa: SIM118 (not a dict)
+                self._where = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
             else:
-                raise CheckpointError(f"{self.path}: neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read")
+                raise CheckpointError(
+                    f"{self.path}: neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read"
+                )
         return self._where
 
     def _open(self, file: str) -> Any:

@@ -15,7 +15,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,23 @@ import torch
 from slime_like.train.megatron import patches
 
 CPU = torch.device("cpu")
-_FACTORIES = (
-    "zeros ones empty full tensor as_tensor arange rand randn randint zeros_like ones_like empty_like full_like eye"
-).split()
+_FACTORIES = [
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "tensor",
+    "as_tensor",
+    "arange",
+    "rand",
+    "randn",
+    "randint",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+    "eye",
+]
 
 
 class _Nothing:
@@ -174,14 +188,14 @@ class _Finder:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|apex|is experimental).*")
         yield
 
 
 @contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
+def _uncompiled() -> Generator[None]:
     """megatron decorates with torch.compile at import: seconds of inductor, and a C++ compiler at first use."""
 
     def keep(function: Any = None, **_: Any) -> Any:
@@ -238,7 +252,7 @@ def verify() -> None:
 
 
 @contextlib.contextmanager
-def building_optimizer() -> Iterator[None]:
+def building_optimizer() -> Generator[None]:
     """On a host: tensor types read as CUDA ones, which megatron's optimizers sort parameters by."""
     if _installed is None or _installed.facade is None:
         yield

@@ -70,7 +70,9 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal, f"{attn_mask_type} attention over packed sequences"
         if (config.attention_dropout if attention_dropout is None else attention_dropout) > 0:
-            raise ConfigError("model.megatron.attention_dropout must be 0: policy and rollout are to be the same function")
+            raise ConfigError(
+                "model.megatron.attention_dropout must be 0: policy and rollout are to be the same function"
+            )
         self.scale = softmax_scale
 
     def forward(
@@ -81,10 +83,10 @@ class PackedAttention(MegatronModule):
         attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedRows | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """query [T, heads, dim], key and value [T, groups, dim] -> [T, heads * dim]."""
-        assert packed_seq_params is not None and attention_mask is None and attention_bias is None
+        assert isinstance(packed_seq_params, PackedRows) and attention_mask is None and attention_bias is None
         attend = self._varlen if query.is_cuda else self._per_sequence
         return attend(query, key, value, packed_seq_params).flatten(1)
 
@@ -92,6 +94,7 @@ class PackedAttention(MegatronModule):
         from torch.nn.attention.varlen import varlen_attn
 
         cu = packed.cu_seqlens_device
+        assert cu is not None
         longest = packed.max_seqlen_q
         out = varlen_attn(
             query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=(-1, 0), enable_gqa=True
@@ -104,7 +107,9 @@ class PackedAttention(MegatronModule):
         # split, not slicing: its backward is one concatenation instead of one full-size buffer per sequence
         parts = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True)
         out = [
-            F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=self.scale, enable_gqa=True)[0]
+            F.scaled_dot_product_attention(
+                q[None], k[None], v[None], is_causal=True, scale=self.scale, enable_gqa=True
+            )[0]
             for q, k, v in parts
         ]
         return torch.cat(out, 1).transpose(0, 1)
@@ -175,13 +180,14 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
             k_layernorm=RMSNorm if config.qk_layernorm else None,
         ),
     )
+    residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
     return ModuleSpec(
         Stack,
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(
                 TransformerLayer,
                 submodules=TransformerLayerSubmodules(
-                    input_layernorm=RMSNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+                    input_layernorm=RMSNorm, self_attention=attention, self_attn_bda=residual
                 ),
             ),
             mlp_layer=ModuleSpec(
@@ -189,7 +195,7 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
                 submodules=TransformerLayerSubmodules(
                     pre_mlp_layernorm=RMSNorm,
                     mlp=get_mlp_module_spec_for_backend(backend=TorchParts(), num_experts=None),
-                    mlp_bda=get_bias_dropout_add,
+                    mlp_bda=residual,
                 ),
             ),
         ),

@@ -10,14 +10,12 @@ rank r holds chunks r and ``2 * cp - 1 - r``, which balances the causal triangle
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from slime_like.types import I32, I64
-
-Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +47,11 @@ class TokenLayout:
         """S."""
         return len(self.cu_seqlens) - 1
 
-    def take(self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
+    def take[Scalar: np.generic](self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
         """This rank's part [L] of a column of the rows; padding gets ``fill``."""
         return _gather(column_T, self.row_index, fill)
 
-    def next_token(self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
+    def next_token[Scalar: np.generic](self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
         """For each local token the column's value at the token after it [L]; ``fill`` where there is none."""
         return _gather(column_T, self.next_index, fill)
 
@@ -67,7 +65,7 @@ class TokenLayout:
         """Sequence [N] that each row index [N] belongs to."""
         return np.searchsorted(self.cu_seqlens, row_index, side="right").astype(np.int64) - 1
 
-    def segment_sum(self, values_N: npt.NDArray[Scalar], row_index_N: I64) -> npt.NDArray[Scalar]:
+    def segment_sum[Scalar: np.generic](self, values_N: npt.NDArray[Scalar], row_index_N: I64) -> npt.NDArray[Scalar]:
         """Sum per sequence [S] of values at rows; with cp > 1 this rank's share, to be summed over the cp group."""
         out = np.zeros(self.num_sequences, values_N.dtype)
         np.add.at(out, self.sequence_of(row_index_N), values_N)
@@ -112,7 +110,7 @@ def _zigzag(position_ids: I64, padded_length_of: I64, cp: int, rank: int) -> I64
     return np.flatnonzero((chunk == rank) | (chunk == 2 * cp - 1 - rank)) if cp > 1 else np.arange(len(position_ids))
 
 
-def _gather(column_T: npt.NDArray[Scalar], index_L: I64, fill: Any) -> npt.NDArray[Scalar]:
+def _gather[Scalar: np.generic](column_T: npt.NDArray[Scalar], index_L: I64, fill: Any) -> npt.NDArray[Scalar]:
     out = np.full(len(index_L), fill, dtype=column_T.dtype)
     inside = index_L >= 0
     out[inside] = column_T[index_L[inside]]

@@ -11,11 +11,11 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from slime_like.errors import ConfigError
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import HFFolder
 from slime_like.train.megatron.layers import PackedRows, Rotary, stack_spec
+from slime_like.train.megatron.transformer_config import pipeline_pattern
 from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
 
 OUTPUT = "output_layer.weight"
@@ -73,16 +73,6 @@ class Policy(HybridModel):
         )
 
 
-def pipeline_pattern(blocks: tuple[str, ...], pp: int) -> str:
-    """Layer symbols with ``|`` between pipeline stages; where pp does not divide the blocks, early stages get one more."""
-    if len(blocks) < pp:
-        raise ConfigError(f"parallel.pp={pp} is more than the model's {len(blocks)} decoder blocks")
-    base, extra = divmod(len(blocks), pp)
-    sizes = [base + (stage < extra) for stage in range(pp)]
-    edges = [sum(sizes[:stage]) for stage in range(pp + 1)]
-    return "|".join("".join(blocks[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True))
-
-
 def named_weights(model: Policy) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(our key, parameter) of this pipeline stage, in export order. The only reader of megatron's parameter names.
 
@@ -95,7 +85,8 @@ def named_weights(model: Policy) -> Iterator[tuple[str, torch.nn.Parameter]]:
 def _key(model: Policy, name: str) -> str:
     if name.startswith("decoder.layers."):
         _, _, local, rest = name.split(".", 3)
-        block = (int(model.decoder.layers[int(local)].layer_number) - 1) // 2
+        layers: Any = model.decoder.layers  # pyright: ignore[reportFunctionMemberAccess]
+        block = (int(layers[int(local)].layer_number) - 1) // 2
         return f"blocks.{block}.{rest}"
     return name.removeprefix("decoder.")
 
@@ -115,8 +106,3 @@ def load_hf(model: Policy, table: Mapping[str, Weight], folder: HFFolder, place:
         shard = weight.split(tensors, place.layout.tp, place.tp_rank)
         assert shard.shape == parameter.shape, f"{key}: {tuple(shard.shape)} for {tuple(parameter.shape)}"
         parameter.copy_(shard)
-
-
-def count_trained(model: Policy) -> int:
-    """Parameters of this rank that take gradients."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -18,13 +18,15 @@ from torch import Tensor
 Patch = Callable[[ModuleType], None]
 
 
-def replace(target: Any, name: str, value: Any) -> Any:
-    """Set ``target.name`` and return what was there; a name that does not exist is an error, never a silent no-op."""
-    where = getattr(target, "__name__", repr(target))
+STOCK: dict[tuple[str, str], Any] = {}  # (module or class, name) -> what a patch took the place of
+
+
+def replace(target: Any, name: str, value: Any) -> None:
+    """Set ``target.name``; a name that does not exist is an error, never a silent no-op."""
+    where = str(getattr(target, "__name__", repr(target)))
     assert hasattr(target, name), f"{where} has no {name!r}: megatron-core changed, review slime_like.train.megatron"
-    old = getattr(target, name)
+    STOCK[where, name] = getattr(target, name)
     setattr(target, name, value)
-    return old
 
 
 class GroupStepAdamW(torch.optim.Optimizer):

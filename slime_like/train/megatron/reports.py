@@ -51,7 +51,9 @@ class StepReport:
         totals = torch.stack([counted, *(self.sums[name] for name in names)])
         dist.all_reduce(totals, group=group)
         tokens, *values = totals.tolist()
-        assert tokens == num_tokens, f"{tokens:.0f} tokens have loss_weight > 0 but the batch says num_tokens={num_tokens}"
+        assert tokens == num_tokens, (
+            f"{tokens:.0f} tokens have loss_weight > 0 but the batch says num_tokens={num_tokens}"
+        )
         total = dict(zip(names, values, strict=True))
         weight = total["weight"] or 1.0
         out: list[Metric] = [Mean("train/loss", total["loss"])]

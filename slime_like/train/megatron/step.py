@@ -25,7 +25,9 @@ from slime_like.train.megatron.reports import StepReport
 class OptimizerStep:
     """Takes optimizer steps on one rank."""
 
-    def __init__(self, wrapped: Any, optimizer: Any, schedule: Any, loss: LossFn, scoring: Scoring, place: Place) -> None:
+    def __init__(
+        self, wrapped: Any, optimizer: Any, schedule: Any, loss: LossFn, scoring: Scoring, place: Place
+    ) -> None:
         self._wrapped = wrapped
         self._model: Policy = wrapped.module
         self._optimizer = optimizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ class RankTrainer:
         return {key: parameter.detach().cpu().clone() for key, parameter in named_weights(self.model)}
 
     @contextmanager
-    def as_reference(self) -> Iterator[None]:
+    def as_reference(self) -> Generator[None]:
         """The reference's weights in the model, the policy's on the host; exact on the way back."""
         assert self.reference is not None, "this algorithm uses no reference"
         policy = self._host_copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,9 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
     for key in spec.model.megatron:
         if key not in names:
-            raise ConfigError(f"model.megatron.{key} is no field of megatron-core's TransformerConfig: {nearest(key, names)}")
+            raise ConfigError(
+                f"model.megatron.{key} is no field of megatron-core's TransformerConfig: {nearest(key, names)}"
+            )
     try:
         with warnings.catch_warnings():  # about defaults of its own CUDA graph fields
             warnings.filterwarnings("ignore", message="full scope is deprecated")
@@ -94,3 +97,13 @@ def _recompute(spec: ActorSpec) -> dict[str, Any]:
             return {"recompute_granularity": "selective", "recompute_modules": list(spec.model.recompute_modules)}
         case _:
             return {}
+
+
+def pipeline_pattern(blocks: tuple[str, ...], pp: int) -> str:
+    """Layer symbols with ``|`` between pipeline stages; where pp does not divide the blocks, early stages get one more."""
+    if len(blocks) < pp:
+        raise ConfigError(f"parallel.pp={pp} is more than the model's {len(blocks)} decoder blocks")
+    base, extra = divmod(len(blocks), pp)
+    sizes = [base + (stage < extra) for stage in range(pp)]
+    edges = [sum(sizes[:stage]) for stage in range(pp + 1)]
+    return "|".join("".join(blocks[a:b]) for a, b in itertools.pairwise(edges))

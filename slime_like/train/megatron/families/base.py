@@ -136,13 +136,17 @@ class Family(ABC):
         value = getattr(self.hf, key, allowed[0])
         if value not in allowed:
             wanted = " or ".join(repr(a) for a in allowed)
-            raise ConfigError(f"config.json: {key}={value!r} of a {self.hf.model_type} model is not supported; only {wanted}")
+            raise ConfigError(
+                f"config.json: {key}={value!r} of a {self.hf.model_type} model is not supported; only {wanted}"
+            )
 
     def require_divisible(self, key: str) -> None:
         """Raise ``ConfigError`` unless tensor parallelism divides the HF config's ``key``."""
         value = int(getattr(self.hf, key))
         if value % self.tp:
-            raise ConfigError(f"parallel.tp={self.tp} does not divide the model's {key}={value}: choose a divisor of it")
+            raise ConfigError(
+                f"parallel.tp={self.tp} does not divide the model's {key}={value}: choose a divisor of it"
+            )
 
     @property
     def padded_vocabulary(self) -> int:

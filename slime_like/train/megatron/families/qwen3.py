@@ -63,12 +63,16 @@ class Qwen3(Family):
         qkv = tuple(f"{attention}.{name}_proj.weight" for name in "qkv")
         return {
             "input_layernorm.weight": self._norm(f"{prefix}.input_layernorm.weight", hidden),
-            "self_attention.linear_qkv.weight": QKV(qkv, ((q, hidden), (kv, hidden), (kv, hidden)), hf.num_key_value_heads),
+            "self_attention.linear_qkv.weight": QKV(
+                qkv, ((q, hidden), (kv, hidden), (kv, hidden)), hf.num_key_value_heads
+            ),
             "self_attention.q_layernorm.weight": self._norm(f"{attention}.q_norm.weight", hf.head_dim),
             "self_attention.k_layernorm.weight": self._norm(f"{attention}.k_norm.weight", hf.head_dim),
             "self_attention.linear_proj.weight": Row((f"{attention}.o_proj.weight",), ((hidden, q),)),
             "pre_mlp_layernorm.weight": self._norm(f"{prefix}.post_attention_layernorm.weight", hidden),
-            "mlp.linear_fc1.weight": Stacked((f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), ((ffn, hidden),) * 2),
+            "mlp.linear_fc1.weight": Stacked(
+                (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), ((ffn, hidden),) * 2
+            ),
             "mlp.linear_fc2.weight": Row((f"{mlp}.down_proj.weight",), ((hidden, ffn),)),
         }
 

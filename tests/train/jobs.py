@@ -1,0 +1,87 @@
+"""Jobs for ranks: a test module lists what its ranks must do, and each world size is spawned once for all of them.
+
+A module's ``JOBS`` maps world size -> jobs. The session fixture ``results`` collects the jobs of the modules that are
+run; a test then reads ``results[name]``, a list with what each rank returned. A job that failed leaves its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_like.config.resolved import Layout
+from tests.train.models import make_spec
+from tests.train.ranks import World
+
+if TYPE_CHECKING:
+    from slime_like.train.megatron.actor import MegatronActor
+
+SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """``target(world, shared, *args)`` on every rank."""
+
+    name: str
+    target: str  # module:function
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all jobs may read, and a folder of the job's own to write to."""
+
+    models: dict[str, Path]  # tied, untied
+    references: dict[str, Any]  # the same names -> parity.Reference
+    scratch: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What a rank's job raised."""
+
+    text: str
+
+
+def run_jobs(world: World, shared: Shared, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Every job in turn, in one process group; a failing one does not hide the others."""
+    from slime_like.train.megatron import host
+
+    host.install("cpu")
+    out: dict[str, Any] = {}
+    for job in jobs:
+        module, _, function = job.target.partition(":")
+        own = Shared(shared.models, shared.references, shared.scratch / job.name.replace(" ", "_"))
+        try:
+            out[job.name] = getattr(importlib.import_module(module), function)(world, own, *job.args)
+        except Exception:  # noqa: BLE001 (fault boundary: the test shows it)
+            out[job.name] = Failed(traceback.format_exc())
+    return out
+
+
+def make_actor(world: World, folder: Path, layout: Layout, **spec: Any) -> MegatronActor:
+    """A rank of a small trainer; keyword arguments as for ``make_spec``."""
+    from slime_like.train.megatron.actor import MegatronActor
+
+    return MegatronActor(
+        make_spec(folder, layout, **spec),
+        rank=world.rank,
+        world_size=world.size,
+        master_addr=world.host,
+        master_port=world.port,
+    )
+
+
+class Results(dict[str, list[Any]]):
+    """Job name -> what each rank returned; reading a job that failed fails the test with its traceback."""
+
+    def __getitem__(self, name: str) -> list[Any]:
+        found = super().__getitem__(name)
+        for rank, result in enumerate(found):
+            assert not isinstance(result, Failed), f"job {name!r}, rank {rank}:\n{result.text}"
+        return found

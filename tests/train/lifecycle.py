@@ -1,0 +1,206 @@
+"""What ranks do for test_checkpoint and test_training: train, save, load elsewhere, export, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import multiprocessing
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime_like.batch import Rows
+from slime_like.config.algo import AlgoConfig, SftConfig
+from slime_like.config.resolved import Layout
+from slime_like.errors import SlimeLikeError
+from slime_like.metrics.types import reduce_metrics
+from tests.train.jobs import Shared, make_actor
+from tests.train.models import count_tokens, make_rows, normalised
+from tests.train.ranks import World
+
+
+def batch(seed: int, version: int = 0) -> list[Rows]:
+    """Four ragged micro-batches."""
+    lengths = [(23, 9, 14), (31,), (5, 2, 8, 6, 11), (17, 12)]
+    return normalised([make_rows(row, 10 * seed + i, version=version) for i, row in enumerate(lengths)])
+
+
+def train(actor: Any, layout: Layout, seed: int, steps: int = 1) -> dict[str, float]:
+    """One rollout of ``steps`` optimizer steps; metrics on the reporter, {} elsewhere."""
+    batches = [batch(seed + k) for k in range(steps)]
+    rows = [b[actor.dp_rank :: layout.dp] for b in batches]
+    return reduce_metrics(actor.step(rows, [count_tokens(b) for b in batches]))
+
+
+def digest(actor: Any) -> str:
+    """Hash of this rank's weights, bit for bit."""
+    sha = hashlib.sha256()
+    for parameter in actor.trainer.model.parameters():
+        sha.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+def save_then_continue(world: World, shared: Shared, layout: Layout, **spec: Any) -> dict[str, Any]:
+    """Two steps, a save, two more: what a resumed run must repeat."""
+    actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig(), **spec)
+    for seed in (1, 2):
+        train(actor, layout, seed)
+    actor.save(shared.scratch, 2)
+    children = [child.name for child in multiprocessing.active_children()]
+    losses = [train(actor, layout, seed).get("train/loss") for seed in (3, 4)]
+    return {"losses": losses, "weights": digest(actor), "children": children}
+
+
+def resume(world: World, shared: Shared, saved_by: str, layout: Layout, lr: float = 1e-3) -> dict[str, Any]:
+    """Load what ``saved_by`` saved and take the same two steps."""
+    actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig(), optim={"lr": lr})
+    iteration = actor.load(shared.scratch.with_name(saved_by.replace(" ", "_")))
+    version = actor.version
+    metrics = [train(actor, layout, seed) for seed in (3, 4)]
+    return {
+        "iteration": iteration,
+        "version": version,
+        "losses": [m.get("train/loss") for m in metrics],
+        "lr": metrics[0].get("train/lr"),
+        "weights": digest(actor),
+    }
+
+
+DAMAGES = ("nothing there", "latest is not a number", "metadata lost", "shard cut", "other model", "plain optimizer")
+
+
+def load_damaged(world: World, shared: Shared, saved_by: str) -> dict[str, str]:
+    """Load a damaged or foreign copy of a checkpoint of each kind: the error's class and message."""
+    source = shared.scratch.with_name(saved_by.replace(" ", "_"))
+    out: dict[str, str] = {}
+    for name in DAMAGES:
+        folder = shared.scratch / name
+        if name != "nothing there":
+            shutil.copytree(source, folder)
+        _damage(folder, name)
+        model = shared.models["untied" if name == "other model" else "tied"]
+        layout = Layout(distributed_optimizer=name != "plain optimizer")
+        actor = make_actor(world, model, layout, algo=SftConfig())
+        out[name] = _error(lambda a=actor, f=folder: a.load(f))
+    return out
+
+
+def _damage(folder: Path, name: str) -> None:
+    match name:
+        case "latest is not a number":
+            (folder / "latest_checkpointed_iteration.txt").write_text("ten")
+        case "metadata lost":
+            (folder / "iter_0000002" / "metadata.json").unlink()
+        case "shard cut":
+            for cut in (folder / "iter_0000002").glob("*.distcp"):
+                with cut.open("r+b") as file:
+                    file.truncate(cut.stat().st_size // 3)
+        case _:
+            pass
+
+
+def _error(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except SlimeLikeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """An export and what the trainer says of the same weights."""
+
+    folder: Path
+    manifest: list[tuple[str, tuple[int, ...], str]]
+    sent: list[list[tuple[str, tuple[int, ...], str]]]  # per bucket
+    bucket_bytes: list[int]
+    is_sender: bool
+    rows: Rows
+    scores: np.ndarray | None
+
+
+def export(world: World, shared: Shared, kind: str, layout: Layout, max_bytes: int, dtype: str = "float32") -> Exported:
+    """Train one step, then export to a folder and in buckets."""
+    actor = make_actor(world, shared.models[kind], layout, algo=SftConfig(), dtype=dtype)
+    train(actor, layout, 1)
+    actor.export_hf(shared.scratch / "hf")
+    source = actor.weights()
+    sent: list[list[tuple[str, tuple[int, ...], str]]] = []
+    sizes: list[int] = []
+    for bucket in source.buckets(max_bytes):
+        sent.append([(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in bucket.tensors])
+        sizes.append(sum(t.numel() * t.element_size() for _, t in bucket.tensors))
+    rows = batch(1)[0]
+    return Exported(
+        folder=shared.scratch / "hf",
+        manifest=[(m.name, m.shape, m.dtype) for m in source.manifest()],
+        sent=sent,
+        bucket_bytes=sizes,
+        is_sender=source.is_sender,
+        rows=rows,
+        scores=actor.score(rows),
+    )
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+def rollouts(
+    world: World, shared: Shared, layout: Layout, algo: AlgoConfig, steps: int, count: int, spec: dict[str, Any]
+) -> list[dict[str, float]]:
+    """Metrics of ``count`` rollouts on the same rows, ``steps`` optimizer steps each."""
+    actor = make_actor(world, shared.models["tied"], layout, algo=algo, steps_per_rollout=steps, **spec)
+    return [train(actor, layout, 1, steps) for _ in range(count)]
+
+
+def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+    """Rows whose rollout logprobs are the trainer's own plus 0.25, of which one micro-batch has an older version."""
+    actor = make_actor(world, shared.models["tied"], layout)
+    rows = batch(1)
+    scored: list[Rows] = []
+    for i, row in enumerate(rows):
+        score = _from_reporter(actor.score(row))
+        trained = row.loss_weight > 0
+        scored.append(
+            dataclasses.replace(
+                row,
+                rollout_logprobs=np.where(trained, score + 0.25, 0).astype(np.float32),
+                versions=np.where(trained, -1 if i == 1 else 0, -1).astype(np.int32),
+            )
+        )
+    mine = scored[actor.dp_rank :: layout.dp]
+    metrics = actor.step([mine], [count_tokens(rows)])
+    return {"metrics": reduce_metrics(metrics), "stale": count_tokens(rows[1:2]), "all": count_tokens(rows)}
+
+
+def _from_reporter(score: np.ndarray | None) -> np.ndarray:
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, score)
+    (found,) = [s for s in everyone if s is not None]
+    return found
+
+
+def reference_swap(world: World, shared: Shared, layout: Layout) -> dict[str, bool]:
+    """Whether the reference's scores stay those of the first weights, and the policy comes back bit for bit."""
+    from slime_like.config.algo import GrpoConfig
+
+    actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(kl_loss_coef=0.1))
+    rows = batch(5)[0]
+    first = actor.score(rows)
+    train(actor, layout, 1)
+    before, trained = digest(actor), actor.score(rows)
+    with actor.trainer.as_reference():
+        swapped, referenced = digest(actor), actor.score(rows)
+    return {
+        "policy restored": digest(actor) == before,
+        "weights differ while swapped": swapped != before,
+        "reference scores kept": first is None or bool(np.array_equal(referenced, first)),  # pyright: ignore[reportArgumentType]
+        "policy moved": first is None or not np.array_equal(trained, first),  # pyright: ignore[reportArgumentType]
+    }

@@ -1,0 +1,68 @@
+"""Checkpoints resume to the same run, also in another layout; damaged and foreign ones are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.config.resolved import Layout
+from tests.train.jobs import SP, Job, Results
+
+pytestmark = pytest.mark.ranks
+
+SAVED = "save dp2"
+RESUMED = {"resume dp2": Layout(dp=2), "resume tp2 sp": Layout(**SP), "resume pp2": Layout(pp=2)}
+JOBS = {
+    1: [
+        Job("save single", "tests.train.lifecycle:save_then_continue", (Layout(),)),
+        Job("resume single", "tests.train.lifecycle:resume", ("save single", Layout())),
+        Job("resume other lr", "tests.train.lifecycle:resume", ("save single", Layout(), 5e-4)),
+        Job("bad checkpoints", "tests.train.lifecycle:load_damaged", ("save single",)),
+    ],
+    2: [
+        Job(SAVED, "tests.train.lifecycle:save_then_continue", (Layout(dp=2),)),
+        *(Job(name, "tests.train.lifecycle:resume", (SAVED, layout)) for name, layout in RESUMED.items()),
+    ],
+}
+
+
+def test_resume_is_the_same_run_bit_for_bit(results: Results) -> None:
+    for saved, resumed in zip(
+        [*results["save single"], *results[SAVED]], [*results["resume single"], *results["resume dp2"]], strict=True
+    ):
+        assert resumed["iteration"] == 2 and resumed["version"] == 2
+        assert resumed["losses"] == saved["losses"]
+        assert resumed["weights"] == saved["weights"]
+
+
+@pytest.mark.parametrize("name", ["resume tp2 sp", "resume pp2"])
+def test_another_layout_continues_the_run(name: str, results: Results) -> None:
+    (expected,) = [r["losses"] for r in results[SAVED] if r["losses"][0] is not None]
+    (found,) = [r["losses"] for r in results[name] if r["losses"][0] is not None]
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_resumed_run_follows_its_own_learning_rate(results: Results) -> None:
+    (found,) = results["resume other lr"]
+    assert found["lr"] == 5e-4 and found["iteration"] == 2
+
+
+def test_a_save_leaves_no_process_behind(results: Results) -> None:
+    """Upstream's result queue is a Manager process of its own, which imports the main program again."""
+    assert all(r["children"] == [] for r in [*results["save single"], *results[SAVED]])
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("nothing there", "latest_checkpointed_iteration.txt: missing"),
+        ("latest is not a number", "must hold one iteration number"),
+        ("metadata lost", "no metadata.json"),
+        ("shard cut", "iter_0000002: torn"),
+        ("other model", "tie_word_embeddings is True there and False"),
+        ("plain optimizer", "parallel.distributed_optimizer=True"),
+    ],
+)
+def test_bad_checkpoint_is_refused(name: str, names: str, results: Results) -> None:
+    (errors,) = results["bad checkpoints"]
+    assert errors[name].startswith("CheckpointError: ")
+    assert names in errors[name]

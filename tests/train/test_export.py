@@ -1,0 +1,73 @@
+"""What leaves the trainer loads in transformers and says the same; buckets hold the whole manifest in order."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.config.resolved import Layout
+from tests.train.jobs import SP, Job, Results
+from tests.train.lifecycle import Exported
+
+pytestmark = pytest.mark.ranks
+
+MAX_BYTES = 40_000
+CASES = {
+    "export tied tp2": ("tied", Layout(**SP)),
+    "export untied pp2": ("untied", Layout(pp=2)),
+    "export tied pp2": ("tied", Layout(pp=2)),
+    "export untied dp2": ("untied", Layout(dp=2)),
+}
+JOBS = {
+    2: [Job(name, "tests.train.lifecycle:export", (*case, MAX_BYTES)) for name, case in CASES.items()]
+    + [Job("export bfloat16", "tests.train.lifecycle:export", ("tied", Layout(**SP), MAX_BYTES, "bfloat16"))]
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hf_loads_the_export_and_agrees(name: str, results: Results) -> None:
+    from transformers import AutoModelForCausalLM
+
+    exported: list[Exported] = results[name]
+    (scores,) = [e.scores for e in exported if e.scores is not None]
+    rows = exported[0].rows
+    model = AutoModelForCausalLM.from_pretrained(exported[0].folder, dtype=torch.float32)
+    for start, stop in zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True):
+        ids = torch.from_numpy(rows.token_ids[start:stop].astype(np.int64))[None]
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(input_ids=ids).logits[0, :-1] / 0.7, -1)
+        expected = log_p.gather(1, ids[0, 1:, None])[:, 0].numpy()
+        assert scores[start] == 0
+        np.testing.assert_allclose(scores[start + 1 : stop], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_buckets_hold_every_hf_tensor_once_and_in_order(name: str, results: Results) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    exported: list[Exported] = results[name]
+    kind = CASES[name][0]
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(exported[0].folder))
+    expected = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert ("lm_head.weight" in expected) == (kind == "untied")
+    found: dict[str, tuple[int, ...]] = {}
+    for e in exported:
+        sent = [entry for bucket in e.sent for entry in bucket]
+        assert len(e.sent) > 3
+        if not e.is_sender:
+            assert sent == []
+            continue
+        assert sent == e.manifest
+        assert all(size <= MAX_BYTES or len(bucket) == 1 for size, bucket in zip(e.bucket_bytes, e.sent, strict=True))
+        assert not found.keys() & {n for n, _, _ in sent}
+        found |= {n: shape for n, shape, _ in sent}
+    assert found == expected
+
+
+def test_export_says_its_dtype(results: Results) -> None:
+    exported: list[Exported] = results["export bfloat16"]
+    assert {dtype for _, _, dtype in exported[0].manifest} == {"bfloat16"}
+    assert json.loads((exported[0].folder / "config.json").read_text())["dtype"] == "bfloat16"

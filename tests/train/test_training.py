@@ -1,0 +1,72 @@
+"""Rollouts of real rows through every algorithm in split layouts, on CPU in float32 and bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.config.algo import GrpoConfig, ReinforcePlusPlusConfig, SftConfig
+from slime_like.config.resolved import Layout
+from tests.train.jobs import SP, Job, Results
+
+pytestmark = pytest.mark.ranks
+
+LAYOUTS = {"tp2 sp": Layout(**SP), "pp2": Layout(pp=2), "dp2": Layout(dp=2)}
+ROLLOUTS = "tests.train.lifecycle:rollouts"
+LEARN = {"temperature": 1.0, "optim": {"lr": 5e-3, "warmup_steps": 2}}
+GRPO = GrpoConfig(kl_loss_coef=0.1, entropy_coef=0.01)
+REINFORCE = ReinforcePlusPlusConfig(kl_coef=0.05)
+BF16 = {"dtype": "bfloat16", "model": {"recompute": "full"}, **LEARN}
+JOBS = {
+    2: [
+        *(Job(f"sft {name}", ROLLOUTS, (layout, SftConfig(), 1, 4, LEARN)) for name, layout in LAYOUTS.items()),
+        *(Job(f"grpo {name}", ROLLOUTS, (layout, GRPO, 2, 2, {})) for name, layout in LAYOUTS.items()),
+        *(Job(f"reinforce {name}", ROLLOUTS, (layout, REINFORCE, 1, 2, {})) for name, layout in LAYOUTS.items()),
+        Job("sft bfloat16 recompute", ROLLOUTS, (Layout(**SP), SftConfig(), 1, 4, BF16)),
+        Job("off policy", "tests.train.lifecycle:off_policy", (Layout(dp=2),)),
+        Job("reference swap", "tests.train.lifecycle:reference_swap", (Layout(dp=2),)),
+    ]
+}
+
+
+def reported(results: Results, name: str) -> list[dict[str, float]]:
+    """Metrics per rollout: exactly one rank has them."""
+    (found,) = [rank for rank in results[name] if rank[0]]
+    assert all(not rank[0] for rank in results[name] if rank is not found)
+    return found
+
+
+@pytest.mark.parametrize("name", [*(f"sft {n}" for n in LAYOUTS), "sft bfloat16 recompute"])
+def test_supervised_loss_falls(name: str, results: Results) -> None:
+    rollouts = reported(results, name)
+    assert rollouts[-1]["train/loss"] < 0.8 * rollouts[0]["train/loss"]
+    assert [r["train/lr"] for r in rollouts] == pytest.approx([2.5e-3, 5e-3, 5e-3, 5e-3])
+
+
+@pytest.mark.parametrize("algo", ["grpo", "reinforce"])
+def test_layouts_report_the_same_run(algo: str, results: Results) -> None:
+    runs = [reported(results, f"{algo} {name}") for name in LAYOUTS]
+    for rollout in zip(*runs, strict=True):
+        for metric in ("train/loss", "train/pg_loss", "train/grad_norm", "train/ppo_kl", "train/num_tokens"):
+            assert [r[metric] for r in rollout] == pytest.approx([rollout[0][metric]] * 3, rel=1e-4, abs=1e-6)
+
+
+def test_reference_and_old_policy_are_what_they_say(results: Results) -> None:
+    first, second = reported(results, "grpo dp2")
+    assert 0 < first["train/kl_loss"] < second["train/kl_loss"]  # the first of the two steps is still the reference
+    assert first["train/ppo_kl"] != 0  # the second step of a rollout is measured against the first's policy
+    assert {"perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time", "train/entropy"} <= first.keys()
+
+
+def test_the_reference_swap_is_exact(results: Results) -> None:
+    for rank in results["reference swap"]:
+        assert all(rank.values()), rank
+
+
+def test_drift_is_measured_on_tokens_of_the_own_version_only(results: Results) -> None:
+    (found,) = [rank for rank in results["off policy"] if rank["metrics"]]
+    metrics = found["metrics"]
+    assert metrics["train/off_policy_token_ratio"] == pytest.approx(found["stale"] / found["all"])
+    for suffix in ("", "_p99", "_max"):
+        assert metrics[f"train/train_rollout_logprob_abs_diff{suffix}"] == pytest.approx(0.25, abs=1e-5)
+    k3 = 2.718281828**-0.25 - 1 + 0.25
+    assert metrics["train/train_rollout_kl_k3"] == pytest.approx(k3, abs=1e-5)
