@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from slime_like.cluster.stacks import dump_stacks_on_signal
 from slime_like.cluster.trainer_worker import EngineAddress
 from slime_like.config.resolved import EngineSpec
 from slime_like.rollout.server import EngineServer
+
+VISIBLE_DEVICES = "SLIME_LIKE_ENGINE_GPUS"  # set by the placement on an engine's actor
 
 
 class EngineActor:
@@ -18,6 +21,8 @@ class EngineActor:
         self._name = name
         self._spec = spec
         self._admin_key = admin_key
+        if VISIBLE_DEVICES in os.environ:  # Ray hides every GPU from an actor that asks for none
+            os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[VISIBLE_DEVICES]
         self._server = EngineServer(spec, admin_key=admin_key)
         self._server.start()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from slime_like.weights import manifest
 
 
 @contextmanager
-def launch(cfg: TrainConfig) -> Iterator[Run]:
+def launch(cfg: TrainConfig) -> Generator[Run]:
     """Check all inputs, start the processes of ``cfg``, yield the run, tear everything down.
 
     An error leaves a crash bundle in ``run.dir`` and goes on with the bundle's path in its message.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -9,21 +10,28 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from slime_like.cluster.engine_actor import EngineActor
+from slime_like.cluster.engine_actor import VISIBLE_DEVICES, EngineActor
 from slime_like.cluster.plan import Plan
 from slime_like.cluster.rollout_actor import RolloutActor
 from slime_like.cluster.trainer_worker import TrainerWorker
-from slime_like.cluster.wait import wait_one
+from slime_like.cluster.wait import wait_all, wait_one
 from slime_like.config.root import TrainConfig
 from slime_like.deadline import Deadline
 from slime_like.errors import ConfigError
 
 # Set before torch is imported: OpenMP threads that spin while they wait starve the other processes of a small machine.
 CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
-TRAINER_GPU_SHARE = 0.6  # of a GPU that trainer and engine share; only Ray's bookkeeping reads it
-ENGINE_GPU_SHARE = 0.3
+
+
+class _GpuProbe:
+    """Runs in one GPU bundle for a moment, to learn which GPU of which node it is."""
+
+    def where(self) -> tuple[str, str]:
+        """Node id and GPU id."""
+        context = ray.get_runtime_context()
+        return str(context.get_node_id()), str(context.get_accelerator_ids()["GPU"][0])
 
 
 class Placement:
@@ -34,6 +42,7 @@ class Placement:
         self._stacks_dir = stacks_dir
         self._actors: list[Any] = []
         self._bundles: Any = None
+        self._gpus: list[tuple[str, str]] = []  # node id and GPU id of each bundle
         self._connect(cfg)
 
     def _connect(self, cfg: TrainConfig) -> None:
@@ -41,7 +50,10 @@ class Placement:
         address = cfg.placement.ray_address
         if address is not None:
             ray.init(
-                address=address, namespace=f"slime_like_{cfg.run.name}", log_to_driver=False, logging_level="error"
+                address=address,
+                namespace=f"slime_like_{cfg.run.name}",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
             )
         else:
             _stay_on_loopback()
@@ -50,7 +62,7 @@ class Placement:
                 namespace=f"slime_like_{cfg.run.name}",
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level="error",
+                logging_level=logging.ERROR,
             )
         if self._plan.device == "cuda":
             self._reserve_gpus(cfg.loop.step_deadline_s)
@@ -71,14 +83,25 @@ class Placement:
                 f"the plan needs {needed} GPUs, the Ray cluster has {have:g} (some may be taken): {error}"
             ) from error
 
+        probe: Any = ray.remote(_GpuProbe)
+        probes = [
+            probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=self._in_bundle(i)).remote()
+            for i in range(needed)
+        ]
+        found = wait_all(
+            {f"GPU probe {i}": actor.where.remote() for i, actor in enumerate(probes)},
+            Deadline("driver", "placement", 120),
+        )
+        self._gpus = list(found.values())
+        for actor in probes:
+            ray.kill(actor)
+
     def trainers(self) -> tuple[list[Any], list[int]]:
         """One worker per rank, and each rank's device index in its own process."""
         world = self._plan.actor.layout.world_size
         remote: Any = ray.remote(TrainerWorker)
-        share = TRAINER_GPU_SHARE if self._plan.colocated else 1.0
         workers = [
-            remote.options(**self._options(rank, share), name=f"trainer_{rank}").remote(rank, world, self._stacks_dir)
-            for rank in range(world)
+            remote.options(**self._trainer_options(rank)).remote(rank, world, self._stacks_dir) for rank in range(world)
         ]
         self._actors += workers
         return workers, [0] * world
@@ -89,13 +112,9 @@ class Placement:
         first = 0 if self._plan.colocated else self._plan.actor.layout.world_size
         actors: list[Any] = []
         for index, spec in enumerate(self._plan.engines):
-            share = ENGINE_GPU_SHARE if self._plan.colocated else 1.0
-            options = self._options(first + index * spec.tp, share)
-            actors.append(
-                remote.options(**options, name=f"engine_{index}").remote(
-                    f"engine {index}", spec, admin_key, self._stacks_dir
-                )
-            )
+            bundles = range(first + index * spec.tp, first + (index + 1) * spec.tp)
+            options = self._engine_options(bundles)
+            actors.append(remote.options(**options).remote(f"engine {index}", spec, admin_key, self._stacks_dir))
         self._actors += actors
         return actors
 
@@ -108,15 +127,31 @@ class Placement:
         self._actors.append(actor)
         return actor
 
-    def _options(self, bundle: int, gpu_share: float) -> dict[str, Any]:
-        env = dict(CPU_ENV, OMP_NUM_THREADS=str(self._plan.threads_per_process))
+    def _trainer_options(self, rank: int) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": self._env()}}
+        if self._plan.device == "cuda":
+            options |= {"num_gpus": 1, "scheduling_strategy": self._in_bundle(rank)}
+        return options
+
+    def _engine_options(self, bundles: range) -> dict[str, Any]:
+        """An engine asks Ray for no GPU: its GPUs are reserved by the bundles, and may be the trainer's too."""
+        env = self._env()
         options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": env}}
         if self._plan.device == "cuda":
-            options["num_gpus"] = gpu_share
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._bundles, placement_group_bundle_index=bundle
-            )
+            nodes = {self._gpus[i][0] for i in bundles}
+            if len(nodes) > 1:
+                raise ConfigError(
+                    f"rollout.tp={len(bundles)} would spread an engine over {len(nodes)} nodes: lower it to the GPUs of one node"
+                )
+            env |= {VISIBLE_DEVICES: ",".join(self._gpus[i][1] for i in bundles)}
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(nodes.pop(), soft=False)
         return options
+
+    def _env(self) -> dict[str, str]:
+        return CPU_ENV | {"OMP_NUM_THREADS": str(self._plan.threads_per_process)}
+
+    def _in_bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index)
 
     def close(self, stop_first: Sequence[tuple[Any, str]]) -> None:
         """Stop: first politely (``(actor, verb)``), then every actor of ours, then the Ray we started or joined."""

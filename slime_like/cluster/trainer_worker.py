@@ -35,7 +35,10 @@ class EngineAddress:
 
 
 class TrainerWorker:
-    """Holds one rank. Methods are called on all ranks at once; those that return something do so on the reporter."""
+    """Holds one rank. Methods are called on all ranks at once; those that return something do so on the reporter.
+
+    No method is a coroutine: Ray would run them all in an event loop, where collectives of two calls could interleave.
+    """
 
     def __init__(self, rank: int, world_size: int, stacks_dir: str) -> None:
         dump_stacks_on_signal(Path(stacks_dir), f"trainer_rank{rank}")
@@ -99,19 +102,19 @@ class TrainerWorker:
 
     def push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
         """Send this rank's weights to every engine; returns what was sent."""
-        return self._events.run_until_complete(self._push(engines, transport))
+        source = self.actor.weights()
+        return self._events.run_until_complete(self._connect_sender(engines, transport).send(source))
 
-    async def _push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
+    def _connect_sender(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> WeightSender:
         from slime_like.rollout.client import EngineClient
 
-        source = self.actor.weights()
         if self._sender is None:
             clients = [
                 EngineClient(e.url, admin_key=e.admin_key, name=e.name, tp=e.tp, deadline_s=transport.deadline_s)
                 for e in engines
             ]
             self._sender = _make_sender(clients, transport, f"weights_rank{self._rank}")
-        return await self._sender.send(source)
+        return self._sender
 
 
 def _make_sender(clients: Sequence[WeightReceiver], transport: TransportSpec, group_name: str) -> WeightSender:

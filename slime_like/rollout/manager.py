@@ -19,7 +19,7 @@ from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.data.leftover import split_leftover
-from slime_like.errors import EngineError
+from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import DataSource, GenerateContext, GenerateFn, GroupFilter, Sampling
 from slime_like.metrics.types import Last, Metric, Sum
 from slime_like.registry import resolve
@@ -198,6 +198,10 @@ class RolloutManager:
     async def commit_push(self, version: int) -> None:
         """Close the update on every engine: fails unless each of its parameters was written. KV of old weights is flushed."""
         await asyncio.gather(*(engine.end_update(version) for engine in self._router.engines))
+        for engine in self._router.engines:
+            served = await engine.version()
+            if served != version:
+                raise WeightSyncError(f"{engine.name} says it serves version {served} after the commit of version {version}")
         await self._all("flush")
         self._version = version
         await self._all("resume")

@@ -67,8 +67,8 @@ class BroadcastSender:
             for receiver, offset in zip(self._receivers, offsets, strict=True)
         ]
         group = asyncio.create_task(asyncio.to_thread(self._make_group, port, world))
-        await asyncio.gather(*joins, group)
-        return group.result()
+        await asyncio.gather(*joins)
+        return await group
 
     def _make_group(self, port: int, world: int) -> dist.ProcessGroup:
         """A group outside the trainer's world: torch has no public call for it, SGLang's side uses this same helper.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import pickle
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from slime_like.config.resolved import TransportSpec
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
@@ -47,7 +49,17 @@ class TensorSender:
 
 def serialize(bucket: Bucket) -> bytes:
     """A bucket as bytes: host copies, each with a storage of its own so that no view drags its base along."""
+    _name_storage_loader()
     host = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in bucket.tensors]
-    body = io.BytesIO()
-    pickle.Pickler(body, protocol=pickle.HIGHEST_PROTOCOL).dump(host)
-    return body.getvalue()
+    return pickle.dumps(host, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _name_storage_loader() -> None:
+    """Make pickles name torch's storage loader as torch does.
+
+    megatron.core.safe_globals puts a function of its own in that place, under a name that SGLang's unpickler rightly
+    refuses. The function stays; only the name written into a pickle is torch's. Goes when megatron-core leaves
+    ``torch.storage._load_from_bytes`` alone.
+    """
+    loader: Any = torch.storage._load_from_bytes
+    loader.__module__, loader.__qualname__ = "torch.storage", "_load_from_bytes"

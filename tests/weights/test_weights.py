@@ -55,3 +55,15 @@ def test_a_view_does_not_drag_its_base_along() -> None:
     assert name == "w"
     assert torch.equal(tensor, base[:4])
     assert meta_of(name, tensor) == TensorMeta("w", (4,), "float32")
+
+
+def test_a_replaced_storage_loader_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core replaces the loader; an engine takes it only under torch's own name."""
+
+    def replaced(b: bytes) -> object:
+        return torch.load(io.BytesIO(b), weights_only=True)
+
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", replaced)
+    payload = serialize(Bucket((("w", torch.ones(2)),)))
+    assert b"torch.storage" in payload
+    assert b"test_weights" not in payload
