@@ -1,0 +1,91 @@
+"""Rewards ``math`` and ``exact``."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+
+import pytest
+
+from slime_like.interfaces import RewardFn
+from slime_like.reward.exact import exact
+from slime_like.reward.math import final_answer, math
+from slime_like.types import Reward
+from tests.reward.scored import group
+
+RIGHT = [
+    ("4", "2+2=4"),
+    ("4", "It is 4."),
+    ("4", "answer: 4 apples"),
+    ("12", "12.0"),
+    ("-3", "x=-3"),
+    ("1,234", "1234"),
+    ("1/2", r"so \boxed{\frac{1}{2}}"),
+    ("0.5", "1/2"),
+    ("50%", "0.5"),
+    (r"50\%", "in all 50%"),
+    ("x^2+1", "$1+x^2$"),
+    (r"$\frac{3}{4}$", "0.75"),
+    (r"\boxed{7}", "7"),
+    ("3", r"we find \(x=3\)"),
+    ("2", r"\[ 1+1 \]"),
+    ("(1,2)", r"\boxed{(1, 2)}"),
+    ("7", r"\boxed{8}, no: \boxed{7}"),
+    ("12", "$x=3$, in all 12"),
+    (r"\frac{1}{2}", r"\boxed{\dfrac{2}{4}}"),
+]
+WRONG = [
+    ("4", "5"),
+    ("4", "4 or 5"),
+    ("4", r"4, that is \boxed{5}"),
+    ("-3", "10-3"),
+    ("x^2+1", "1"),
+    ("4", "four"),
+    ("4", ""),
+    ("7", r"\boxed{8} then \boxed{7"),
+    ("4", r"\boxed{}"),
+    ("4", "v1.2.4b"),
+]
+
+
+@pytest.mark.parametrize(("label", "text"), RIGHT)
+def test_equal_values_score(label: str, text: str) -> None:
+    given = group(text, label=label)
+    assert math(given.prompt, given.samples[0]) == Reward(1.0, 1.0)
+
+
+@pytest.mark.parametrize(("label", "text"), WRONG)
+def test_other_values_do_not(label: str, text: str) -> None:
+    given = group(text, label=label)
+    assert math(given.prompt, given.samples[0]) == Reward(0.0, 0.0)
+
+
+def test_text_of_a_model_is_never_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sympy's parse_expr would call ``eval``: no path may reach it."""
+
+    def caught(*args: object) -> None:
+        raise AssertionError(f"eval was called on {args[0]!r}")
+
+    monkeypatch.setattr(builtins, "eval", caught)
+    target = tmp_path / "owned"
+    attack = f"__import__('pathlib').Path('{target}').touch()"
+    for text in ("3+1", "(2+2)*1", "2**2", attack, f"${attack}$", rf"\boxed{{{attack}}}", f"answer: 1+{attack}"):
+        given = group(text, label="1/3 + 2")
+        assert math(given.prompt, given.samples[0]).score == 0.0
+    assert not target.exists()
+
+
+def test_without_formula_or_number_there_is_no_answer() -> None:
+    assert final_answer("I do not know.") is None
+
+
+def test_exact_forgives_only_spaces_at_the_ends() -> None:
+    given = group(" 4\n", "4.0", "the 4", label="4 ")
+    assert [exact(given.prompt, s).score for s in given.samples] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("reward", [math, exact])
+def test_a_missing_label_names_the_prompt(reward: RewardFn) -> None:
+    given = group("4", label=None)
+    with pytest.raises(ValueError, match="prompt 7 of train has no label"):
+        reward(given.prompt, given.samples[0])
