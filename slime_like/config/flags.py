@@ -196,12 +196,12 @@ def _foreign(flag: str, name: str, root: str, tokens: _Tokens) -> str:
         raise ConfigError(
             f"{flag} belongs to {foreign.OWNED[foreign.ROOTS[root]][key]}: remove the flag, and set it there"
         )
-    annotation = table[key].get("type", "Any")
+    annotation = table[key]["type"]
     if annotation in ("bool", "Optional[bool]"):
         return f"{root}.{key}={render(_truth(flag, tokens.word()))}"
     texts = tokens.values(flag) if "List[" in annotation else [tokens.value(flag)]
     values = [_fitting(annotation, text) for text in texts]
-    single = len(values) == 1 and not foreign.accepts(annotation, values)
+    single = "List[" not in annotation or (len(values) == 1 and foreign.accepts(annotation, values[0]))
     return f"{root}.{key}={render(values[0] if single else values)}"
 
 

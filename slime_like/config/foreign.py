@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from slime_like.errors import ConfigError
 from slime_like.registry import nearest
@@ -76,12 +76,12 @@ OWNED: dict[str, dict[str, str]] = {
 """Fields that this project sets: field -> what sets it."""
 
 
-class Entry(TypedDict, total=False):
+class Entry(TypedDict):
     """One field of another project: its annotation, its default as source text, its flags beyond its own name."""
 
     type: str
     default: str | None
-    flags: list[str]
+    flags: NotRequired[list[str]]
 
 
 @functools.cache
@@ -108,20 +108,20 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{dotted}: {source(name)} has no such field: {hint}")
         if key in OWNED[name]:
             raise ConfigError(f"{dotted} belongs to {OWNED[name][key]}: remove this key, and set it there")
-        annotation = known[key].get("type", "Any")
+        annotation = known[key]["type"]
         if not settable(annotation):
             raise ConfigError(
                 f"{dotted}: {source(name)} expects a Python object ({annotation}), which no config can hold: remove it"
             )
         if not accepts(annotation, value):
             raise ConfigError(
-                f"{dotted} does not fit {source(name)}: expected {annotation}, default {known[key].get('default')}"
+                f"{dotted} does not fit {source(name)}: expected {annotation}, default {known[key]['default']}"
             )
 
 
 def settable(annotation: str) -> bool:
     """Whether some value of a config (numbers, words, lists, mappings) fits ``annotation``."""
-    samples: list[Any] = [True, 1, 0.5, "auto", [1], [0.5], ["a"], {}]
+    samples: list[Any] = [True, 1, 0.5, "auto", [1, 1], [0.5], ["a"], {}, [{}]]
     return "Literal" in annotation or any(accepts(annotation, sample) for sample in samples)
 
 

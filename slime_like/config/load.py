@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -137,7 +138,9 @@ def _chosen(overrides: _Overrides) -> str | None:
         return None
 
 
+@functools.cache
 def _register() -> None:
+    """Make the schemas known to Hydra, once per process."""
     store = ConfigStore.instance()
     store.store(name="train_schema", node=TrainConfig, provider="slime_like")
     for name, schema in ALGORITHMS.items():

@@ -1,0 +1,44 @@
+"""A Hugging Face model folder small enough to write by hand: headers and JSON are real, the weights are zeros."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+}
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
+    """Float32 zeros, in the safetensors format."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in tensors.items():
+        size = 4
+        for extent in shape:
+            size *= extent
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """A whole model folder; ``changes`` go into config.json, a value of ``None`` removes the key."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {name: value for name, value in (SHAPE | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    write_safetensors(
+        folder / "model.safetensors", {"model.embed_tokens.weight": (128, 64), "model.norm.weight": (64,)}
+    )
+    return folder

@@ -1,0 +1,262 @@
+"""Every bad input ends in one message that names key or file, value and fix."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from slime_like.config.load import load_config
+from slime_like.errors import CheckpointError, ConfigError, DataError, SlimeLikeError
+from tests.config.model_folder import write_model, write_safetensors
+
+# extra arguments, what the message must hold
+KEYS = {
+    "unknown key": ("rollout.bach_size=3", "rollout.bach_size=3", "'rollout.batch_size'"),
+    "unknown key with plus": ("+rollout.foo=1", "rollout.foo=1", "rollout has batch_size"),
+    "unknown group": ("rolout.batch_size=1", "rolout.batch_size=1", "'rollout.batch_size'"),
+    "nothing near": ("xyz=1", "xyz=1", "the groups are model, parallel"),
+    "key without group": ("batch_size=3", "batch_size=3", "'rollout.batch_size'"),
+    "group instead of key": ("rollout=3", "rollout=3", "rollout.batch_size"),
+    "key of another algorithm": (
+        "algo=dr_grpo algo.kl_coef=1",
+        "algo.kl_coef=1",
+        "algo=reinforce_pp",
+        "'algo.kl_loss_coef'",
+    ),
+    "unknown algorithm": ("algo=grop", "algo=grop", "'grpo'"),
+    "unknown recipe": ("+recipe=quickstrat", "+recipe=quickstrat", "'quickstart'"),
+    "no override": ("rollout", "'rollout'", "key=value"),
+    "removal": ("~rollout.batch_size", "~rollout.batch_size", "set it to null"),
+    "hydra's own": ("hydra.run.dir=x", "hydra.run.dir=x", "--config-dir"),
+    "word for a number": ("rollout.batch_size=abc", "rollout.batch_size=abc", "a whole number", "default 32"),
+    "fraction": ("parallel.tp=1.5", "parallel.tp=1.5", "a whole number"),
+    "null": ("model.dtype=null", "model.dtype=null", "default auto"),
+    "empty": ("run.seed=", "run.seed=", "a whole number"),
+    "number for a list": ("rollout.filters=3", "rollout.filters=3", "[a,b]"),
+    "number for a mapping": ("rollout.sglang=3", "rollout.sglang=3", "{name: value}"),
+    "sweep": ("rollout.batch_size=1,2", "rollout.batch_size=1,2", "[1,2]"),
+    "unbalanced": ("rollout.stop_token_ids=[1", "rollout.stop_token_ids=[1", "quote"),
+    "choice": ("placement.mode=splt", "placement.mode='splt'", "'split'"),
+    "environment": ("run.name=${oc.env:NO_SUCH_VARIABLE}", "run.name", "'NO_SUCH_VARIABLE' not found"),
+    "algorithm by its name": ("algo.name=dr_grpo", "algo.name='dr_grpo'", "algo=dr_grpo"),
+}
+RULES = {
+    "zero": ("rollout.batch_size=0", "rollout.batch_size=0", "above 0"),
+    "not a number": ("optim.lr=nan", "optim.lr=nan", "[0, "),
+    "beta": ("optim.beta2=1.5", "optim.beta2=1.5", "[0, 1]"),
+    "seed": ("run.seed=-1", "run.seed=-1", "[0, "),
+    "identity, batch": (
+        "loop.global_batch_size=100",
+        "32 * rollout.n_samples_per_prompt 8 = 256",
+        "= 100",
+        "loop.global_batch_size=256",
+    ),
+    "identity, steps": (
+        "loop.global_batch_size=64",
+        "64 * loop.steps_per_rollout 1 = 64",
+        "loop.steps_per_rollout=4",
+        "rollout.batch_size=8",
+    ),
+    "identity, open": (
+        "loop.steps_per_rollout=7",
+        "256 samples",
+        "loop.steps_per_rollout=7",
+        "loop.steps_per_rollout=4 or 8",
+    ),
+    "loss": ("algo.loss=policy_gradent", "algo.loss='policy_gradent'", "'policy_gradient'"),
+    "advantage": ("algo.group_advantage=grop", "algo.group_advantage='grop'", "'grpo'"),
+    "no advantage": ("algo.group_advantage=null", "algo.group_advantage=None", "exactly one"),
+    "lonely sample": ("rollout.n_samples_per_prompt=1", "rollout.n_samples_per_prompt=1", "at least 2"),
+    "reward": ("reward.name=mth", "reward.name='mth'", "'math'"),
+    "reward module": ("reward.name=no_such_module:f", "reward.name='no_such_module:f'", "PYTHONPATH"),
+    "reward attribute": ("reward.name=json:load_", "reward.name='json:load_'", "'load'"),
+    "reward not callable": ("reward.name=sys:argv", "reward.name='sys:argv'", "callable"),
+    "filter": ("rollout.filters=[nonzero_sd]", "rollout.filters='nonzero_sd'", "'nonzero_std'"),
+    "prepare": ("run.prepare=quickstart", "run.prepare='quickstart'", "my_package.my_module:function"),
+    "family": ("model.family=qwen33", "model.family='qwen33'", "'qwen3'"),
+    "recompute": ("model.recompute_modules=[core]", "model.recompute_modules=['core']", "core_attn"),
+    "top-p": ("rollout.top_p=0.9", "rollout.top_p=0.9", "rollout.top_p=1"),
+    "top-k": ("rollout.top_k=50", "rollout.top_k=50", "rollout.top_k=-1"),
+    "response": (
+        "rollout.max_context_len=1024",
+        "rollout.max_response_len=1024",
+        "rollout.max_context_len=1024",
+        "lower it",
+    ),
+    "staleness": ("loop.max_staleness=1", "loop.max_staleness=1", "placement.mode=split"),
+    "transport": ("weights.transport=broadcast", "weights.transport=broadcast", "weights.transport=tensor"),
+    "layout": (
+        "parallel.tp=2 parallel.pp=2 placement.actor_num_gpus_per_node=6",
+        "= 4 ranks per model",
+        "= 6 ranks",
+        "placement.actor_num_gpus_per_node=8",
+    ),
+    "idle ranks": (
+        "rollout.batch_size=2 rollout.n_samples_per_prompt=2 placement.actor_num_gpus_per_node=8",
+        "4 samples per optimizer step",
+        "8 data-parallel ranks",
+        "placement.actor_num_gpus_per_node=4",
+    ),
+    "train only": ("run.mode=train_only", "run.mode=train_only", "run.replay_from=<folder>"),
+    "replay in full": ("run.replay_from=x", "run.replay_from='x'", "run.mode=train_only"),
+    "sft samples": ("algo=sft", "rollout.n_samples_per_prompt=8", "set it to 1"),
+    "sft evaluation": ("algo=sft rollout.n_samples_per_prompt=1 evaluation.datasets.a=b", "evaluation.datasets", "={}"),
+    "schedule": ("optim.min_lr=1", "optim.min_lr=1", "optim.lr=1e-06"),
+    "warm-up": ("optim.schedule=cosine optim.warmup_steps=100", "optim.warmup_steps=100", "optim.decay_steps"),
+    "sglang key": (
+        "rollout.sglang.mem_fraction_statc=1",
+        "rollout.sglang.mem_fraction_statc=1",
+        "'mem_fraction_static'",
+    ),
+    "sglang value": ("rollout.sglang.page_size=x", "rollout.sglang.page_size='x'", "Optional[int]"),
+    "sglang key of ours": ("rollout.sglang.tp_size=2", "rollout.sglang.tp_size=2", "rollout.tp"),
+    "megatron key": ("model.megatron.hidden_dropot=0.0", "model.megatron.hidden_dropot=0.0", "'hidden_dropout'"),
+    "megatron key of ours": ("model.megatron.num_layers=3", "model.megatron.num_layers=3", "config.json"),
+    "megatron object": (
+        "model.megatron.activation_func=gelu",
+        "model.megatron.activation_func='gelu'",
+        "Python object",
+    ),
+}
+LAYOUTS = {
+    "heads": ("parallel.tp=3", "parallel.tp=3", "8 attention heads", "1, 2, 4, 8"),
+    "key/value heads": ("parallel.tp=8", "parallel.tp=8", "4 key/value heads", "1, 2, 4"),
+    "layers": ("parallel.pp=3", "parallel.pp=3", "4 layers", "1, 2, 4"),
+    "experts": ("parallel.ep=2 placement.actor_num_gpus_per_node=2", "parallel.ep=2", "no experts", "parallel.ep=1"),
+    "engine": ("rollout.tp=3", "rollout.tp=3", "8 attention heads"),
+    "context": ("rollout.max_context_len=4096", "rollout.max_context_len=4096", "2048 positions", "lower it"),
+    "response": ("rollout.max_response_len=2048", "rollout.max_response_len=2048", "2048 positions", "lower it"),
+    "template": ("data.apply_chat_template=true", "data.apply_chat_template=true", "no chat template", "instruct"),
+    "resume": ("run.resume=/no/such", "run.resume='/no/such'", "auto or never"),
+    "data": ("data.train=/no/such.jsonl", "data.train='/no/such.jsonl'", "/no/such.jsonl does not exist"),
+    "heldout": ("evaluation.datasets.a=/no/such.jsonl", "evaluation.datasets.a='/no/such.jsonl'", "does not exist"),
+    "replay": ("run.mode=train_only run.replay_from=/no/such", "run.replay_from='/no/such'", "not a folder"),
+    "reference": ("model.ref_checkpoint=/no/such", "model.ref_checkpoint='/no/such'", "not a folder"),
+}
+
+
+def message(argv: list[str], extra: str, *, files: bool, error: type[SlimeLikeError] = ConfigError) -> str:
+    with pytest.raises(error) as caught:
+        load_config([*argv, *extra.split()], files=files)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", (KEYS | RULES).values(), ids=list(KEYS | RULES))
+def test_the_message_names_key_value_and_fix(case: tuple[str, ...], argv: list[str]) -> None:
+    extra, *words = case
+    text = message(argv, extra, files=False)
+    assert all(word in text for word in words), text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("case", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_what_does_not_fit_the_files(case: tuple[str, ...], argv: list[str]) -> None:
+    extra, *words = case
+    text = message(argv, extra, files=True, error=SlimeLikeError)
+    assert all(word in text for word in words), text
+
+
+def test_missing_keys_are_named_with_their_flags() -> None:
+    text = message([], "", files=False)
+    for word in ("model.hf_checkpoint must be given", "--hf-checkpoint", "data.train must be given", "--prompt-data"):
+        assert word in text
+    assert "+recipe=quickstart" in text
+
+
+def test_rollout_only_may_cut_the_distribution(argv: list[str]) -> None:
+    cfg = load_config([*argv, "run.mode=rollout_only", "rollout.top_p=0.9", "rollout.n_samples_per_prompt=1"])
+    assert cfg.rollout.top_p == 0.9
+
+
+def test_a_recipe_with_a_mistake_is_named(tmp_path: Path, argv: list[str]) -> None:
+    (tmp_path / "recipe").mkdir()
+    for name, text, words in (
+        ("a", "rollout: {bach_size: 3}", ["configs/recipe/a.yaml", "rollout.bach_size", "'rollout.batch_size'"]),
+        ("b", "rollout: {batch_size: x}", ["configs/recipe/b.yaml", "rollout.batch_size", "a whole number"]),
+        ("c", "rollout: [", ["recipe/c.yaml:", "not valid YAML"]),
+    ):
+        (tmp_path / "recipe" / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
+        told = message(argv, f"--config-dir={tmp_path} +recipe={name}", files=False)
+        assert all(word in told for word in words), told
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", None, ["config.json is missing", "Hugging Face format"]),
+        ("config.json", b"{", ["config.json cannot be read as JSON", "download"]),
+        ("config.json", b"[]", ["config.json holds no JSON object", "download"]),
+        ("config.json", b'{"model_type": "qwen3"}', ["config.json has no", "causal language model"]),
+        ("tokenizer.json", None, ["no tokenizer", "tokenizer.json"]),
+        ("model.safetensors", None, ["neither model.safetensors nor", "safetensors"]),
+        ("model.safetensors", b"\x05", ["model.safetensors is cut off", "download"]),
+        ("model.safetensors", (2).to_bytes(8, "little") + b"[]", ["no readable safetensors header", "download"]),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(
+    name: str, content: bytes | None, words: list[str], tmp_path: Path, data: Path
+) -> None:
+    path = write_model(tmp_path / "m") / name
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    text = message([f"model.hf_checkpoint={tmp_path}/m", f"data.train={data}"], "", files=True, error=CheckpointError)
+    assert "model.hf_checkpoint" in text
+    assert all(word in text for word in words), text
+
+
+def test_a_truncated_shard_is_named(tmp_path: Path, data: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    argv = [f"model.hf_checkpoint={folder}", f"data.train={data}"]
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-1])
+    text = message(argv, "", files=True, error=CheckpointError)
+    assert f"{len(whole) - 1} bytes where its header needs {len(whole)}" in text
+
+
+def test_an_index_that_does_not_match_its_shards_is_named(tmp_path: Path, data: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    argv = [f"model.hf_checkpoint={folder}", f"data.train={data}"]
+    shutil.move(folder / "model.safetensors", folder / "model-1.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"weight_map": {"model.norm.weight": "model-1.safetensors", "x": "model-2.safetensors"}})
+    )
+    assert "model-2.safetensors is missing" in message(argv, "", files=True, error=CheckpointError)
+    write_safetensors(folder / "model-2.safetensors", {"y": (2,)})
+    assert "places 'x' in model-2.safetensors" in message(argv, "", files=True, error=CheckpointError)
+    write_safetensors(folder / "model-2.safetensors", {"x": (2,)})
+    assert load_config(argv).model.hf_checkpoint == str(folder)
+
+
+def test_an_unknown_architecture_and_a_foreign_reference_are_named(tmp_path: Path, argv: list[str]) -> None:
+    llama = write_model(tmp_path / "llama", model_type="qwen2")
+    text = message(argv, f"model.hf_checkpoint={llama}", files=True)
+    assert "model_type 'qwen2'" in text
+    assert "'qwen3'" in text
+    wide = write_model(tmp_path / "wide", hidden_size=128)
+    text = message(argv, f"model.ref_checkpoint={wide}", files=True, error=CheckpointError)
+    assert "hidden_size 128" in text
+    assert "has 64" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", "", ["a.jsonl is empty"]),
+        ("a.csv", "x", [".jsonl or .parquet"]),
+        ("tran.jsonl", None, ["'train.jsonl'"]),
+    ],
+)
+def test_bad_data_files_are_named(
+    name: str, content: str | None, words: list[str], data: Path, argv: list[str]
+) -> None:
+    path = data.parent / name
+    if content is not None:
+        path.write_text(content)
+    text = message(argv, f"data.train={path}@[0:10]", files=True, error=DataError)
+    assert str(path) in text
+    assert all(word in text for word in words), text

@@ -1,0 +1,94 @@
+"""``train.py``: exit codes, one message on stderr, and never a traceback for bad input."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime_like.errors import SlimeLikeError, WorkerError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def main() -> Callable[[list[str]], int]:
+    """``train.main``, loaded by path: the folder tests/train has the same name."""
+    spec = importlib.util.spec_from_file_location("train_entry", ROOT / "train.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def test_train_py_is_one_screen() -> None:
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 40
+
+
+def test_it_runs_from_any_folder(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "train.py"), "+recipe=quickstart", "optim.lrr=1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "ConfigError: optim.lrr=1 is unknown: did you mean 'optim.lr'?\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--help"], "+recipe=quickstart"),
+        (["--help", "optim"], "optim.lr"),
+        (["--cfg", "job", "+recipe=quickstart"], "hf_checkpoint: runs/"),
+        (["--plan", "+recipe=quickstart_async"], "max_staleness 1"),
+    ],
+)
+def test_what_only_prints_exits_with_0(
+    main: Callable[[list[str]], int], argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert words in out
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    "argv", [["--plan", "loop.num_rollout=0"], ["--lrr", "1"], ["model.hf_checkpoint=/no"], ["--help", "x"]]
+)
+def test_bad_input_exits_with_2(
+    main: Callable[[list[str]], int], argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert re.fullmatch(r"ConfigError: [^\n]+\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (WorkerError("rank 1 died\ncrash bundle: runs/a/crash"), 1),
+        (SlimeLikeError("x"), 1),
+        (KeyboardInterrupt("stopped"), 130),
+    ],
+)
+def test_a_failed_run_is_told_apart_from_bad_input(
+    main: Callable[[list[str]], int],
+    error: BaseException,
+    code: int,
+    argv: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """``run.prepare`` is the user's code inside a run: what it raises is what a run raises."""
+    module = tmp_path / "failing.py"
+    module.write_text("def fail(cfg):\n    raise error\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "failing", raising=False)
+    import failing  # pyright: ignore[reportMissingImports]
+
+    failing.error = error
+    assert main([*argv, "run.prepare=failing:fail"]) == code
+    assert str(error) in capsys.readouterr().err

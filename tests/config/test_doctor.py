@@ -1,0 +1,72 @@
+"""The doctor finds what is missing and says what to do."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from slime_like.cluster import doctor
+from slime_like.cluster.doctor import Finding, Level
+
+
+def test_nothing_is_missing_here_but_what_the_lock_says() -> None:
+    checks = (doctor.check_system, doctor.check_devices, doctor.check_storage, doctor.check_network)
+    findings = [finding for check in checks for finding in check()]
+    assert [f for f in findings if f.level is Level.MISSING] == []
+    assert {"python", "libc", "cpu", "memory", "gpu", "disk", "loopback"} <= {f.subject for f in findings}
+    assert all(finding.fix for finding in findings if finding.level is not Level.OK)
+
+
+def test_a_wrong_version_is_named_with_the_lock_it_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "scripts" / "requirements"
+    folder.mkdir(parents=True)
+    (folder / "runtime.in").write_text("# comment\nhydra_core==1.0\nno-such-package\n")
+    lock = "hydra-core==1.0.0 \\\n    --hash=sha256:0\nno-such-package==3.0\npytest==0.1\n    # via -r dev.in\n"
+    for name in ("cpu.lock", "gpu.lock"):
+        (folder / name).write_text(lock)
+    monkeypatch.setattr(doctor, "REQUIREMENTS", folder)
+    found = {f.text.split()[0]: f for f in doctor.check_versions() if f.level is not Level.OK}
+    assert found["hydra-core"].level is Level.MISSING
+    assert "the lock has 1.0.0" in found["hydra-core"].text
+    assert "scripts/requirements/" in found["hydra-core"].fix
+    assert "no-such-package is not installed, the lock has 3.0" in found["no-such-package"].text
+    assert found["pytest"].level is Level.WARNING
+
+
+def test_entry_points_that_are_not_registered_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ENTRY_POINTS", {"sglang.srt.plugins": ("no_such_plugin",)})
+    (finding,) = doctor.check_plugins()
+    assert (finding.level, "no_such_plugin" in finding.text) == (Level.MISSING, True)
+    assert "pip install" in finding.fix
+
+
+def test_a_proxy_in_front_of_loopback_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "example.org")
+    (proxy,) = (finding for finding in doctor.check_network() if finding.subject == "proxy")
+    assert "no_proxy=127.0.0.1" in proxy.fix
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert [finding.subject for finding in doctor.check_network()] == ["loopback"]
+
+
+def test_the_exit_code_tells_whether_something_required_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for level, code in ((Level.OK, 0), (Level.WARNING, 0), (Level.MISSING, 1)):
+        monkeypatch.setattr(doctor, "CHECKS", (lambda level=level: [Finding(level, "thing", "is so", "mend it")],))
+        out = io.StringIO()
+        assert doctor.doctor(out) == code
+        assert "thing" in out.getvalue()
+        assert "fix: mend it" in out.getvalue()
+
+
+def test_ranks_that_fail_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.sys, "executable", "/bin/false")
+    (finding,) = doctor.check_collective()
+    assert (finding.level, bool(finding.fix)) == (Level.MISSING, True)
+
+
+@pytest.mark.ranks
+def test_two_processes_all_reduce() -> None:
+    (finding,) = doctor.check_collective()
+    assert finding.level is Level.OK, finding.text

@@ -1,0 +1,199 @@
+"""slime's and Megatron's flags become keys; what is not understood is refused by name."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from slime_like.config.flag_table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES
+from slime_like.config.flags import flag_of, known_flags, translate
+from slime_like.config.help import render_help
+from slime_like.config.known import known_keys
+from slime_like.config.load import load_config
+from slime_like.errors import ConfigError
+
+# The flags of slime's scripts/run-qwen3-4B.sh, less its paths.
+SLIME_SCRIPT = """
+--save-interval 20 --input-key prompt --label-key label --apply-chat-template --rollout-shuffle --rm-type math
+--num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192
+--rollout-temperature 1 --global-batch-size 256 --balance-data
+--eval-interval 20 --eval-prompt-data aime a.jsonl math500 b.jsonl@[0:100] --n-samples-per-eval-prompt 16
+--eval-max-response-len 16384 --eval-top-p 1
+--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1
+--expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --recompute-granularity full --recompute-method uniform
+--recompute-num-layers 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216
+--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --kl-coef 0.00
+--entropy-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28
+--optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
+--rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.7
+--attention-dropout 0.0 --hidden-dropout 0.0 --attention-softmax-in-fp32
+--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate
+"""
+EXPECTED = {
+    "run.save_interval": 20,
+    "data.apply_chat_template": True,
+    "reward.name": "math",
+    "loop.num_rollout": 3000,
+    "rollout.max_response_len": 8192,
+    "loop.global_batch_size": 256,
+    "evaluation.datasets": {"aime": "a.jsonl", "math500": "b.jsonl@[0:100]"},
+    "evaluation.n_samples_per_prompt": 16,
+    "evaluation.max_response_len": 16384,
+    "parallel.tp": 2,
+    "parallel.max_tokens_per_rank": 9216,
+    "model.recompute": "full",
+    "model.megatron": {
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+    },
+    "algo.name": "grpo",
+    "algo.kl_loss_coef": 0.0,
+    "algo.kl_loss_type": "low_var_kl",
+    "algo.eps_clip_high": 0.28,
+    "optim.lr": 1e-6,
+    "optim.weight_decay": 0.1,
+    "rollout.tp": 2,
+    "rollout.num_engines": 4,
+    "rollout.sglang": {"mem_fraction_static": 0.7},
+    "placement.actor_num_gpus_per_node": 8,
+    "placement.mode": "colocated",
+}
+ONE_BY_ONE = {
+    "--lr=2e-6": "optim.lr=2e-06",
+    "--rollout-top-k -1": "rollout.top_k=-1",
+    "--save out/a": "run.dir='out/a'",
+    "--load out/a": "run.resume='out/a'",
+    "--load out/a --save out/a": "run.resume='auto'",
+    "--bf16": "model.dtype='bfloat16'",
+    "--recompute-modules core_attn mlp": "model.recompute_modules=['core_attn','mlp']",
+    "--rollout-stop-token-ids 1 2 run.name=x": "rollout.stop_token_ids=[1,2]",
+    "--custom-rm-path pkg.mod.fn": "reward.name='pkg.mod:fn'",
+    "--custom-generate-function-path pkg.mod:fn": "rollout.generate='pkg.mod:fn'",
+    "--data-source-path pkg.mod.Source": "data.source='pkg.mod:Source'",
+    "--dynamic-sampling-filter-path pkg.mod.fn": "rollout.filters=['pkg.mod:fn']",
+    "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": (
+        "rollout.filters=['nonzero_std']"
+    ),
+    "--update-weight-buffer-size 536870912": "weights.bucket_mb=512.0",
+    "--skip-eval-before-train": "evaluation.before_train=false",
+    "--advantage-estimator reinforce_plus_plus": "algo=reinforce_pp",
+    "--kl-coef 0.1": "algo.kl_coef=0.1",
+    "--use-kl-loss --kl-loss-coef 0.01": "algo.kl_loss_coef=0.01",
+    "--debug-rollout-only": "run.mode='rollout_only'",
+    "--save-debug-rollout-data": "run.dump_rollouts=true",
+    "--load-debug-rollout-data out/rollouts": "run.mode=train_only",
+    "--rollout-num-gpus 4": "placement.mode='split'",
+    "--rollout-num-gpus 4 --rollout-num-gpus-per-engine 2": "rollout.num_engines=2",
+    '--apply-chat-template-kwargs {"enable_thinking":false}': "data.chat_template_kwargs.enable_thinking=false",
+    "--sglang-disable-radix-cache": "rollout.sglang.disable_radix_cache=true",
+    "--sglang-disable-radix-cache false": "rollout.sglang.disable_radix_cache=false",
+    "--sglang-decode-context-parallel-size 2": "rollout.sglang.dcp_size=2",
+    "--sglang-attention-backend fa3": "rollout.sglang.attention_backend='fa3'",
+    "--moe-aux-loss-coeff 0.01": "model.megatron.moe_aux_loss_coeff=0.01",
+}
+REFUSALS = {
+    "--rollout-batch-sze 3": ["--rollout-batch-sze", "'--rollout-batch-size'"],
+    "--zzz": ["--zzz", "--help"],
+    "--lr": ["--lr needs a value"],
+    "--lr --colocate": ["--lr needs a value"],
+    "--lr fast": ["--lr fast", "a number"],
+    "--num-rollout 1.5": ["--num-rollout 1.5", "a whole number"],
+    "--colocate=1": ["--colocate takes no value", "'1'"],
+    "--lr-decay-style wsd": ["--lr-decay-style wsd", "constant, linear, cosine"],
+    "--optimizer sgd": ["--optimizer sgd", "adam"],
+    "--advantage-estimator ppo": ["ppo", "not supported yet", "grpo"],
+    "--qwen-gdn-backend flashqla": ["--qwen-gdn-backend", "not supported yet"],
+    "--use-fault-tolerance": ["not supported yet"],
+    "--partial-rollout": ["not supported yet"],
+    "--update-weight-mode delta": ["--update-weight-mode delta", "not supported yet"],
+    "--update-weight-transport disk": ["--update-weight-transport disk"],
+    "--save-debug-rollout-data x/{rollout_id}.pt": ["run.dir/rollouts"],
+    "--kl-loss-coef 0.1": ["--kl-loss-coef 0.1", "--use-kl-loss"],
+    "--custom-rm-path fn": ["--custom-rm-path fn", "dotted path"],
+    "--eval-prompt-data a": ["--eval-prompt-data a", "pairs"],
+    "--eval-prompt-data a/b x.jsonl": ["a/b", "letters"],
+    "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2": ["3 rollout GPUs", "multiple of 2"],
+    "--apply-chat-template-kwargs x": ["--apply-chat-template-kwargs x", "JSON"],
+    "--sglang-mem-fracton-static 1": ["--sglang-mem-fracton-static", "'--sglang-mem-fraction-static'"],
+    "--sglang-tp-size 2": ["--sglang-tp-size", "rollout.tp"],
+    "--sglang-enable-mixed-chunk maybe": ["--sglang-enable-mixed-chunk maybe", "true, false"],
+    "--num-layers 4": ["--num-layers", "config.json"],
+    "--cfg all": ["--cfg all", "job"],
+}
+
+
+def test_a_script_of_slime_runs_as_it_is(argv: list[str]) -> None:
+    cfg = load_config([*argv, *shlex.split(SLIME_SCRIPT)], files=False)
+    for key, value in EXPECTED.items():
+        group, _, name = key.partition(".")
+        assert getattr(getattr(cfg, group), name) == value, key
+
+
+@pytest.mark.parametrize(("line", "override"), ONE_BY_ONE.items(), ids=list(ONE_BY_ONE))
+def test_a_flag_sets_its_key(line: str, override: str) -> None:
+    assert override in translate(line.split(" ")).overrides
+
+
+@pytest.mark.parametrize(("line", "words"), REFUSALS.items(), ids=list(REFUSALS))
+def test_what_is_not_understood_is_refused(line: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate(line.split(" "))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_no_flag_of_a_missing_feature_is_eaten(flag: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{flag} is not supported yet"):
+        translate([flag, "1"])
+
+
+def test_flags_point_at_keys_that_exist() -> None:
+    targets = [key for key, _ in (VALUES | LISTS | SWITCHES).values()]
+    targets += [key for keys in COMBINED.values() for key in keys if key != "algo"]
+    assert [key for key in targets if key not in known_keys()] == []
+    assert len(known_flags()) >= 60
+    assert not set(REFUSED) & set(known_flags())
+
+
+def test_always_means_no_key() -> None:
+    for flag, (only, _) in ALWAYS.items():
+        assert translate([flag] if only is None else [flag, only]).overrides == ()
+
+
+def test_a_key_given_outright_wins_over_combined_flags(argv: list[str]) -> None:
+    cfg = load_config([*argv, "rollout.num_engines=3", "--rollout-num-gpus", "4"], files=False)
+    assert (cfg.rollout.num_engines, cfg.placement.mode) == (3, "split")
+
+
+def test_the_last_of_repeated_flags_wins(argv: list[str]) -> None:
+    line = ["--lr", "1", "--lr", "2", "--rollout-num-gpus-per-engine", "1", "--rollout-num-gpus-per-engine", "2"]
+    cfg = load_config([*argv, *line, "--rollout-num-gpus", "4"], files=False)
+    assert (cfg.optim.lr, cfg.rollout.num_engines, cfg.rollout.tp) == (2.0, 2, 2)
+
+
+def test_actions() -> None:
+    assert translate(["--plan", "a=b"]).action == "plan"
+    assert translate(["--doctor"]).action == "doctor"
+    assert translate(["--cfg", "job"]).action == "show"
+    assert (translate(["--help", "rollout"]).action, translate(["--help", "rollout"]).topic) == ("help", "rollout")
+    assert translate(["-h"]).action == "help"
+    assert translate([]).action == "train"
+
+
+def test_help_names_every_key_flag_and_recipe() -> None:
+    text = render_help()
+    assert [name for name in [*known_keys(), *known_flags(), "+recipe=quickstart"] if name not in text] == []
+    assert "placement.mode" in render_help("placement")
+    assert "rollout.tp" not in render_help("placement")
+    with pytest.raises(ConfigError, match=r"--help rolout.*'rollout'"):
+        render_help("rolout")
+
+
+def test_flag_of_a_key() -> None:
+    assert flag_of("model.hf_checkpoint") == "--hf-checkpoint"
+    assert flag_of("evaluation.datasets") == "--eval-prompt-data"
+    assert flag_of("run.prepare") is None

@@ -1,0 +1,173 @@
+"""Command line -> sealed tree: composition, quoting, round trip, and what must not be imported on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_like.config.algo import DrGrpoConfig, GrpoConfig, ReinforcePlusPlusConfig, SftConfig
+from slime_like.config.flags import render
+from slime_like.config.known import ALGORITHMS, known_keys
+from slime_like.config.load import from_yaml, load_config, load_prepared, show, to_yaml
+from slime_like.config.paths import config_folder
+from slime_like.config.root import TrainConfig
+from slime_like.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(path.stem for path in (config_folder() / "recipe").glob("*.yaml"))
+HEAVY = ("torch", "ray", "megatron", "sglang", "transformers", "datasets")
+SFT = ["algo=sft", "rollout.n_samples_per_prompt=1"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_loads_and_reads_back(recipe: str) -> None:
+    cfg = load_config([f"+recipe={recipe}"], files=False)
+    assert cfg.run.name == recipe
+    assert from_yaml(to_yaml(cfg)) == cfg
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_has_a_file_and_loads(name: str, argv: list[str]) -> None:
+    assert (config_folder() / "algo" / f"{name}.yaml").is_file()
+    cfg = load_config([*argv, *(SFT if name == "sft" else [f"algo={name}"])])
+    assert type(cfg.algo) is ALGORITHMS[name]
+    assert cfg.algo.name == name
+
+
+def test_there_is_a_schema_for_each_algorithm_file() -> None:
+    assert {path.stem for path in (config_folder() / "algo").glob("*.yaml")} == set(ALGORITHMS)
+    assert {GrpoConfig, DrGrpoConfig, ReinforcePlusPlusConfig, SftConfig} == set(ALGORITHMS.values())
+
+
+def test_new_keys_are_a_decision() -> None:
+    """Change keys.txt on purpose: python -c 'from slime_like.config.known import *; print(*sorted(known_keys()), sep="\\n")'"""
+    frozen = (Path(__file__).parent / "keys.txt").read_text().split()
+    assert sorted(known_keys()) == frozen
+
+
+def test_every_key_has_help() -> None:
+    assert [key for key, item in known_keys().items() if not item.metadata.get("help", "").endswith((".", ")"))] == []
+
+
+def test_overrides_win_over_recipe_and_keep_their_type(argv: list[str]) -> None:
+    cfg = load_config(
+        [*argv, "+recipe=quickstart", "optim.lr=2", "rollout.filters=[nonzero_std,completed]"], files=False
+    )
+    assert (cfg.optim.lr, type(cfg.optim.lr)) == (2.0, float)
+    assert cfg.rollout.filters == ["nonzero_std", "completed"]
+    assert load_config([*argv, "recipe=quickstart"], files=False).run.name == "quickstart"
+
+
+@pytest.mark.parametrize("path", ["a.jsonl@[0:100]", "a b.jsonl", "it's,odd=1.jsonl", "C\\d\\", "a.jsonl@[-5:]", "{x}"])
+def test_paths_need_no_quotes(path: str, argv: list[str]) -> None:
+    cfg = load_config([*argv, f"data.train={path}", f"evaluation.datasets.held-out={path}"], files=False)
+    assert cfg.data.train == path
+    assert cfg.evaluation.datasets == {"held-out": path}
+
+
+@given(st.text())
+def test_rendered_text_survives_hydras_grammar(text: str) -> None:
+    assert OverridesParser.create().parse_override(f"k={render(text)}").value() == text
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False), st.lists, max_leaves=8))
+def test_rendered_values_survive_hydras_grammar(value: object) -> None:
+    assert OverridesParser.create().parse_override(f"k={render(value)}").value() == value
+
+
+def test_free_mappings_are_replaced_whole_or_set_key_by_key(argv: list[str]) -> None:
+    argv = [*argv, "rollout.sglang.mem_fraction_static=0.5", "+rollout.sglang.page_size=16"]
+    assert load_config(argv).rollout.sglang == {"mem_fraction_static": 0.5, "page_size": 16}
+    assert load_config([*argv, "rollout.sglang={page_size: 1}"]).rollout.sglang == {"page_size": 1}
+    recipe = ["+recipe=quickstart", "evaluation.datasets={}"]
+    assert load_config(recipe, files=False).evaluation.datasets == {}
+
+
+def test_interpolation_reaches_other_keys(argv: list[str]) -> None:
+    assert load_config([*argv, "run.name=a"]).run.dir == "runs/a"
+    assert load_config([*argv, "run.name=a", "run.dir=/tmp/${run.name}_x"]).run.dir == "/tmp/a_x"
+
+
+def test_own_recipes_by_config_dir(tmp_path: Path, argv: list[str]) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\nrollout: {batch_size: 6, sglang: {page_size: 16}}\n"
+    )
+    cfg = load_config([*argv, "--config-dir", str(tmp_path), "+recipe=mine"])
+    assert (cfg.rollout.batch_size, cfg.rollout.sglang) == (6, {"page_size": 16})
+
+
+def test_sealed_after_load_and_after_pickling(argv: list[str]) -> None:
+    for cfg in (load_config(argv), pickle.loads(pickle.dumps(load_config(argv)))):  # noqa: S301 - made on the line above
+        for group in (cfg, cfg.optim, cfg.algo, cfg.run):
+            with pytest.raises(AttributeError, match="sealed"):
+                group.name = "x"
+        assert dataclasses.replace(cfg.optim, lr=3.0).lr == 3.0
+
+
+def test_round_trip_of_every_algorithm(argv: list[str]) -> None:
+    for extra in (SFT, ["algo=reinforce_pp", "algo.kl_coef=0.1"], ["rollout.sglang.page_size=1", "optim.lr=1e-6"]):
+        cfg = load_config([*argv, *extra])
+        assert from_yaml(to_yaml(cfg), files=True) == cfg
+        assert isinstance(from_yaml(to_yaml(cfg)), TrainConfig)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("algo: {name: grpo}\nrollout: {bach_size: 3}", ["rollout.bach_size", "'rollout.batch_size'"]),
+        ("algo: {name: grop}", ["algo.name", "'grop'"]),
+        ("algo: [", ["not valid YAML"]),
+        ("3", ["algo.name"]),
+    ],
+)
+def test_a_damaged_saved_configuration_is_named(text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_yaml(text)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_show_prints_missing_keys_too() -> None:
+    text = show(["rollout.batch_size=7"])
+    assert "hf_checkpoint: ???" in text
+    assert "batch_size: 7" in text
+
+
+def test_prepare_runs_before_files_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "make_inputs.py").write_text(
+        "from pathlib import Path\n"
+        "from tests.config.model_folder import write_model\n"
+        "def make(cfg):\n"
+        "    write_model(Path(cfg.model.hf_checkpoint))\n"
+        "    Path(cfg.data.train).write_text('{}')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    argv = [f"model.hf_checkpoint={tmp_path}/m", f"data.train={tmp_path}/d.jsonl", "run.prepare=make_inputs:make"]
+    assert load_prepared(argv).run.prepare == "make_inputs:make"
+    with pytest.raises(ConfigError, match=r"run.prepare='make_inputs:mke'.*did you mean 'make'"):
+        load_prepared([*argv, "run.prepare=make_inputs:mke"])
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from slime_like.config.load import load_config; load_config(['+recipe=quickstart'], files=False)",
+        "import train; assert train.main(['--help']) == 0",
+        "import train; assert train.main(['+recipe=quickstart_async', '--plan']) == 0",
+    ],
+    ids=["load", "help", "plan"],
+)
+def test_nothing_heavy_is_imported(statement: str) -> None:
+    code = f"import sys; {statement}; print([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"

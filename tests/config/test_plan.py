@@ -1,0 +1,168 @@
+"""The plan: every open value settled with a reason, and a machine that is too small refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime_like.cluster import machine as machine_module
+from slime_like.cluster.machine import Machine, probe_machine, visible
+from slime_like.cluster.plan import Plan, make_plan
+from slime_like.cluster.plan_view import render_plan, show_plan
+from slime_like.config.load import load_config
+from slime_like.errors import ConfigError
+
+LAPTOP = Machine(0, 2, 16 * 2**30, ())
+SERVER = Machine(8, 64, 512 * 2**30, ("H100",) * 8)
+
+
+@pytest.fixture
+def plan(argv: list[str]):
+    def make(*extra: str, machine: Machine = LAPTOP) -> Plan:
+        return make_plan(load_config([*argv, *extra]), machine)
+
+    return make
+
+
+def test_every_auto_is_resolved_on_a_laptop(plan) -> None:
+    made = plan()
+    assert (made.device, made.actor.dtype, made.actor.model.dtype) == ("cpu", "float32", "float32")
+    assert (made.transport.kind, made.transport.backend) == ("tensor", "gloo")
+    assert made.actor.model.family == "qwen3"
+    assert made.actor.model.ref_checkpoint == made.actor.model.hf_checkpoint
+    assert made.max_context_len == made.engines[0].context_length == 2048
+    assert (made.samples_per_rollout, made.samples_per_step) == (256, 256)
+    assert made.actor.optim.decay_steps == made.actor.num_steps == 100
+    assert made.probe_tolerance == 1e-4
+    assert made.num_gpus == 0
+    assert "auto" not in {decision.value for decision in made.decisions}
+    settled = {decision.key for decision in made.decisions}
+    assert {"placement.device", "model.dtype", "weights.transport", "loop.global_batch_size"} <= settled
+    assert all(decision.reason for decision in made.decisions)
+
+
+def test_a_server_gets_cuda_and_bfloat16(plan) -> None:
+    made = plan("parallel.tp=2", "parallel.pp=2", "placement.actor_num_gpus_per_node=8", machine=SERVER)
+    assert (made.device, made.actor.dtype, made.probe_tolerance, made.transport.backend) == (
+        "cuda",
+        "bfloat16",
+        0.15,
+        "nccl",
+    )
+    layout = made.actor.layout
+    assert (layout.tp, layout.pp, layout.dp, layout.world_size, layout.sequence_parallel) == (2, 2, 2, 8, True)
+    assert made.roles[0].devices == tuple((i,) for i in range(8))
+    assert made.roles[1].devices == ((0,),)
+    assert made.num_gpus == 8
+
+
+def test_split_engines_follow_the_trainer(plan) -> None:
+    made = plan("placement.mode=split", "parallel.tp=4", "rollout.num_engines=2", "rollout.tp=2", machine=SERVER)
+    assert made.roles[1].devices == ((4, 5), (6, 7))
+    assert (made.transport.kind, made.colocated, made.num_gpus) == ("broadcast", False, 8)
+
+
+def test_explicit_values_stay(plan) -> None:
+    made = plan(
+        "model.dtype=bfloat16", "weights.probe_tolerance=0.5", "rollout.max_context_len=1500", "weights.bucket_mb=2"
+    )
+    assert (made.actor.dtype, made.probe_tolerance, made.max_context_len) == ("bfloat16", 0.5, 1500)
+    assert made.transport.max_bytes == 2 * 2**20
+    keys = {decision.key for decision in made.decisions}
+    assert not keys & {"model.dtype", "weights.probe_tolerance", "rollout.max_context_len"}
+
+
+def test_modes_leave_out_what_they_do_not_need(plan, tmp_path: Path) -> None:
+    rollout_only = plan("run.mode=rollout_only", "placement.mode=split", machine=SERVER)
+    assert [role.name for role in rollout_only.roles] == ["engine"]
+    assert (rollout_only.needs_trainer, rollout_only.roles[0].devices, rollout_only.colocated) == (False, ((0,),), True)
+    train_only = plan("run.mode=train_only", f"run.replay_from={tmp_path}")
+    assert (train_only.needs_engines, [role.name for role in train_only.roles]) == (False, ["trainer"])
+    sft = plan("algo=sft", "rollout.n_samples_per_prompt=1", "rollout.temperature=0.7")
+    assert (sft.needs_engines, sft.actor.temperature) == (False, 1.0)
+
+
+def test_scores_follow_the_algorithm(plan) -> None:
+    assert not plan().actor.needs_reference
+    assert plan("algo.kl_loss_coef=0.1").actor.needs_reference
+    assert plan("algo=reinforce_pp", "algo.kl_coef=0.1").actor.needs_reference
+    assert plan("loop.steps_per_rollout=2").actor.needs_old_logprobs
+
+
+def test_threads_are_shared_by_processes_that_run_at_once(plan) -> None:
+    machine = Machine(0, 8, 64 * 2**30, ())
+    assert plan(machine=machine).threads_per_process == 8
+    assert plan("placement.mode=split", "parallel.tp=2", machine=machine).threads_per_process == 4
+    overlap = plan(
+        "placement.mode=split", "parallel.tp=2", "rollout.num_engines=2", "loop.max_staleness=1", machine=machine
+    )
+    assert overlap.threads_per_process == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "machine", "words"),
+    [
+        (["placement.device=cuda"], LAPTOP, ["placement.device=cuda", "no GPU", "placement.device=cpu"]),
+        (
+            ["rollout.num_engines=2"],
+            SERVER,
+            ["rollout.num_engines 2 * rollout.tp 1 = 2 GPUs", "has 1", "rollout.num_engines=1"],
+        ),
+        (
+            ["placement.mode=split", "parallel.tp=4", "parallel.pp=2", "rollout.num_engines=2"],
+            SERVER,
+            ["needs 10 GPUs", "trainers 8, engines 2", "8 are visible"],
+        ),
+        (["rollout.num_engines=100"], LAPTOP, ["GiB of memory", "101 processes", "16.0 GiB"]),
+    ],
+)
+def test_a_machine_that_is_too_small_is_refused(plan, extra: list[str], machine: Machine, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(*extra, machine=machine)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_model_that_prepare_has_yet_to_make_can_be_planned(argv: list[str]) -> None:
+    argv = ["model.hf_checkpoint=/no/such", "data.train=x.jsonl", "run.prepare=a:b"]
+    with pytest.raises(ConfigError, match=r"set rollout\.max_context_len"):
+        show_plan(argv)
+    text = show_plan([*argv, "rollout.max_response_len=8", "rollout.max_context_len=64"])
+    assert "made by run.prepare" in text
+
+
+def test_the_printed_plan_names_numbers_and_reasons(argv: list[str]) -> None:
+    cfg = load_config(
+        [*argv, "parallel.tp=2", "placement.mode=split", "loop.steps_per_rollout=2", "algo.kl_loss_coef=0.1"]
+    )
+    text = render_plan(cfg, make_plan(cfg, SERVER), SERVER)
+    for words in (
+        "split on cuda, 3 GPUs",
+        "2 x (tp 2 * pp 1 * cp 1 * dp 1) on GPUs 0 1",
+        "1 x (tp 1 each, context 2048) on GPUs 2",
+        "32 * n_samples_per_prompt 8 = 256 = global_batch_size 128 * steps_per_rollout 2",
+        "log-probabilities used: rollout, old, reference",
+        "weights.transport",
+        "placement.mode is split",
+    ):
+        assert words in text, text
+
+
+@pytest.mark.parametrize(
+    ("variable", "left"),
+    [(None, 3), ("", 0), ("-1", 0), ("1,2", 2), ("0,7,1", 1), ("GPU-8932,GPU-1", 2)],
+)
+def test_cuda_visible_devices(variable: str | None, left: int) -> None:
+    assert len(visible(("A", "B", "C"), variable)) == left
+
+
+def test_this_machine_is_probed() -> None:
+    found = probe_machine()
+    assert found.cpu_count >= 1
+    assert found.memory_bytes > 2**30
+    assert len(found.gpu_names) == found.num_gpus
+
+
+def test_gpus_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_module, "GPU_QUERY", ("/no/such/program",))
+    assert len(machine_module.gpu_names()) == len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
