@@ -67,9 +67,7 @@ def _version(text: Any) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise EngineError(
-            f"engine serves weight version {text!r}, which is not a number: was it started by us?"
-        ) from error
+        raise EngineError(f"engine serves weight version {text!r}, not a number: who else pushes to it?") from error
 
 
 def _field(item: Any, name: str) -> Any:

@@ -46,7 +46,6 @@ class Launch:
     admin_key: str
     host: str
     port: int
-    internal_port: int
 
 
 class PortLease:
@@ -83,7 +82,7 @@ class EngineServer:
         self._admin_key = admin_key
         self._host = host
         self._process: subprocess.Popen[bytes] | None = None
-        self._leases: list[PortLease] = []
+        self._lease: PortLease | None = None
         self._scratch: str | None = None
         self.url = ""
 
@@ -98,11 +97,10 @@ class EngineServer:
         """Spawn the server and return at once."""
         if self._process is not None:
             raise EngineError(f"engine at {self.url} was started before; make a new EngineServer")
-        self._leases = [PortLease(self._host), PortLease(self._host)]
-        port, internal_port = (lease.port for lease in self._leases)
-        self.url = f"http://{self._host}:{port}"
+        self._lease = PortLease(self._host)
+        self.url = f"http://{self._host}:{self._lease.port}"
         self._scratch = tempfile.mkdtemp(prefix="slime_like-engine-")
-        launch = Launch(self._spec, self._admin_key, self._host, port, internal_port)
+        launch = Launch(self._spec, self._admin_key, self._host, self._lease.port)
         Path(self._spec.log_path).parent.mkdir(parents=True, exist_ok=True)
         with open(
             os.open(self._spec.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab"
@@ -165,9 +163,8 @@ class EngineServer:
             self._process.wait()
             assert self._process.stdin is not None
             self._process.stdin.close()
-        for lease in self._leases:
-            lease.release()
-        self._leases = []
+        if self._lease is not None:
+            self._lease.release()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -208,11 +205,14 @@ def child_environment(spec: EngineSpec, scratch: str) -> dict[str, str]:
     if spec.device == "cpu":
         seams.insert(0, "cpu")
         environment |= {"SGLANG_PLATFORM": "slime_like_cpu", "CUDA_VISIBLE_DEVICES": ""}
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # SGLang compiles a few small functions: seconds, and a C++ compiler
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("GOMP_SPINCOUNT", "0")  # waiting threads must not take the other processes' cores
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one engine are on one machine
     environment |= {
         SEAMS: ",".join(seams),
         "TMPDIR": scratch,
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",  # no port, open to all, to meet at
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # longer than the client's, which reuses connections
     }
@@ -244,7 +244,6 @@ def server_arguments(launch: Launch) -> dict[str, Any]:
     identity = {
         "host": launch.host,
         "port": launch.port,
-        "nccl_port": launch.internal_port,
         "api_key": launch.admin_key,
         "admin_api_key": launch.admin_key,
     }

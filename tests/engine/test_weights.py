@@ -151,20 +151,18 @@ def test_an_update_needs_a_paused_engine(engine: Engine) -> None:
 
 def test_requests_in_flight_go_on_under_new_weights(engine: Engine, models: Models) -> None:
     """Each token is of the weights its span names, and so is the KV of the whole prefix it was sampled after."""
-    ids, new = prompt(20, seed=9), 220
+    ids = prompt(20, seed=9)
 
     async def push_in_flight() -> list[Completion]:
-        request = asyncio.create_task(engine.client.generate(ids, [1, 2, 3], sampled(tokens=new)))
-        version = 0
-        while not request.done():
-            version += 1
+        request = asyncio.create_task(engine.client.generate(ids, [1, 2, 3], sampled(tokens=220)))
+        for version in (1, 2):
+            await engine.client.generate(ids, [9], sampled(tokens=8))  # by then the others have tokens too
             await engine.push(models.tensors("AB"[version % 2]), version)
         return await request
 
     for completion in engine.run(push_in_flight()):
-        assert len(completion.versions) > 1
-        assert len(completion.token_ids) == new
-        whole = np.concatenate([ids, completion.token_ids])
+        assert [version for *_, version in completion.versions] == [0, 1, 2]
+        whole, new = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
         by_name = {name: models.logprobs(name, whole, 1.0)[-new:] for name in "AB"}
         expected = np.concatenate([by_name["AB"[v % 2]][start:stop] for start, stop, v in completion.versions])
         np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)

@@ -1,0 +1,78 @@
+"""Batched attention over a paged KV pool, against a loop over requests in float64."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+KV_HEADS, GROUP, DIM, SLOTS, WIDTH = 2, 3, 8, 400, 64
+
+
+def backend(**pools: Any) -> Any:
+    """The backend; imported here, as importing SGLang takes seconds that other tests should not wait for."""
+    from slime_like_plugins.sglang_cpu.attention import BatchedAttention
+
+    return BatchedAttention(SimpleNamespace(**pools))
+
+
+def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prefix: int) -> torch.Tensor:
+    """q [Q, H, D] after ``prefix`` cached tokens, keys and values [L, K, D] -> [Q, H, D]."""
+    q, keys, values = q.double(), keys.double(), values.double()
+    out = torch.empty_like(q)
+    for position in range(q.shape[0]):
+        seen = prefix + position + 1
+        for head in range(q.shape[1]):
+            weights = torch.softmax(keys[:seen, head // GROUP] @ q[position, head] / math.sqrt(DIM), 0)
+            out[position, head] = weights @ values[:seen, head // GROUP]
+    return out
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6), st.booleans())
+def test_any_mix_of_lengths(requests: list[tuple[int, int]], decode: bool) -> None:
+    generator = torch.Generator().manual_seed(len(requests))
+    new = [1 if decode else n for n, _ in requests]
+    prefix = [p + n - 1 if decode else p for n, p in requests]
+    total = [n + p for n, p in zip(new, prefix, strict=True)]
+    slots = torch.randperm(SLOTS, generator=generator)[: sum(total)].split(total)
+    table = torch.zeros(9, WIDTH, dtype=torch.int32)
+    rows = torch.randperm(9, generator=generator)[: len(new)]
+    for row, mine in zip(rows, slots, strict=True):
+        table[row, : len(mine)] = mine.int()
+    keys, values = (torch.randn(SLOTS, KV_HEADS, DIM, generator=generator) for _ in range(2))
+    batched = backend(
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda _: keys, get_value_buffer=lambda _: values),
+    )
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: decode)
+    batch = SimpleNamespace(
+        forward_mode=mode,
+        batch_size=len(new),
+        req_pool_indices=rows,
+        seq_lens_cpu=torch.tensor(total),
+        extend_seq_lens_cpu=new,
+        extend_prefix_lens_cpu=prefix,
+    )
+    batched.init_forward_metadata(batch)
+    layer = SimpleNamespace(
+        layer_id=0, tp_q_head_num=KV_HEADS * GROUP, qk_head_dim=DIM, v_head_dim=DIM, scaling=DIM**-0.5
+    )
+    layer.sliding_window_size, layer.is_cross_attention = -1, False
+    q = torch.randn(sum(new), KV_HEADS * GROUP * DIM, generator=generator)
+    out = batched.forward_extend(q, q, q, layer, batch, save_kv_cache=False)
+    parts = q.view(-1, KV_HEADS * GROUP, DIM).split(new)
+    expected = [reference(part, keys[s], values[s], p) for part, s, p in zip(parts, slots, prefix, strict=True)]
+    torch.testing.assert_close(out.double(), torch.cat(expected).view_as(out), atol=2e-6, rtol=1e-5)
+
+
+def test_a_layer_it_does_not_know_is_refused() -> None:
+    batched = backend(req_to_token_pool=None, token_to_kv_pool=None)
+    layer = SimpleNamespace(sliding_window_size=128, is_cross_attention=False, qk_head_dim=8, v_head_dim=8, layer_id=5)
+    with pytest.raises(NotImplementedError, match="layer 5 is not plain causal self-attention"):
+        batched.forward_extend(torch.zeros(1, 8), torch.zeros(1, 8), torch.zeros(1, 8), layer, None)

@@ -1,0 +1,236 @@
+"""The parts of the engine side that need no engine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_like.config.resolved import EngineSpec
+from slime_like.errors import EngineError
+from slime_like.rollout import server
+from slime_like.rollout.replies import completions, error_text, scores
+from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
+from slime_like_plugins.sglang_hooks import Hook, install, problem, replace_attribute
+from slime_like_plugins.weight_commit.poison import complaint, poison, unwritten
+
+SPEC = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 10, 10)
+
+
+# ---- replies ---------------------------------------------------------------------------------------------------------
+def answer(**changes: Any) -> dict[str, Any]:
+    """One sample as SGLang answers it."""
+    meta = {
+        "finish_reason": {"type": "length", "length": 3},
+        "output_token_logprobs": [[-0.5, 7, None], [-1.5, 8, None], [-2.5, 9, None]],
+        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}],
+    }
+    return {"output_ids": [7, 8, 9], "meta_info": meta | changes}
+
+
+def test_a_reply_becomes_columns() -> None:
+    (completion,) = completions([answer()], 1)
+    np.testing.assert_array_equal(completion.token_ids, np.array([7, 8, 9], np.int32), strict=True)
+    np.testing.assert_array_equal(completion.logprobs, np.array([-0.5, -1.5, -2.5], np.float32), strict=True)
+    assert completion.versions == ((0, 1, 3), (1, 3, 4))
+    assert completion.finish == "length"
+
+
+def test_an_aborted_sample_without_tokens_has_no_span() -> None:
+    meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": []}
+    (completion,) = completions(
+        [{"output_ids": [], "meta_info": meta | {"weight_versions": [{"version": "3", "start": 0, "end": 0}]}}], 1
+    )
+    assert (len(completion.token_ids), completion.versions, completion.finish) == (0, (), "abort")
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ({"error": "x"}, "asked for 1 samples and answered"),
+        ([answer(), answer()], "asked for 1 samples"),
+        ([{"text": "hi"}], "without 'output_ids'"),
+        ([answer(output_token_logprobs=[[-0.5, 7, None]])], "3 tokens with 1 log-probabilities"),
+        ([answer(weight_versions=[{"version": "default", "start": 0, "end": 3}])], "'default', not a number"),
+    ],
+)
+def test_a_reply_that_is_not_an_answer_is_an_engine_error(reply: Any, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        completions(reply, 1)
+
+
+def test_scores_leave_out_the_first_token_and_count_the_rest() -> None:
+    item = {"meta_info": {"input_token_logprobs": [[None, 4, None], [-0.25, 5, None]]}}
+    np.testing.assert_array_equal(scores([item], [2])[0], np.array([-0.25], np.float32), strict=True)
+    with pytest.raises(EngineError, match="scored 2 of 3 tokens"):
+        scores([item], [3])
+
+
+@pytest.mark.parametrize(
+    ("body", "reply", "text"),
+    [
+        (b"", {"error": {"message": "too long"}}, "HTTP 400: too long"),
+        (b"", {"success": False, "message": "no session"}, "HTTP 400: no session"),
+        (b"", {"detail": "paused"}, "HTTP 400: paused"),
+        (b"plain", None, "HTTP 400: plain"),
+        (b"", None, "HTTP 400: (no message)"),
+    ],
+)
+def test_the_engines_own_words_are_found(body: bytes, reply: Any, text: str) -> None:
+    assert error_text(400, body, reply) == text
+
+
+# ---- seeded sampling -------------------------------------------------------------------------------------------------
+def test_uniform_depends_on_seed_and_position_only_and_is_uniform() -> None:
+    seeds = torch.arange(-500, 500).repeat_interleave(20)
+    positions = torch.arange(20).repeat(1000)
+    u = uniform(seeds, positions)
+    order = torch.randperm(len(u), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(uniform(seeds[order], positions[order]), u[order])
+    assert u.min() >= 0
+    assert u.max() < 1
+    assert len(u.unique()) == len(u)
+    counts = torch.histc(u, bins=50, min=0, max=1)
+    assert ((counts - 400) ** 2 / 400).sum() < 95  # chi-square, 49 degrees of freedom, p < 1e-4
+
+
+@given(st.integers(1, 700), st.integers(0, 2**31), st.floats(0, 1, exclude_max=True))
+def test_draw_inverts_the_distribution_and_never_draws_weight_zero(vocabulary: int, seed: int, u: float) -> None:
+    generator = np.random.default_rng(seed)
+    weights = generator.random((2, vocabulary)) * (generator.random((2, vocabulary)) < 0.5)
+    weights[:, generator.integers(vocabulary)] += 0.1
+    exact = torch.from_numpy(weights)  # float64 reference
+    tokens = draw(exact.float(), torch.tensor([u, 1 - 2**-53], dtype=torch.float64))
+    assert (exact[[0, 1], tokens] > 0).all()
+    sums = exact[0].cumsum(-1) / exact[0].sum()
+    token = int(tokens[0])
+    assert (float(sums[token - 1]) if token else 0.0) <= u + 1e-5
+    assert u <= float(sums[token]) + 1e-5
+
+
+def test_draws_follow_the_weights_over_seeds() -> None:
+    weights = torch.tensor([0.5, 0.0, 0.2, 0.3]).repeat(20_000, 1)
+    tokens = draw(weights, uniform(torch.arange(20_000), torch.full((20_000,), 3)))
+    frequencies = torch.bincount(tokens, minlength=4) / 20_000
+    torch.testing.assert_close(frequencies, weights[0], atol=0.015, rtol=0)
+    assert frequencies[1] == 0
+
+
+def test_nucleus_and_top_k_keep_what_sglang_keeps() -> None:
+    probs = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).repeat(3, 1)
+    kept, tokens = filtered(probs, torch.tensor([0.6, 1.0, 1.0]), torch.tensor([4, 2, 4]))
+    supports = [set(tokens[row][kept[row] > 0].tolist()) for row in range(3)]
+    assert supports == [{1, 3}, {1, 3}, {0, 1, 2, 3}]
+
+
+# ---- weight commit ---------------------------------------------------------------------------------------------------
+def test_poison_marks_floats_in_place_and_what_is_left_of_it_is_named() -> None:
+    parameters = {
+        "a": torch.ones(4, 2),
+        "steps": torch.ones(3, dtype=torch.int64),
+        "b": torch.ones(2, dtype=torch.bfloat16),
+    }
+    storage = parameters["a"].data_ptr()
+    poison(parameters.items())
+    parameters["a"][:3] = 0
+    assert parameters["a"].data_ptr() == storage
+    found = unwritten(parameters.items())
+    assert [str(item) for item in found] == ["a (2 of 8 elements)", "b (2 of 2 elements)"]
+    parameters["a"][3:], parameters["b"][:] = 0, 0
+    assert unwritten(parameters.items()) == []
+
+
+def test_the_complaint_names_ranks_and_counts() -> None:
+    parameters = [(f"p{i}", torch.full((1,), float("nan"))) for i in range(5)]
+    text = complaint([[], unwritten(parameters)])
+    assert text is not None
+    assert "rank 1: 5 parameters: p0 (1 of 1 elements), p1 (1 of 1 elements), p2 (1 of 1 elements) and 2 more" in text
+    assert complaint([[], []]) is None
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+def test_a_hook_on_something_renamed_is_found_out() -> None:
+    assert problem(Hook("os.path.no_such_function", "after", print)) == (
+        "os.path.no_such_function does not exist (module 'posixpath' has no attribute 'no_such_function')"
+    )
+    assert "is not wrapped by" in str(problem(Hook("os.path.join", "after", self_hook)))
+
+
+def self_hook(result: Any) -> Any:
+    """A hook that no one applied."""
+    return result
+
+
+def test_an_engine_whose_hook_is_gone_stops_naming_it() -> None:
+    """SGLang's registry logs and swallows this; SystemExit is what its loader of plugins lets through."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    gone = Hook("sglang.srt.utils.weight_versions.renamed", "after", self_hook)
+    try:
+        with pytest.raises(
+            SystemExit, match=r"plugin 'weight_commit' does not fit.*weight_versions\.renamed does not exist"
+        ):
+            install("weight_commit", [gone])
+    finally:
+        HookRegistry.reset()
+
+
+def test_a_touch_up_of_something_renamed_stops_too() -> None:
+    with pytest.raises(SystemExit, match=r"thing\.old does not exist"):
+        replace_attribute("cpu", SimpleNamespace(__name__="thing"), "old", 1)
+
+
+def test_entry_points_are_inert_and_light_unless_asked_for() -> None:
+    program = (
+        "import sys\n"
+        "from slime_like_plugins import rollout_sampling, sglang_cpu, weight_commit\n"
+        "assert sglang_cpu.activate() is None\n"
+        "for plugin in (sglang_cpu, rollout_sampling, weight_commit): plugin.load()\n"
+        "assert not {'torch', 'megatron', 'sglang'} & sys.modules.keys(), 'heavy import'\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != server.SEAMS}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+# ---- server ----------------------------------------------------------------------------------------------------------
+def test_ports_are_kept_apart_and_given_back() -> None:
+    leases = [server.PortLease("127.0.0.1") for _ in range(20)]
+    assert len({lease.port for lease in leases}) == 20
+    assert all(lease.port in server.PORTS for lease in leases)
+    for lease in leases:
+        lease.release()
+
+
+def test_arguments_of_the_run_cannot_be_overridden_and_others_can() -> None:
+    spec = replace(SPEC, sglang={"host": "0.0.0.0", "admin_api_key": "", "page_size": 8})
+    arguments = server.server_arguments(server.Launch(spec, "key", "127.0.0.1", 1))
+    assert (arguments["host"], arguments["admin_api_key"], arguments["api_key"]) == ("127.0.0.1", "key", "key")
+    assert arguments["page_size"] == 8
+
+
+def test_the_child_hears_of_our_seams_before_it_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    environment = server.child_environment(SPEC, "/scratch")
+    assert environment[server.SEAMS] == "cpu,weight_commit,rollout_sampling"
+    assert (environment["OMP_NUM_THREADS"], environment["GOMP_SPINCOUNT"]) == ("1", "0")
+    cuda = server.child_environment(replace(SPEC, device="cuda"), "/scratch")
+    assert cuda[server.SEAMS] == "weight_commit,rollout_sampling"
+    assert "SGLANG_PLATFORM" not in cuda
+
+
+def test_the_cause_of_death_stands_before_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("\n".join(["start", "", "Traceback (most recent call last):", "  x", "ValueError: no such model"]))
+    assert server.headline(server.last_lines(str(log))) == ": ValueError: no such model"
+    assert server.headline(["all is well"]) == ""
+    assert "no log" in server.last_lines(str(tmp_path / "missing"))[0]

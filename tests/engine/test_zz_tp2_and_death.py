@@ -1,0 +1,116 @@
+"""Two tensor-parallel ranks, and engines that die. Last: one engine is killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime_like.config.resolved import EngineSpec
+from slime_like.errors import EngineError
+from slime_like.rollout.server import EngineServer
+from tests.engine.conftest import Engine, Models, prompt, sampled
+
+pytestmark = pytest.mark.engine
+TOLERANCE = 1e-5
+
+
+def test_two_ranks_compute_what_transformers_computes(engine_tp2: Engine, models: Models) -> None:
+    ids = prompt(30)
+    for version, name in enumerate("AB"):
+        if version:
+            engine_tp2.run(engine_tp2.push(models.tensors(name), version))
+        completions = engine_tp2.run(engine_tp2.client.generate(ids, [1, 2, 3], sampled(0.7)))
+        assert len({tuple(c.token_ids.tolist()) for c in completions}) == 3
+        for completion in completions:
+            whole = np.concatenate([ids, completion.token_ids])
+            expected = models.logprobs(name, whole, 0.7)[-len(completion.token_ids) :]
+            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+        (scored,) = engine_tp2.run(engine_tp2.client.score([ids], 0.7))
+        np.testing.assert_allclose(scored, models.logprobs(name, ids, 0.7), atol=TOLERANCE)
+
+
+def test_a_commit_is_checked_on_every_rank(engine_tp2: Engine, models: Models) -> None:
+    tensors = models.tensors("A")
+    del tensors["model.layers.1.self_attn.o_proj.weight"]
+    name = r"model\.layers\.1\.self_attn\.o_proj\.weight \(2048 of 2048 elements\)"
+    with pytest.raises(EngineError, match=f"rank 0: 1 parameters: {name}; rank 1: 1 parameters: {name}"):
+        engine_tp2.run(engine_tp2.push(tensors, 2))
+    engine_tp2.run(engine_tp2.push(models.tensors("A"), 3))
+
+
+def test_an_engine_listens_on_loopback_only(engine_tp2: Engine) -> None:
+    pids = subprocess.run(["pgrep", "-g", str(engine_tp2.server.pid)], capture_output=True, text=True, check=True)
+    inodes = {
+        os.readlink(fd)
+        for pid in pids.stdout.split()
+        for fd in Path(f"/proc/{pid}/fd").iterdir()
+        if fd.is_symlink() and os.readlink(fd).startswith("socket:")
+    }
+    listening: list[str] = []
+    for table, loopback in (("tcp", "0100007F"), ("tcp6", "0" * 24 + "01000000")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                listening.append(fields[1])
+                assert fields[1].startswith(loopback), f"listens on {fields[1]}"
+    assert any(int(address.split(":")[1], 16) == int(engine_tp2.server.url.split(":")[-1]) for address in listening)
+
+
+def test_a_dead_engine_is_an_error_that_says_why(engine_tp2: Engine) -> None:
+    os.killpg(engine_tp2.server.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"engine tp2 at http.*/generate: .*was killed by SIGKILL; end of .*\.log"):
+        engine_tp2.run(engine_tp2.client.generate(prompt(3), [0], sampled()))
+    assert not engine_tp2.server.alive()
+    assert not engine_tp2.run(engine_tp2.client.health())
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    spec = EngineSpec(str(broken), "cpu", "float32", 1, 64, 0, str(tmp_path / "log"), 120, 10)
+    server = EngineServer(spec, admin_key="key")
+    server.start()
+    try:
+        with pytest.raises(EngineError, match=r"engine did not start: .*exited with code") as failure:
+            server.wait_ready()
+        assert str(broken) in str(failure.value)
+    finally:
+        server.stop()
+
+
+def test_an_engine_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """Also when that process is killed before the engine is ready."""
+    program = (
+        "import os, signal\n"
+        "from slime_like.config.resolved import EngineSpec\n"
+        "from slime_like.rollout.server import EngineServer\n"
+        f"spec = EngineSpec('nowhere', 'cpu', 'float32', 1, 64, 0, {str(tmp_path / 'log')!r}, 10, 10)\n"
+        "server = EngineServer(spec, admin_key='key')\n"
+        "server.start()\n"
+        "print(server.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    pidfd = os.pidfd_open(int(done.stdout)) if Path(f"/proc/{int(done.stdout)}").exists() else None
+    if pidfd is not None:
+        assert select.select([pidfd], [], [], 60)[0], "the engine outlived its parent"
+        os.close(pidfd)
+
+
+def test_nothing_is_left_of_it(engine_tp2: Engine) -> None:
+    engine_tp2.server.stop()
+    assert not Path(f"/proc/{engine_tp2.server.pid}").exists()
+    port = int(engine_tp2.server.url.split(":")[-1])
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
