@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,7 @@ def join_world(spec: ActorSpec, rank: int, world_size: int, address: tuple[str, 
     """Join the process group, unless this process is in one already, and return this rank's device."""
     device = torch.device("cuda", local_rank) if spec.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron overlaps by order of launch
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group(

@@ -53,8 +53,8 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(MegatronModule):
     """Causal grouped-query attention over packed sequences.
 
-    GPU: one variable-length flash kernel for all sequences. CPU: scaled dot product attention per sequence, which
-    beats a block-diagonal mask by the ratio of masked to unmasked scores.
+    In 16 bits on a GPU: one variable-length flash kernel for all sequences. Elsewhere: scaled dot product attention per
+    sequence, which beats a block-diagonal mask by the ratio of masked to unmasked scores.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """query [T, heads, dim], key and value [T, groups, dim] -> [T, heads * dim]."""
         assert isinstance(packed_seq_params, PackedRows) and attention_mask is None and attention_bias is None
-        attend = self._varlen if query.is_cuda else self._per_sequence
+        flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        attend = self._varlen if flash else self._per_sequence
         return attend(query, key, value, packed_seq_params).flatten(1)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:

@@ -55,7 +55,7 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
     from megatron.core.transformer import TransformerConfig
 
     layout, dtype = spec.layout, dtype_of(spec)
-    fields: dict[str, Any] = {
+    derived: dict[str, Any] = {
         **family.transformer_fields(),
         "num_layers": sum(len(block) for block in family.blocks()),
         "is_hybrid_model": True,
@@ -69,6 +69,8 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
         "bf16": dtype == torch.bfloat16,
         "calculate_per_token_loss": True,  # gradients are a sum over the optimizer step over one count of tokens
         "variable_seq_lengths": layout.pp > 1,  # packed rows differ in length
+    }
+    chosen: dict[str, Any] = {
         "moe_token_dispatcher_type": "alltoall",  # the default refuses rows that differ in length, even without experts
         "batch_p2p_comm": spec.device == "cuda",
         "perform_initialization": False,  # every weight is loaded
@@ -76,15 +78,20 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
         **_recompute(spec),
     }
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
-    for key in spec.model.megatron:
+    for key, value in spec.model.megatron.items():
         if key not in names:
             raise ConfigError(
                 f"model.megatron.{key} is no field of megatron-core's TransformerConfig: {nearest(key, names)}"
             )
+        if key in derived:
+            raise ConfigError(
+                f"model.megatron.{key}={value!r}: this field follows from config.json, parallel.* or model.dtype "
+                f"and is {derived[key]!r}; remove it"
+            )
     try:
         with warnings.catch_warnings():  # about defaults of its own CUDA graph fields
             warnings.filterwarnings("ignore", message="full scope is deprecated")
-            return TransformerConfig(**{**fields, **spec.model.megatron})
+            return TransformerConfig(**{**derived, **chosen, **spec.model.megatron})
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"model/parallel: megatron-core refuses this layout or model.megatron: {error}") from error
 

@@ -1,0 +1,90 @@
+"""TokenLayout: every token on exactly one context parallel rank, next tokens and sums per sequence as in the rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_like.train.megatron.layout import TokenLayout, token_layout
+
+lengths = st.lists(st.integers(1, 23), max_size=6)
+sizes = st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (3, 2)])
+
+
+def bounds(row: list[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(row)]).astype(np.int32)
+
+
+def ranks(row: list[int], tp: int, cp: int) -> list[TokenLayout]:
+    return [token_layout(bounds(row), tp=tp, cp=cp, cp_rank=r) for r in range(cp)]
+
+
+@given(lengths, sizes)
+def test_ranks_hold_every_token_once_and_equally_many(row: list[int], size: tuple[int, int]) -> None:
+    tp, cp = size
+    found = ranks(row, tp, cp)
+    indices = np.concatenate([layout.row_index for layout in found])
+    assert sorted(indices[indices >= 0]) == list(range(sum(row)))
+    local = {len(layout.row_index) for layout in found}
+    assert len(local) == 1 and local.pop() % tp == 0
+    padded = np.diff(found[0].padded_cu_seqlens)
+    assert (padded % (2 * cp if cp > 1 else 1) == 0).all()
+    assert len(found[0].position_ids) == padded.sum() == sum(len(layout.row_index) for layout in found)
+    assert len(found[0].position_ids) > 0
+
+
+@given(lengths, sizes)
+def test_positions_and_next_tokens_are_those_of_the_sequence(row: list[int], size: tuple[int, int]) -> None:
+    cu = bounds(row)
+    position = np.concatenate([np.arange(n) for n in row]) if row else np.zeros(0)
+    ends = set(cu[1:] - 1)
+    for layout in ranks(row, *size):
+        for local, index in enumerate(layout.row_index):
+            if index < 0:
+                assert layout.next_index[local] == -1
+                continue
+            assert layout.position_ids[layout.local_index[local]] == position[index]
+            assert layout.next_index[local] == (-1 if index in ends else index + 1)
+
+
+@given(lengths, sizes, st.randoms())
+def test_columns_predictions_and_segment_sums(row: list[int], size: tuple[int, int], random: object) -> None:
+    cu = bounds(row)
+    rng = np.random.default_rng(sum(row))
+    column = rng.normal(size=sum(row)).astype(np.float32)
+    mask = rng.random(sum(row)) < 0.5
+    sums = np.zeros(len(row), np.float32)
+    predicted: list[int] = []
+    for layout in ranks(row, *size):
+        taken = layout.take(column, 7)
+        inside = layout.row_index >= 0
+        assert (taken[inside] == column[layout.row_index[inside]]).all() and (taken[~inside] == 7).all()
+        following = layout.next_token(column, 7)
+        found = layout.predictions(mask)
+        assert (following[found.source] == column[found.target]).all()
+        predicted += found.target.tolist()
+        sums += layout.segment_sum(column[found.target], found.target)
+    first = np.zeros(sum(row), bool)
+    first[cu[:-1]] = True
+    wanted = mask & ~first
+    assert sorted(predicted) == np.flatnonzero(wanted).tolist()
+    expected = [column[a:b][wanted[a:b]].sum() for a, b in itertools.pairwise(cu)]
+    np.testing.assert_allclose(sums, expected, atol=1e-5)
+
+
+def test_padding_sequence_fills_up_to_tp() -> None:
+    layout = token_layout(bounds([3, 2]), tp=2)
+    assert layout.padded_cu_seqlens.tolist() == [0, 3, 5, 6]
+    assert layout.row_index.tolist() == [0, 1, 2, 3, 4, -1]
+    assert layout.next_index.tolist() == [1, 2, -1, 4, -1, -1]
+    assert layout.position_ids.tolist() == [0, 1, 2, 0, 1, 0]
+
+
+def test_context_parallel_ranks_hold_mirrored_chunks() -> None:
+    first, second = ranks([8], 1, 2)
+    assert first.row_index.tolist() == [0, 1, 6, 7]
+    assert second.row_index.tolist() == [2, 3, 4, 5]
+    assert first.next_index.tolist() == [1, 2, 7, -1]

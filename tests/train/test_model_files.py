@@ -1,0 +1,135 @@
+"""Families, HF folders and layouts: what is refused before a model is built, each by name; shards make the whole again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime_like.config.resolved import Layout
+from slime_like.errors import CheckpointError, ConfigError
+from slime_like.train.megatron.families.qwen3 import Qwen3
+from slime_like.train.megatron.groups import check_layout
+from slime_like.train.megatron.hf import HFFolder
+from slime_like.train.megatron.transformer_config import choose_family, pipeline_pattern
+from tests.train.models import VOCAB, make_spec
+
+
+@pytest.fixture
+def folder(models: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(models["untied"], tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_shards_merge_to_the_hf_tensors(models: dict[str, Path], kind: str, tp: int) -> None:
+    source = HFFolder(models[kind])
+    for key, weight in Qwen3(source.config(), tp).weights().items():
+        tensors = [source.tensor(n, s) for n, s in zip(weight.names, weight.shapes, strict=True)]
+        shards = [weight.split(tensors, tp, rank) for rank in range(tp)]
+        assert len({shard.shape for shard in shards}) == 1, key
+        for merged, tensor in zip(weight.merge(shards), tensors, strict=True):
+            assert torch.equal(merged, tensor), key
+
+
+def test_vocabulary_padding_does_not_depend_on_tp(models: dict[str, Path]) -> None:
+    hf = HFFolder(models["tied"]).config()
+    assert {Qwen3(hf, tp).padded_vocabulary for tp in (1, 2)} == {256}
+    assert VOCAB < 256
+
+
+def test_a_file_cut_short_is_named(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated or corrupt.*again"):
+        HFFolder(folder).tensor("model.norm.weight", (64,))
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tensor 'model\.layers\.9\.x' is missing"):
+        HFFolder(folder).tensor("model.layers.9.x", (1,))
+
+
+def test_a_shape_against_the_config_is_named(folder: Path) -> None:
+    edit_config(folder, intermediate_size=64)
+    source = HFFolder(folder)
+    weight = Qwen3(source.config(), 1).weights()["blocks.0.mlp.linear_fc1.weight"]
+    with pytest.raises(
+        CheckpointError, match=r"gate_proj\.weight has shape \(128, 64\) but config\.json implies \(64, 64\)"
+    ):
+        source.tensor(weight.names[0], weight.shapes[0])
+
+
+def test_a_missing_folder_names_its_key(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.hf_checkpoint=.*nowhere: no such folder"):
+        HFFolder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), r"config\.json: missing"),
+        (lambda f: (f / "config.json").write_text("{"), r"config\.json: not readable as JSON"),
+        (lambda f: (f / "config.json").write_text('{"model_type": "no_such"}'), "transformers cannot read it"),
+        (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor model.safetensors.index.json"),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"x": "gone.st"}}'),
+            r"gone\.st: missing",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_refused(folder: Path, damage: Any, message: str) -> None:
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        source = HFFolder(folder)
+        source.config()
+        source.tensor("x", (1,))
+
+
+def test_an_unknown_model_type_names_the_families(folder: Path) -> None:
+    edit_config(folder, model_type="llama")
+    with pytest.raises(ConfigError, match=r"model_type 'llama' has no family.*qwen3"):
+        choose_family(make_spec(folder, Layout()), HFFolder(folder).config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({"attention_bias": True}, 1, "attention_bias=True of a qwen3 model is not supported; only False"),
+        ({"hidden_act": "gelu"}, 1, "hidden_act='gelu'"),
+        ({}, 4, r"parallel\.tp=4 does not divide the model's num_key_value_heads=2"),
+    ],
+)
+def test_a_variant_or_layout_the_family_cannot_carry(folder: Path, changes: Any, tp: int, message: str) -> None:
+    edit_config(folder, **changes)
+    with pytest.raises(ConfigError, match=message):
+        Qwen3(HFFolder(folder).config(), tp)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "message"),
+    [
+        (Layout(tp=2, pp=2), 2, "needs 4 trainer ranks but there are 2"),
+        (Layout(cp=2), 2, r"parallel\.cp=2: context parallel attention is not supported yet"),
+        (Layout(ep=2, dp=2), 2, r"parallel\.ep=2"),
+    ],
+)
+def test_a_layout_that_cannot_run_is_refused(layout: Layout, world: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_layout(layout, world)
+
+
+def test_stages_get_whole_blocks() -> None:
+    assert pipeline_pattern(("*-",) * 5, 2) == "*-*-*-|*-*-"
+    with pytest.raises(ConfigError, match=r"parallel\.pp=3 is more than the model's 2"):
+        pipeline_pattern(("*-",) * 2, 3)

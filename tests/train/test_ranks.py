@@ -1,0 +1,40 @@
+"""The runner itself: results in order, a failing rank's traceback at once, a deadline."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.errors import DeadlineExceeded
+from tests.train.ranks import World, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def greet(world: World, word: str) -> str:
+    return f"{word} {world.rank} of {world.size}"
+
+
+def fail_on_one(world: World) -> None:
+    if world.rank == 1:
+        raise ValueError("the reason")
+    wait_for_ever(world)
+
+
+def wait_for_ever(world: World) -> None:
+    import threading
+
+    threading.Event().wait()
+
+
+def test_results_come_in_rank_order() -> None:
+    assert run_ranks("tests.train.test_ranks:greet", 2, "rank") == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def test_the_failing_rank_is_named_though_others_wait() -> None:
+    with pytest.raises(AssertionError, match=r"rank 1 of 2[\s\S]*the reason"):
+        run_ranks("tests.train.test_ranks:fail_on_one", 2)
+
+
+def test_a_rank_that_never_ends_meets_the_deadline() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[0\]"):
+        run_ranks("tests.train.test_ranks:wait_for_ever", 1, seconds=0.2)

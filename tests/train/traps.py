@@ -1,0 +1,148 @@
+"""Upstream traps on a rank: that ours is closed, and that the stock code still has it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime_like.config.algo import GrpoConfig, SftConfig
+from slime_like.config.resolved import Layout
+from slime_like.errors import SlimeLikeError
+from tests.train.jobs import Shared, make_actor
+from tests.train.lifecycle import batch, digest, train
+from tests.train.models import count_tokens
+from tests.train.parity import replaced
+from tests.train.ranks import World
+
+
+def stock(module: str, name: str) -> Any:
+    """What a patch took the place of."""
+    from slime_like.train.megatron import patches
+
+    return patches.STOCK[module, name]
+
+
+def outcome(function: Callable[[], Any]) -> str:
+    """``ok`` or the class of what was raised."""
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001 (that something is raised is what is asked)
+        return type(error).__name__
+    return "ok"
+
+
+def resume_with_torch_adamw(world: World, shared: Shared) -> dict[str, str]:
+    """What becomes of a run that is saved and resumed, with our AdamW and with the one megatron falls back to."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    with contextlib.ExitStack() as stack:
+        for module, names in (
+            (optimizer, ("Adam", "USING_PYTORCH_OPTIMIZER")),
+            (distrib_optimizer, ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER")),
+        ):
+            for name in names:
+                stack.enter_context(replaced(module, name, stock(module.__name__, name)))
+        upstream = outcome(lambda: _resume(world, shared, "stock"))
+    return {"ours": outcome(lambda: _resume(world, shared, "ours")), "torch AdamW": upstream}
+
+
+def _resume(world: World, shared: Shared, name: str) -> None:
+    """Raise unless the resumed run equals the uninterrupted one bit for bit."""
+    layout = Layout()
+    actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
+    train(actor, layout, 1)
+    actor.save(shared.scratch / name, 1)
+    train(actor, layout, 2)
+    train(actor, layout, 3)
+    resumed = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
+    resumed.load(shared.scratch / name)
+    train(resumed, layout, 2)
+    train(resumed, layout, 3)
+    if digest(resumed) != digest(actor):
+        raise ArithmeticError("another run")
+
+
+def host_touch_ups(world: World, shared: Shared) -> dict[str, str]:
+    """What the code that each touch-up replaces does on this machine."""
+    from megatron.core.tensor_parallel import random
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    clip = stock("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32")
+    x = torch.ones(3, requires_grad=True)
+    own = outcome(lambda: random.CheckpointWithoutOutput(fp8=False).checkpoint(torch.sin, x))
+    with replaced(random.CheckpointWithoutOutput, "__init__", stock("CheckpointWithoutOutput", "__init__")):
+        recompute = outcome(lambda: random.CheckpointWithoutOutput(fp8=False).checkpoint(torch.sin, x))
+    return {
+        "clip": outcome(lambda: clip([parameter], 1.0, 2.0)),
+        "rng": outcome(lambda: stock("megatron.core.tensor_parallel.random", "_get_cuda_rng_state")()),
+        "recompute": recompute,
+        "recompute with the patch": own,
+    }
+
+
+def fused_cross_entropy(world: World, shared: Shared) -> dict[str, float]:
+    """Largest relative error of the logits' gradient in float32, against float64."""
+    from megatron.core import parallel_state
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
+
+    make_actor(world, shared.models["tied"], Layout())  # for the process groups
+    group = parallel_state.get_tensor_model_parallel_group()
+    torch.manual_seed(0)
+    logits_NV, target_N = torch.randn(8, 50), torch.randint(0, 50, (8,))
+    exact = logits_NV.double().requires_grad_()
+    torch.log_softmax(exact, -1).gather(1, target_N[:, None]).sum().backward()
+    assert exact.grad is not None
+
+    def error(grad: torch.Tensor | None) -> float:
+        assert grad is not None and exact.grad is not None
+        return float((grad.double() - exact.grad).abs().max() / exact.grad.abs().max())
+
+    fused = logits_NV.clone().requires_grad_()
+    (-fused_vocab_parallel_cross_entropy(fused[:, None], target_N[:, None], group).sum()).backward()
+    own = logits_NV.clone().requires_grad_()  # an identity as projection makes hidden states logits
+    part = VocabularyPart(0, 50, group)
+    logprobs, _ = vocab_scores(own, torch.eye(50), target_N, part=part, temperature=1.0, chunk=3, entropy=False)
+    logprobs.sum().backward()
+    return {"fused": error(fused.grad), "ours": error(own.grad)}
+
+
+def decay(world: World, shared: Shared) -> dict[str, tuple[float, float]]:
+    """Smallest and largest factor by which a step without gradient changed norms and matrices."""
+    from slime_like.train.megatron.model import named_weights
+
+    actor = make_actor(world, shared.models["untied"], Layout(), optim={"lr": 0.01, "weight_decay": 0.5})
+    before = {key: p.detach().clone() for key, p in named_weights(actor.trainer.model)}
+    rows = [dataclasses.replace(r, advantages=np.zeros(len(r.sample_ids), np.float32)) for r in batch(1)]
+    actor.step([rows], [count_tokens(rows)])
+    factors: dict[str, list[torch.Tensor]] = {"norm": [], "matrix": []}
+    for key, parameter in named_weights(actor.trainer.model):
+        real = before[key] != 0  # the vocabulary's padding rows are 0
+        factors["norm" if "norm" in key else "matrix"].append((parameter.detach()[real] / before[key][real]).flatten())
+    return {kind: (float(torch.cat(f).min()), float(torch.cat(f).max())) for kind, f in factors.items()}
+
+
+def refused(world: World, shared: Shared) -> dict[str, str]:
+    """Messages of specs that cannot be built."""
+    specs: dict[str, dict[str, Any]] = {
+        "unknown field": {"model": {"megatron": {"layernorm_epsilom": 1e-5}}},
+        "unusable field": {"model": {"megatron": {"recompute_granularity": "some"}}},
+        "derived field": {"model": {"megatron": {"attention_dropout": 0.1}}},
+        "warm-up": {"optim": {"warmup_steps": 10, "schedule": "cosine"}},
+        "ref_checkpoint": {"model": {"ref_checkpoint": "/no/such/folder"}, "algo": GrpoConfig(kl_loss_coef=0.1)},
+    }
+    out: dict[str, str] = {}
+    for name, spec in specs.items():
+        try:
+            make_actor(world, shared.models["tied"], Layout(), **spec)
+        except SlimeLikeError as error:
+            out[name] = f"{type(error).__name__}: {error}"
+    return out
