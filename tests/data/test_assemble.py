@@ -103,6 +103,14 @@ def test_failures_are_never_read_for_logprobs() -> None:
     assert per_sample(step, "rollout_logprobs")[1] == [0.0, 0.0, 0.0]
 
 
+def test_the_first_token_of_a_sequence_is_never_trained() -> None:
+    """Nothing predicts it, also where a model wrote it."""
+    group = groups_of([[Shape((0, 3, 0, 0), 1.0, DONE)]])[0]
+    step = assemble([group], SPEC, 0).steps[0]
+    assert per_sample(step, "loss_weight") == {0: [0.0, 0.5, 0.5]}
+    assert per_sample(step, "versions") == {0: [3, 3, 3]}
+
+
 def test_an_episode_of_two_samples_counts_once() -> None:
     group = groups_of([[shape(0.0, response=2), shape(1.0, response=2), shape(2.0, response=4)]])[0]
     samples = tuple(replace(s, episode_id=min(s.episode_id, 1)) for s in group.samples)
@@ -149,6 +157,11 @@ def test_fewer_samples_than_ranks_names_the_keys() -> None:
 def test_a_step_of_failures_says_so() -> None:
     with pytest.raises(DataError, match=r"rollout 4, optimizer step 0: none of its 2 samples .+\(failed 2\)"):
         assemble(groups_of([[shape(0.0, Status.FAILED)] * 2]), SPEC, 4)
+
+
+def test_nothing_left_by_the_filters_says_so() -> None:
+    with pytest.raises(DataError, match=r"rollout 2 has no group to train on: rollout\.filters dropped all"):
+        assemble([], SPEC, 2)
 
 
 def test_a_sampled_token_without_logprob_is_refused() -> None:
