@@ -30,6 +30,7 @@ from urllib.request import urlopen
 from slime_like.config.resolved import EngineSpec
 from slime_like.deadline import Deadline
 from slime_like.errors import EngineError
+from slime_like.rollout.startup import other_models
 
 PORTS = range(15_000, 32_000)  # below Linux's ephemeral range, where an outgoing connection could take one
 POLL_S = 0.05
@@ -217,7 +218,7 @@ def child_environment(spec: EngineSpec, scratch: str) -> dict[str, str]:
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # longer than the client's, which reuses connections
     }
     if os.path.isdir(spec.model_path):
-        environment["HF_HUB_OFFLINE"] = "1"
+        environment |= {"HF_HUB_OFFLINE": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models(spec.model_path))}
     return environment
 
 
@@ -273,6 +274,7 @@ def main() -> None:
 
 def serve(arguments: dict[str, Any]) -> None:
     """Run SGLang in this process. Its plugins load first: they add choices that the arguments are checked against."""
+    sys.modules["megatron"] = None  # pyright: ignore[reportArgumentType]  SGLang's dumper takes a second to import it
     plugins: Any = importlib.import_module("sglang.srt.plugins")
     plugins.load_plugins()
     server_args: Any = importlib.import_module("sglang.srt.server_args")
