@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from slime_like.batch import Rows
-from slime_like.config.algo import AlgoConfig, SftConfig
+from slime_like.config.algo import AlgoConfig, GrpoConfig, SftConfig
 from slime_like.config.resolved import Layout
 from slime_like.errors import SlimeLikeError
 from slime_like.metrics.types import reduce_metrics
@@ -51,20 +51,22 @@ def save_then_continue(world: World, shared: Shared, layout: Layout, **spec: Any
     for seed in (1, 2):
         train(actor, layout, seed)
     actor.save(shared.scratch, 2)
+    drawn = float(torch.rand(()))
     children = [child.name for child in multiprocessing.active_children()]
     losses = [train(actor, layout, seed).get("train/loss") for seed in (3, 4)]
-    return {"losses": losses, "weights": digest(actor), "children": children}
+    return {"losses": losses, "weights": digest(actor), "children": children, "drawn": drawn}
 
 
 def resume(world: World, shared: Shared, saved_by: str, layout: Layout, lr: float = 1e-3) -> dict[str, Any]:
     """Load what ``saved_by`` saved and take the same two steps."""
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig(), optim={"lr": lr})
     iteration = actor.load(shared.scratch.with_name(saved_by.replace(" ", "_")))
-    version = actor.version
+    version, drawn = actor.version, float(torch.rand(()))
     metrics = [train(actor, layout, seed) for seed in (3, 4)]
     return {
         "iteration": iteration,
         "version": version,
+        "drawn": drawn,
         "losses": [m.get("train/loss") for m in metrics],
         "lr": metrics[0].get("train/lr"),
         "weights": digest(actor),
@@ -159,7 +161,7 @@ def rollouts(
 
 
 def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """Rows whose rollout logprobs are the trainer's own plus 0.25, of which one micro-batch has an older version."""
+    """Rows whose rollout logprobs are the trainer's own plus 0.25, of which one micro-batch has another version."""
     actor = make_actor(world, shared.models["tied"], layout)
     rows = batch(1)
     scored: list[Rows] = []
@@ -170,12 +172,36 @@ def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
             dataclasses.replace(
                 row,
                 rollout_logprobs=np.where(trained, score + 0.25, 0).astype(np.float32),
-                versions=np.where(trained, -1 if i == 1 else 0, -1).astype(np.int32),
+                versions=np.where(trained, 1 if i == 1 else 0, -1).astype(np.int32),
             )
         )
     mine = scored[actor.dp_rank :: layout.dp]
     metrics = actor.step([mine], [count_tokens(rows)])
     return {"metrics": reduce_metrics(metrics), "stale": count_tokens(rows[1:2]), "all": count_tokens(rows)}
+
+
+def idle_ranks(world: World, shared: Shared, layout: Layout) -> dict[str, float]:
+    """Two micro-batches with trained tokens; with dp=2 the second rank has one without any and an empty one instead."""
+    actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(entropy_coef=0.1))
+    rows = normalised(batch(1)[:2])
+    untrained = dataclasses.replace(rows[0], loss_weight=np.zeros_like(rows[0].loss_weight))
+    mine = [rows, [untrained, make_rows([], 0)]][actor.dp_rank]
+    return reduce_metrics(actor.step([mine], [count_tokens(rows)]))
+
+
+def bad_rows(world: World, shared: Shared, layout: Layout) -> dict[str, str]:
+    """What a step says to a foreign token id, and to an advantage that is not a number; and whether weights moved."""
+    actor = make_actor(world, shared.models["tied"], layout)
+    rows, before = batch(1), digest(actor)
+    out: dict[str, str] = {}
+    foreign = dataclasses.replace(rows[0], token_ids=rows[0].token_ids + np.int32(200))
+    nan = dataclasses.replace(rows[0], advantages=np.full(len(rows[0].sample_ids), np.nan, np.float32))
+    for name, bad in {"foreign token": foreign, "nan": nan}.items():
+        try:
+            actor.step([[bad]], [count_tokens([bad])])
+        except Exception as error:  # noqa: BLE001 (what is raised is what is asked)
+            out[name] = f"{type(error).__name__}: {error}"
+    return out | {"weights": "as before" if digest(actor) == before else "changed"}
 
 
 def _from_reporter(score: np.ndarray | None) -> np.ndarray:
@@ -189,8 +215,6 @@ def _from_reporter(score: np.ndarray | None) -> np.ndarray:
 
 def reference_swap(world: World, shared: Shared, layout: Layout) -> dict[str, bool]:
     """Whether the reference's scores stay those of the first weights, and the policy comes back bit for bit."""
-    from slime_like.config.algo import GrpoConfig
-
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(kl_loss_coef=0.1))
     rows = batch(5)[0]
     first = actor.score(rows)

@@ -67,7 +67,7 @@ def make_spec(folder: Path, layout: Layout, **changes: Any) -> ActorSpec:
 
 
 def make_rows(lengths: Sequence[int], seed: int, *, version: int = 0) -> Rows:
-    """Random sequences; the first third of each is a prompt. Weights are positive and uneven, not yet normalised."""
+    """Random sequences (or none); the first third of each is a prompt. Weights are positive and uneven, not yet normalised."""
     rng = np.random.default_rng(seed)
     total = sum(lengths)
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

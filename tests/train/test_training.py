@@ -17,14 +17,19 @@ GRPO = GrpoConfig(kl_loss_coef=0.1, entropy_coef=0.01)
 REINFORCE = ReinforcePlusPlusConfig(kl_coef=0.05)
 BF16 = {"dtype": "bfloat16", "model": {"recompute": "full"}, **LEARN}
 JOBS = {
+    1: [
+        Job("no idle rank", "tests.train.lifecycle:idle_ranks", (Layout(),)),
+        Job("bad rows", "tests.train.lifecycle:bad_rows", (Layout(),)),
+    ],
     2: [
+        Job("idle rank", "tests.train.lifecycle:idle_ranks", (Layout(dp=2),)),
         *(Job(f"sft {name}", ROLLOUTS, (layout, SftConfig(), 1, 4, LEARN)) for name, layout in LAYOUTS.items()),
         *(Job(f"grpo {name}", ROLLOUTS, (layout, GRPO, 2, 2, {})) for name, layout in LAYOUTS.items()),
         *(Job(f"reinforce {name}", ROLLOUTS, (layout, REINFORCE, 1, 2, {})) for name, layout in LAYOUTS.items()),
         Job("sft bfloat16 recompute", ROLLOUTS, (Layout(**SP), SftConfig(), 1, 4, BF16)),
         Job("off policy", "tests.train.lifecycle:off_policy", (Layout(dp=2),)),
         Job("reference swap", "tests.train.lifecycle:reference_swap", (Layout(dp=2),)),
-    ]
+    ],
 }
 
 
@@ -70,3 +75,19 @@ def test_drift_is_measured_on_tokens_of_the_own_version_only(results: Results) -
         assert metrics[f"train/train_rollout_logprob_abs_diff{suffix}"] == pytest.approx(0.25, abs=1e-5)
     k3 = 2.718281828**-0.25 - 1 + 0.25
     assert metrics["train/train_rollout_kl_k3"] == pytest.approx(k3, abs=1e-5)
+
+
+def test_ranks_without_trained_tokens_change_nothing(results: Results) -> None:
+    (expected,) = results["no idle rank"]
+    found, other = results["idle rank"]
+    assert other == {}
+    for metric in ("train/loss", "train/grad_norm", "train/entropy", "train/num_tokens"):
+        assert found[metric] == pytest.approx(expected[metric], rel=1e-5)
+
+
+def test_bad_rows_stop_before_the_weights_move(results: Results) -> None:
+    (found,) = results["bad rows"]
+    assert found["foreign token"].startswith("DataError: token id ")
+    assert "vocabulary of 250" in found["foreign token"]
+    assert "nan" in found["nan"].lower()
+    assert found["weights"] == "as before"

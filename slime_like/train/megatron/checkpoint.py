@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from megatron.core.dist_checkpointing.serialization import (
 from torch.distributed.checkpoint import CheckpointException
 
 from slime_like.errors import CheckpointError
+from slime_like.train.megatron.collective import make_empty, move_into_place, on_rank_zero
 from slime_like.train.megatron.families.base import Family
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.model import Policy
@@ -51,15 +51,8 @@ def save(parts: Parts, folder: Path, iteration: int, version: int) -> None:
     A save that is cut off leaves the earlier checkpoint the latest one. Collective.
     """
     target = iteration_folder(folder, iteration)
-    if dist.get_rank() == 0:
-        shutil.rmtree(target, ignore_errors=True)
-        try:
-            target.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"{target}: cannot be created ({error}); choose a folder that can be written"
-            ) from error
-    dist.barrier()
+    scratch = target.with_name(target.name + ".tmp")
+    on_rank_zero(lambda: make_empty(scratch))
     state = _sharded_state(parts, loading=False)
     state["rng"] = _rng_object(parts.place, _rng_state())
     state["trainer"] = {
@@ -76,14 +69,17 @@ def save(parts: Parts, folder: Path, iteration: int, version: int) -> None:
     }
     try:
         dist_checkpointing.save(
-            state, str(target), get_default_save_sharded_strategy("torch_dist"), content_metadata=_content()
+            state, str(scratch), get_default_save_sharded_strategy("torch_dist"), content_metadata=_content()
         )
     except CheckpointException as error:  # a BaseException: `except Exception` would let a failed save pass
         raise CheckpointError(f"{target}: the save failed on a rank ({_reason(error)}); is the disk full?") from error
     dist.barrier()
-    if dist.get_rank() == 0:
+
+    def publish() -> None:
+        move_into_place(scratch, target)
         _write_atomically(folder / LATEST, str(iteration))
-    dist.barrier()
+
+    on_rank_zero(publish)
 
 
 def load(parts: Parts, folder: Path) -> tuple[int, int]:

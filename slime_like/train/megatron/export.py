@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import Bucket, TensorMeta
+from slime_like.train.megatron.collective import make_empty, move_into_place, on_rank_zero
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import INDEX, SINGLE, HFFolder
@@ -92,15 +93,13 @@ def write_hf(export: HFExport, source: HFFolder, folder: Path, place: Place) -> 
     Every pipeline stage writes its own files into a temporary folder next to ``folder``, which then takes its place.
     """
     scratch = folder.with_name(folder.name + ".tmp")
-    if dist.get_rank() == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
-        try:
-            scratch.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"{scratch}: cannot be created ({error}); choose a folder that can be written"
-            ) from error
-    dist.barrier()
+
+    def prepare() -> None:
+        if folder.exists() and (folder.resolve() == source.path.resolve() or not (folder / "config.json").is_file()):
+            raise CheckpointError(f"{folder}: exists and is not an earlier export; choose another folder to export to")
+        make_empty(scratch)
+
+    on_rank_zero(prepare)
     written: dict[str, str] = {}
     total = 0
     for i, bucket in enumerate(export.buckets(FILE_BYTES)):
@@ -112,13 +111,13 @@ def write_hf(export: HFExport, source: HFFolder, folder: Path, place: Place) -> 
             total += sum(t.numel() * t.element_size() for t in tensors.values())
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, (written, total))
-    if dist.get_rank() == 0:
+
+    def finish() -> None:
         weight_map = {name: file for share, _ in shares for name, file in share.items()}
         _finish(scratch, weight_map, sum(size for _, size in shares), source, export.manifest()[0].dtype)
-        if folder.exists():
-            shutil.rmtree(folder)
-        scratch.rename(folder)
-    dist.barrier()
+        move_into_place(scratch, folder)
+
+    on_rank_zero(finish)
 
 
 def _finish(scratch: Path, weight_map: dict[str, str], total: int, source: HFFolder, dtype: str) -> None:

@@ -25,6 +25,7 @@ class StepReport:
     maxima: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     diffs: list[Tensor] = field(default_factory=list[Tensor])  # trainer minus rollout, tokens of the own version
     tokens: int = 0
+    sampled: int = 0  # trained tokens that an engine sampled, of whatever version
 
     @torch.no_grad()
     def add(self, out: LossOutput, weight_N: Tensor, columns: Mapping[str, Tensor]) -> None:
@@ -71,14 +72,18 @@ class StepReport:
         dist.all_reduce(tops, op=dist.ReduceOp.MAX, group=group)
         return [Max(f"train/{name}", value) for name, value in zip(names, tops.tolist(), strict=True)]
 
-    def drift(self, group: Any, device: torch.device, num_tokens: int) -> list[Metric]:
+    def drift(self, group: Any, device: torch.device) -> list[Metric]:
         """|trainer - rollout| log-probability of trained tokens that the trainer's own version sampled.
 
         Other tokens are off-policy by design and only counted. k3 as in http://joschu.net/blog/kl-approx.html.
         """
         local = torch.cat([torch.zeros(0, device=device), *self.diffs])
         diffs = gather_ragged(local, group).cpu().numpy().astype(np.float64)
-        metrics: list[Metric] = [Mean("train/off_policy_token_ratio", 1.0 - len(diffs) / max(num_tokens, 1))]
+        sampled = torch.tensor(self.sampled, device=device)
+        dist.all_reduce(sampled, group=group)
+        if not int(sampled):  # demonstrations: no engine to compare with
+            return []
+        metrics: list[Metric] = [Mean("train/off_policy_token_ratio", 1.0 - len(diffs) / int(sampled))]
         if len(diffs):
             size = np.abs(diffs)
             metrics += [

@@ -51,7 +51,7 @@ class OptimizerStep:
         group = self._place.dp_cp_group
         metrics = report.metrics(group, num_tokens)
         if version is not None:
-            metrics += report.drift(group, self._place.device, num_tokens)
+            metrics += report.drift(group, self._place.device)
         rate = max(float(g["lr"]) for g in self._optimizer.param_groups)
         return [*metrics, Mean("train/grad_norm", float(grad_norm)), Last("train/lr", rate)]
 
@@ -97,6 +97,7 @@ class OptimizerStep:
         )
         report.add(out, weight, {} if entropy is None else {"entropy": entropy})
         if version is not None:
-            own = to_device(rows.versions[found.target] == version, device)
-            report.diffs.append((logprobs.detach() - rollout)[own])
+            versions = rows.versions[found.target]
+            report.diffs.append((logprobs.detach() - rollout)[to_device(versions == version, device)])
+            report.sampled += int((versions >= 0).sum())
         return (weight * out.loss).sum(), len(found.target)

@@ -16,6 +16,7 @@ from torch import Tensor
 from slime_like.batch import Rows
 from slime_like.config.names import LOSSES, TOKEN_ADVANTAGES
 from slime_like.config.resolved import ActorSpec
+from slime_like.errors import DataError
 from slime_like.interfaces import LossFn, TokenAdvantage, TokenView
 from slime_like.metrics.types import Last, Metric
 from slime_like.registry import resolve
@@ -71,7 +72,7 @@ class RankTrainer:
     def train(self, steps: Sequence[Sequence[Rows]], num_tokens: Sequence[int], version: int) -> tuple[Metric, ...]:
         """Annotate all rows of a rollout, then take every optimizer step. Global metrics on the reporter, else ()."""
         start = time.perf_counter()
-        plan = [[make_micro(rows, self.place) for rows in step] for step in steps]
+        plan = [[self._micro(rows) for rows in step] for step in steps]
         metrics: list[Metric] = self.annotate([micro for step in plan for micro in step])
         for k, (micros, count) in enumerate(zip(plan, num_tokens, strict=True)):
             metrics += self.optimizer_step(micros, count, version if k == 0 else None)
@@ -80,6 +81,16 @@ class RankTrainer:
             Last("perf/actor_train_time", time.perf_counter() - start),
         ]
         return tuple(metrics) if self.place.is_reporter else ()
+
+    def _micro(self, rows: Rows) -> Micro:
+        size = int(self.family.hf.vocab_size)
+        if len(rows.token_ids) and not 0 <= rows.token_ids.min() <= rows.token_ids.max() < size:
+            bad = rows.token_ids[(rows.token_ids < 0) | (rows.token_ids >= size)][0]
+            raise DataError(
+                f"token id {bad} is outside the vocabulary of {size} that {self.folder.path / 'config.json'} states: "
+                "tokenizer and model do not belong together"
+            )
+        return make_micro(rows, self.place)
 
     def annotate(self, micros: Sequence[Micro]) -> list[Metric]:
         """Fill old and reference log-probabilities and advantages, each only where the algorithm reads it."""
@@ -133,7 +144,7 @@ class RankTrainer:
 
     def score(self, rows: Rows) -> F32 | None:
         """[T] log-probabilities of every token but first ones, on the reporter."""
-        micro = make_micro(rows, self.place)
+        micro = self._micro(rows)
         mask = np.ones(len(rows.token_ids), dtype=np.bool_)
         scores = score_micros(self.wrapped, [micro], [mask], self.scoring)
         return scores[0].cpu().numpy() if self.place.is_reporter else None
