@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
 
                 sys.stdout.write(describe(command, argv))
     except KeyboardInterrupt as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{str(error) or 'stopped'}\n")
         return 130
     except SlimeLikeError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

@@ -54,11 +54,10 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
     p = cfg.parallel
     _divides("parallel.tp", p.tp, model.num_heads, "attention heads", model)
     _divides("parallel.tp", p.tp, model.num_kv_heads, "key/value heads", model)
-    _divides("parallel.pp", p.pp, model.num_layers, "layers", model)
-    if p.ep > 1 and model.num_experts == 0:
-        raise ConfigError(f"parallel.ep={p.ep}, but the model in {model.folder} has no experts: set parallel.ep=1")
-    if model.num_experts:
-        _divides("parallel.ep", p.ep, model.num_experts, "experts", model)
+    if p.pp > model.num_layers:
+        raise ConfigError(
+            f"parallel.pp={p.pp} is more than the {model.num_layers} layers of the model in {model.folder}: lower it"
+        )
     _divides("rollout.tp", cfg.rollout.tp, model.num_heads, "attention heads", model)
     if model.num_kv_heads % cfg.rollout.tp and cfg.rollout.tp % model.num_kv_heads:
         raise ConfigError(

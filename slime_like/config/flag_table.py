@@ -180,6 +180,8 @@ ALWAYS: dict[str, tuple[str | None, str]] = {
     "--train-backend": ("megatron", "Megatron is the only trainer"),
     "--optimizer": ("adam", "AdamW is the only optimizer"),
     "--expert-tensor-parallel-size": ("1", "experts are not split by tensor parallelism"),
+    "--attention-dropout": ("0.0", "models are trained without dropout"),
+    "--hidden-dropout": ("0.0", "models are trained without dropout"),
     "--update-weight-mode": ("full", "every push sends all weights"),
     "--update-weights-interval": ("1", "weights are pushed after every rollout that was trained on"),
 }

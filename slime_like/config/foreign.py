@@ -42,6 +42,7 @@ OWNED: dict[str, dict[str, str]] = {
         "node_rank": "the placement",
         "dist_init_addr": "the placement",
         "weight_version": "the weight sync",
+        "skip_tokenizer_init": "the rollout (token ids in, token ids out)",
     },
     MEGATRON: {
         "tensor_model_parallel_size": "parallel.tp",
@@ -56,6 +57,9 @@ OWNED: dict[str, dict[str, str]] = {
         "calculate_per_token_loss": "algo.aggregation",
         "use_cpu_initialization": "placement.device",
         "variable_seq_lengths": "the packed batches",
+        "is_hybrid_model": "the trainer",
+        "attention_dropout": "the model family (no dropout)",
+        "hidden_dropout": "the model family (no dropout)",
         "num_layers": _SHAPE,
         "hidden_size": _SHAPE,
         "ffn_hidden_size": _SHAPE,

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import yaml
@@ -117,7 +118,12 @@ def _compose(overrides: _Overrides) -> DictConfig:
     _register()
     composed = list(overrides.composed)
     if overrides.config_dir is not None:
-        composed.insert(0, f"hydra.searchpath=[file://{overrides.config_dir}]")
+        folder = Path(overrides.config_dir).resolve()
+        if not folder.is_dir():
+            raise ConfigError(
+                f"--config-dir {overrides.config_dir}: there is no folder {folder}; put recipes in DIR/recipe"
+            )
+        composed.insert(0, f"hydra.searchpath=[{flags.render(f'file://{folder}')}]")
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             tree = compose("train", overrides=composed)

@@ -211,10 +211,13 @@ def _placement(cfg: TrainConfig) -> None:
         raise ConfigError(
             f"weights.transport={transport} with placement.mode={mode}: set weights.transport={right} or auto"
         )
-    if cfg.parallel.ep > 1 and trainer_ranks(cfg) % (cfg.parallel.pp * cfg.parallel.ep):
+    for key, size in (("parallel.cp", cfg.parallel.cp), ("parallel.ep", cfg.parallel.ep)):
+        if size > 1:
+            raise ConfigError(f"{key}={size} is not supported yet: set {key}=1")
+    if cfg.placement.actor_num_nodes > 1 and cfg.placement.ray_address is None:
         raise ConfigError(
-            f"parallel.ep={cfg.parallel.ep} does not divide the {trainer_ranks(cfg) // cfg.parallel.pp} ranks of a "
-            "pipeline stage: choose a divisor"
+            f"placement.actor_num_nodes={cfg.placement.actor_num_nodes} needs a running Ray cluster: "
+            "set placement.ray_address=auto or its address"
         )
 
 

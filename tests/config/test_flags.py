@@ -46,8 +46,6 @@ EXPECTED = {
     "model.megatron": {
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
         "attention_softmax_in_fp32": True,
     },
     "algo.name": "grpo",

@@ -96,12 +96,13 @@ def test_interpolation_reaches_other_keys(argv: list[str]) -> None:
     assert load_config([*argv, "run.name=a", "run.dir=/tmp/${run.name}_x"]).run.dir == "/tmp/a_x"
 
 
-def test_own_recipes_by_config_dir(tmp_path: Path, argv: list[str]) -> None:
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(
+def test_own_recipes_by_config_dir(tmp_path: Path, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "it's mine" / "recipe").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "it's mine" / "recipe" / "mine.yaml").write_text(
         "# @package _global_\nrollout: {batch_size: 6, sglang: {page_size: 16}}\n"
     )
-    cfg = load_config([*argv, "--config-dir", str(tmp_path), "+recipe=mine"])
+    cfg = load_config([*argv, "--config-dir", "it's mine", "+recipe=mine"])
     assert (cfg.rollout.batch_size, cfg.rollout.sglang) == (6, {"page_size": 16})
 
 
