@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_like.batch import Rows, TrainBatch
+from slime_like.metrics.types import Metric
 from slime_like.types import F32, I32, Prompt, Reward, Sample, SampleGroup, StepStats
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ class DataSource(Protocol):
     def __len__(self) -> int: ...
     def next(self, n: int) -> list[Prompt]:
         """The next ``n`` prompts, starting a new epoch where one ends."""
+        ...
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """What is worth knowing of the data, such as ``data/bad_rows``."""
         ...
 
     def state(self) -> dict[str, Any]: ...

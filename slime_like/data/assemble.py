@@ -44,14 +44,12 @@ class AssembleSpec:
 def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int) -> TrainBatch:
     """All optimizer steps of one rollout.
 
-    Raises ``ConfigError`` when there are fewer samples than dp ranks in a step, ``DataError`` when there is no group
-    or a step holds no token to train on.
+    No groups (filters dropped them, or they are carried on until they fill a rollout): no step is taken.
+    Raises ``ConfigError`` when there are fewer samples than dp ranks in a step, ``DataError`` when a step holds
+    no token to train on.
     """
     if not groups:
-        raise DataError(
-            f"rollout {rollout_id} has no group to train on: rollout.filters dropped all, or left too few to fill a step; "
-            f"raise rollout.batch_size, or take filters that keep more"
-        )
+        return TrainBatch(rollout_id, ())
     grouped = [[column(sample, advantage) for sample, advantage in _advantages(group, spec)] for group in groups]
     steps = split_steps(grouped, spec.steps_per_rollout, spec.dp)
     names = [f"rollout {rollout_id}, optimizer step {i}" for i in range(len(steps))]

@@ -105,6 +105,7 @@ class RolloutManager:
             groups = tuple(shuffle_rewards(groups, seed=self._spec.seed * 1_000_003 + rollout_id))
         self._remember_probe(groups)
         metrics = [
+            *self._source.metrics(),
             *self._drain_dropped(),
             *self._rewards.metrics(),
             Last("rollout/carried_groups", len(self._leftover)),

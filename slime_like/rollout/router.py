@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
 from slime_like.rollout.client import EngineClient
@@ -16,7 +16,7 @@ class Router:
         self._outstanding = [0] * len(self.engines)
 
     @asynccontextmanager
-    async def lease(self, tokens: int) -> AsyncIterator[EngineClient]:
+    async def lease(self, tokens: int) -> AsyncGenerator[EngineClient]:
         """The least loaded engine, counted as holding ``tokens`` more until the block ends."""
         index = min(range(len(self.engines)), key=self._outstanding.__getitem__)
         self._outstanding[index] += tokens

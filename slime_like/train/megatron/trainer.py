@@ -71,6 +71,8 @@ class RankTrainer:
     # ---- training ------------------------------------------------------------------------------------------------
     def train(self, steps: Sequence[Sequence[Rows]], num_tokens: Sequence[int], version: int) -> tuple[Metric, ...]:
         """Annotate all rows of a rollout, then take every optimizer step. Global metrics on the reporter, else ()."""
+        if not steps:  # filters left nothing to train on
+            return ()
         start = time.perf_counter()
         plan = [[self._micro(rows) for rows in step] for step in steps]
         metrics: list[Metric] = self.annotate([micro for step in plan for micro in step])

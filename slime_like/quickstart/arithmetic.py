@@ -1,0 +1,77 @@
+"""The default job's data: sums written as text, and demonstrations by a calculator that often forgets to carry.
+
+``475+6=`` is ``481``; the careless calculator says ``471``. A model warmed up on its demonstrations can add, but its most
+likely answer forgets the carry as its teacher does. A reward that only says right or wrong is enough to unlearn that,
+and what is learnt carries over to problems that were never trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+FIRST = range(100, 1000)
+SECOND = range(3, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class ArithmeticSpec:
+    """Sizes and odds. Part of the cache's key: another value makes other files."""
+
+    num_heldout: int = 300
+    demonstrations_per_problem: int = 4
+    careless: float = 0.6  # share of demonstrations that forget the carry
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """``a + b``. Example: ``Problem(475, 6)`` has text ``475+6=``, answer ``481``, careless answer ``471``."""
+
+    a: int
+    b: int
+
+    @property
+    def text(self) -> str:
+        """The prompt."""
+        return f"{self.a}+{self.b}="
+
+    @property
+    def answer(self) -> str:
+        """The label."""
+        return str(self.a + self.b)
+
+    @property
+    def careless_answer(self) -> str:
+        """The sum of the last digits without its carry."""
+        return str(self.a // 10 * 10 + (self.a + self.b) % 10)
+
+
+def split(spec: ArithmeticSpec) -> tuple[list[Problem], list[Problem]]:
+    """Training and held-out problems, disjoint."""
+    problems = [Problem(a, b) for a in FIRST for b in SECOND]
+    random.Random(spec.seed).shuffle(problems)
+    return problems[spec.num_heldout :], problems[: spec.num_heldout]
+
+
+def demonstrations(problems: Iterable[Problem], spec: ArithmeticSpec) -> list[tuple[str, str]]:
+    """(prompt, response) pairs for the warm start, each problem several times, shuffled."""
+    rng = random.Random(spec.seed + 1)
+    repeated = [problem for problem in problems for _ in range(spec.demonstrations_per_problem)]
+    rng.shuffle(repeated)
+    return [(p.text, p.careless_answer if rng.random() < spec.careless else p.answer) for p in repeated]
+
+
+def write_datasets(folder: Path, spec: ArithmeticSpec) -> None:
+    """Write ``train.jsonl``, ``heldout.jsonl`` and ``sft.jsonl`` in slime's format."""
+    train, heldout = split(spec)
+    _write(folder / "train.jsonl", ((p.text, p.answer) for p in train))
+    _write(folder / "heldout.jsonl", ((p.text, p.answer) for p in heldout))
+    _write(folder / "sft.jsonl", demonstrations(train, spec))
+
+
+def _write(path: Path, rows: Iterable[tuple[str, str]]) -> None:
+    path.write_text("".join(json.dumps({"prompt": prompt, "label": label}) + "\n" for prompt, label in rows))
