@@ -16,7 +16,9 @@ from tests.train.ranks import run_ranks
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Small Qwen3 checkpoints, with the output layer tied to the embedding and not."""
     folder = tmp_path_factory.mktemp("models")
-    return {kind: make_qwen3(folder / kind, tied=kind == "tied") for kind in ("tied", "untied")}
+    return {
+        kind: make_qwen3(folder / kind, tied=kind == "tied", seed=seed) for seed, kind in enumerate(("tied", "untied"))
+    }
 
 
 @pytest.fixture(scope="session")

@@ -204,6 +204,47 @@ def bad_rows(world: World, shared: Shared, layout: Layout) -> dict[str, str]:
     return out | {"weights": "as before" if digest(actor) == before else "changed"}
 
 
+def another_reference(world: World, shared: Shared, layout: Layout) -> dict[str, float]:
+    """Metrics of a first step whose reference is another checkpoint than the policy's."""
+    model = {"ref_checkpoint": str(shared.models["untied"])}
+    actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(kl_loss_coef=0.1), model=model)
+    return train(actor, layout, 1)
+
+
+def rotary_frequencies(world: World, shared: Shared) -> dict[str, float | str]:
+    """Largest difference from transformers' frequencies per kind of scaling, or the error of one that is not covered."""
+    import copy
+
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    from slime_like.train.megatron.hf import HFFolder
+    from slime_like.train.megatron.layers import Rotary
+
+    kinds: dict[str, dict[str, Any]] = {
+        "default": {},
+        "linear": {"factor": 2.0},
+        "llama3": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        "yarn": {"factor": 4.0},
+    }
+    out: dict[str, float | str] = {}
+    for kind, parameters in kinds.items():
+        hf = copy.deepcopy(HFFolder(shared.models["tied"]).config())
+        hf.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, **parameters}
+        try:
+            found = Rotary(hf).frequencies
+        except SlimeLikeError as error:
+            out[kind] = f"{type(error).__name__}: {error}"
+            continue
+        expected: Any = Qwen3RotaryEmbedding(hf).inv_freq
+        out[kind] = float((found - expected).abs().max())
+    return out
+
+
 def _from_reporter(score: np.ndarray | None) -> np.ndarray:
     import torch.distributed as dist
 

@@ -19,6 +19,8 @@ BF16 = {"dtype": "bfloat16", "model": {"recompute": "full"}, **LEARN}
 JOBS = {
     1: [
         Job("no idle rank", "tests.train.lifecycle:idle_ranks", (Layout(),)),
+        Job("another reference", "tests.train.lifecycle:another_reference", (Layout(),)),
+        Job("rotary", "tests.train.lifecycle:rotary_frequencies"),
         Job("bad rows", "tests.train.lifecycle:bad_rows", (Layout(),)),
     ],
     2: [
@@ -91,3 +93,16 @@ def test_bad_rows_stop_before_the_weights_move(results: Results) -> None:
     assert "vocabulary of 250" in found["foreign token"]
     assert "nan" in found["nan"].lower()
     assert found["weights"] == "as before"
+
+
+def test_the_reference_may_be_another_checkpoint(results: Results) -> None:
+    (found,) = results["another reference"]
+    assert found["train/kl_loss"] > 0.01
+
+
+def test_rotary_frequencies_are_those_of_transformers(results: Results) -> None:
+    (found,) = results["rotary"]
+    assert found["default"] == found["linear"] == found["llama3"] == 0
+    assert (
+        found["yarn"] == "ConfigError: config.json: rope_type='yarn' is not supported; only default, linear and llama3"
+    )

@@ -57,6 +57,7 @@ class HFExport:
         """The tensors of the manifest, in order, in buckets of at most ``max_bytes`` (or one tensor).
 
         All ranks of a stage iterate together and get as many buckets; those of ranks that do not send are empty.
+        A tensor may be the live parameter itself: use it before the next step.
         """
         pending: list[tuple[str, Tensor]] = []
         size = 0
