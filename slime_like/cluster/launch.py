@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,13 @@ class _Cluster:
         if first > 0:
             rollout.load(self._checkpoints(), first)
         sync = self._make_sync(trainer, addresses)
-        sink = open_sinks(self.cfg.metrics, self.run_dir, first_step=first, num_steps=self.cfg.loop.num_rollout)
+        sink = open_sinks(
+            self.cfg.metrics,
+            self.run_dir,
+            first_step=first,
+            num_steps=self.cfg.loop.num_rollout,
+            settings=asdict(self.cfg),
+        )
         return Run(
             cfg=self.cfg,
             run_dir=self.run_dir,

@@ -1,0 +1,140 @@
+"""What every metric means. ``docs/metrics.md`` is made from this table; an end-to-end test refuses a metric without an entry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """``name`` may hold ``<x>`` for a part that varies. ``healthy`` is what to expect of a run that goes well."""
+
+    name: str
+    meaning: str
+    unit: str = ""
+    healthy: str = ""
+
+    def matches(self, name: str) -> bool:
+        """Whether ``name`` is this entry's metric."""
+        return re.fullmatch(re.sub(r"<\w+>", "[^/]+", re.sub(r"([.+*?|()])", r"\\\1", self.name)), name) is not None
+
+
+ENTRIES = (
+    Entry("rollout/raw_reward", "mean reward of the samples trained on", "", "rises"),
+    Entry("rollout/accuracy", "share of right answers among them", "0 to 1", "rises"),
+    Entry(
+        "rollout/num_samples", "samples trained on", "", "batch_size * n_samples_per_prompt unless filters drop some"
+    ),
+    Entry("rollout/response_len/mean", "mean length of a response", "tokens"),
+    Entry("rollout/response_len/median", "median length of a response", "tokens"),
+    Entry("rollout/response_len/max", "longest response", "tokens"),
+    Entry("rollout/response_len/min", "shortest response", "tokens"),
+    Entry(
+        "rollout/truncated_ratio",
+        "share of responses cut at max_response_len",
+        "0 to 1",
+        "small; if it grows, raise max_response_len",
+    ),
+    Entry("rollout/aborted_ratio", "share of responses that were aborted", "0 to 1", "0"),
+    Entry(
+        "rollout/zero_std_ratio",
+        "share of groups whose rewards are all equal: they teach nothing under group advantages",
+        "0 to 1",
+        "below 0.9",
+    ),
+    Entry(
+        "rollout/log_probs",
+        "mean log-probability of sampled tokens under the policy that sampled them",
+        "nats",
+        "rises slowly",
+    ),
+    Entry(
+        "rollout/staleness_max",
+        "trainer version minus the oldest token's version, largest",
+        "versions",
+        "at most loop.max_staleness",
+    ),
+    Entry("rollout/staleness_mean", "the same, mean over groups", "versions"),
+    Entry("rollout/carried_groups", "groups kept for the next rollout", "groups"),
+    Entry("rollout/dropped_samples", "samples that did not fill a step and were dropped", "samples"),
+    Entry("rollout/dropped_groups/<filter>", "groups a filter dropped", "groups"),
+    Entry("reward/calls", "calls of reward functions", ""),
+    Entry("reward/timeouts", "calls that took longer than reward.timeout_s", "", "0"),
+    Entry("data/bad_rows", "rows left out under data.on_bad_row=skip", "rows", "0"),
+    Entry("train/loss", "the loss that was minimised, mean over the optimizer steps", ""),
+    Entry("train/pg_loss", "policy-gradient part of the loss", ""),
+    Entry("train/sft_loss", "negative log-likelihood of the demonstrations", "nats", "falls"),
+    Entry("train/pg_clipfrac", "share of tokens whose ratio was clipped", "0 to 1", "below 0.2"),
+    Entry("train/ppo_kl", "mean log-ratio of the old to the new policy", "nats", "near 0"),
+    Entry("train/ois", "mean ratio of the new to the old policy", "", "near 1"),
+    Entry("train/kl_loss", "KL estimate to the reference, in the loss", "nats"),
+    Entry("train/entropy_loss", "mean entropy of the policy", "nats", "falls slowly"),
+    Entry("train/entropy", "mean entropy of the policy", "nats", "falls slowly"),
+    Entry("train/tis", "mean truncated importance weight of old over rollout policy", "", "near 1"),
+    Entry("train/tis_abs", "mean distance of that weight from 1", "", "near 0"),
+    Entry("train/tis_clipfrac", "share of tokens whose weight was truncated", "0 to 1", "below 0.05"),
+    Entry("train/grad_norm", "global gradient norm before clipping", ""),
+    Entry("train/lr", "learning rate of the last optimizer step", ""),
+    Entry("train/num_tokens", "tokens trained on", "tokens"),
+    Entry(
+        "train/off_policy_token_ratio",
+        "share of trained tokens sampled by an older version",
+        "0 to 1",
+        "0 with loop.max_staleness=0",
+    ),
+    Entry(
+        "train/train_rollout_logprob_abs_diff",
+        "mean |trainer - engine| log-probability of tokens sampled by this very version",
+        "nats",
+        "below 1e-5 in float32, below 0.02 in bfloat16",
+    ),
+    Entry("train/train_rollout_logprob_abs_diff_p99", "99th percentile of the same", "nats"),
+    Entry("train/train_rollout_logprob_abs_diff_max", "largest of the same", "nats", "below 1e-4 in float32"),
+    Entry(
+        "train/train_rollout_kl_k3",
+        "k3 estimate of the KL between engine and trainer on those tokens",
+        "nats",
+        "near 0",
+    ),
+    Entry(
+        "probe/logprob_abs_diff_max",
+        "largest |trainer - engine| log-probability of the probe sequences after the push",
+        "nats",
+        "below weights.probe_tolerance, or the run ends",
+    ),
+    Entry("probe/logprob_abs_diff_mean", "mean of the same", "nats"),
+    Entry(
+        "eval/<dataset>",
+        "accuracy on held-out prompts (mean score where the reward knows no right answer)",
+        "0 to 1",
+        "rises",
+    ),
+    Entry("eval/<dataset>-truncated_ratio", "share of held-out responses cut at the length limit", "0 to 1"),
+    Entry("eval/<dataset>-response_len/mean", "mean length of held-out responses", "tokens"),
+    Entry("eval/<dataset>-pass@k", "share of held-out prompts with a right answer among their samples", "0 to 1"),
+    Entry("perf/step_time", "from one step's line to the next, without what ran beside it", "s"),
+    Entry("perf/rollout_time", "generating and scoring one rollout", "s"),
+    Entry("perf/train_wait_time", "the trainer waiting for a rollout", "s", "near 0 when asynchronous"),
+    Entry("perf/train_time", "assembling, shipping and training one rollout", "s"),
+    Entry("perf/actor_train_time", "training on the ranks", "s"),
+    Entry("perf/log_probs_time", "the pass for old log-probabilities", "s"),
+    Entry("perf/ref_log_probs_time", "the pass for reference log-probabilities", "s"),
+    Entry("perf/update_weights_time", "a push, its probe included", "s"),
+    Entry("perf/eval_time", "evaluation", "s"),
+    Entry("perf/tokens_per_gpu_per_sec", "sampled tokens per second and engine rank", "tokens/s"),
+)
+
+
+def unknown(names: Iterable[str]) -> list[str]:
+    """Names that have no entry."""
+    return sorted(name for name in names if not any(entry.matches(name) for entry in ENTRIES))
+
+
+def render() -> str:
+    """The table as Markdown."""
+    head = ["# Metrics", "", "Made from `slime_like/metrics/dictionary.py` by `scripts/make_metric_docs.py`.", ""]
+    rows = ["| name | meaning | unit | healthy |", "|---|---|---|---|"]
+    rows += [f"| `{e.name}` | {e.meaning} | {e.unit} | {e.healthy} |" for e in ENTRIES]
+    return "\n".join([*head, *rows]) + "\n"

@@ -1,0 +1,163 @@
+"""Where reduced metrics go: metrics.jsonl always; a terminal, tensorboard and wandb when asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from slime_like.config.run import MetricsConfig
+from slime_like.errors import ConfigError
+from slime_like.metrics.view import LiveConsole, PlainConsole
+
+Spans = Mapping[str, tuple[float, float]]
+
+
+class Sink(Protocol):
+    """One destination."""
+
+    def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_sinks(
+    config: MetricsConfig,
+    run_dir: Path,
+    *,
+    first_step: int,
+    num_steps: int,
+    settings: Mapping[str, Any] | None = None,
+    console: TextIO | None = None,
+) -> FanOut:
+    """All destinations that ``config`` names.
+
+    ``first_step`` is where a resumed run continues; ``settings`` is what tensorboard and wandb keep beside the curves,
+    without prompts. Raises ``ConfigError`` when a library that was asked for is not installed.
+    """
+    stream = console or sys.stdout
+    sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", first_step)]
+    kind = config.console
+    if kind == "auto":
+        kind = "live" if stream.isatty() else "plain"
+    if kind == "live":
+        sinks.append(LiveConsole(stream, first_step, num_steps))
+    elif kind == "plain":
+        sinks.append(PlainConsole(stream, num_steps))
+    if config.tensorboard:
+        sinks.append(TensorboardSink(run_dir / "tensorboard"))
+    if config.wandb:
+        sinks.append(WandbSink(config, run_dir, settings or {}))
+    return FanOut(sinks)
+
+
+@dataclass(slots=True)
+class FanOut:
+    """Hands everything to every sink."""
+
+    sinks: Sequence[Sink]
+
+    def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
+        """Log one step everywhere."""
+        for sink in self.sinks:
+            sink.log(step, values, spans)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        for sink in self.sinks:
+            sink.close()
+
+
+@dataclass(slots=True)
+class JsonlSink:
+    """One line per step: ``{"step", "time", <metric>: number, ..., "spans": {name: [start, stop]}}``.
+
+    On resume, lines after ``first_step`` are dropped: the steps they tell of are taken again.
+    """
+
+    path: Path
+    first_step: int
+    _file: TextIO = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in self._lines() if _step_of(line) <= self.first_step] if self.first_step else []
+        self.path.write_text("".join(line + "\n" for line in kept))
+        self._file = self.path.open("a")
+
+    def _lines(self) -> list[str]:
+        return self.path.read_text().splitlines() if self.path.exists() else []
+
+    def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
+        """Append one line and flush it: a killed run loses none."""
+        row = {"step": step, "time": time.time(), **values, "spans": {name: list(span) for name, span in spans.items()}}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _step_of(line: str) -> float:
+    """Step of a line; infinity for a torn one, so that it is dropped."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+class TensorboardSink:
+    """Scalars in tensorboard's event format."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "metrics.tensorboard=true, but tensorboard is not installed: pip install tensorboard"
+            ) from error
+        self._writer = SummaryWriter(str(folder))
+
+    def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
+        """One scalar per metric."""
+        del spans
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Curves and settings to wandb; offline when there is no key. Never a prompt or a response."""
+
+    def __init__(self, config: MetricsConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("metrics.wandb=true, but wandb is not installed: pip install wandb") from error
+        offline = not os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ
+        self._run = wandb.init(
+            project=config.wandb_project,
+            group=config.wandb_group,
+            name=run_dir.name,
+            dir=str(run_dir),
+            config=dict(settings),
+            mode="offline" if offline else None,
+            settings=wandb.Settings(save_code=False, disable_git=True, console="off"),
+        )
+
+    def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
+        """One row of metrics."""
+        del spans
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()

@@ -1,0 +1,113 @@
+"""What a person sees while a run goes on: a live table on a terminal, a line per step elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+ROWS = 12
+PHASES = ("train_wait", "train", "update_weights", "eval")
+COLUMNS = (
+    ("reward", "rollout/raw_reward", "{:.3f}"),
+    ("accuracy", "rollout/accuracy", "{:.3f}"),
+    ("length", "rollout/response_len/mean", "{:.1f}"),
+    ("tok/s", "perf/tokens_per_gpu_per_sec", "{:.0f}"),
+    ("loss", "train/loss", "{:.4f}"),
+    ("grad", "train/grad_norm", "{:.2f}"),
+    ("|dlogp|", "train/train_rollout_logprob_abs_diff_max", "{:.1e}"),
+    ("s/step", "perf/step_time", "{:.2f}"),
+)
+
+
+def cells(values: Mapping[str, float]) -> list[str]:
+    """The table's columns for one step; ``-`` where a metric is missing."""
+    return [form.format(values[name]) if name in values else "-" for _, name, form in COLUMNS]
+
+
+def evaluations(values: Mapping[str, float]) -> dict[str, float]:
+    """``eval/<dataset>`` figures of a step, without their qualifiers."""
+    found = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
+    return {name: value for name, value in found.items() if not any(name.startswith(f"{other}-") for other in found)}
+
+
+def time_split(values: Mapping[str, float]) -> str:
+    """Share of a step's time per phase."""
+    seconds = {phase: values.get(f"perf/{phase}_time", 0.0) for phase in PHASES}
+    total = sum(seconds.values()) or 1.0
+    return ", ".join(f"{phase} {100 * spent / total:.0f}%" for phase, spent in seconds.items() if spent)
+
+
+class PlainConsole:
+    """A line per step."""
+
+    def __init__(self, stream: TextIO, num_steps: int) -> None:
+        self._stream = stream
+        self._num_steps = num_steps
+
+    def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None:
+        """Print one line."""
+        del spans
+        found = [f"{title} {cell}" for (title, _, _), cell in zip(COLUMNS, cells(values), strict=True) if cell != "-"]
+        found += [f"eval/{name} {value:.3f}" for name, value in evaluations(values).items()]
+        self._stream.write(f"[{step}/{self._num_steps}] {'  '.join(found)}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LiveConsole:
+    """A table of the last steps, with the time split and what is left."""
+
+    def __init__(self, stream: TextIO, first_step: int, num_steps: int) -> None:
+        self._first = first_step
+        self._num_steps = num_steps
+        self._rows: deque[tuple[int, list[str]]] = deque(maxlen=ROWS)
+        self._evals: dict[str, list[float]] = {}
+        self._split = ""
+        self._started: float | None = None
+        self._live = Live(console=Console(file=stream), auto_refresh=False)
+        self._live.start()
+
+    def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None:
+        """Redraw with one more step."""
+        del spans
+        if self._started is None:
+            self._started = time.monotonic()
+            self._first = step
+        self._rows.append((step, cells(values)))
+        for name, value in evaluations(values).items():
+            self._evals.setdefault(name, []).append(value)
+        self._split = time_split(values)
+        self._live.update(self._table(step), refresh=True)
+
+    def _table(self, step: int) -> Table:
+        table = Table(caption=self._caption(step), caption_justify="left")
+        table.add_column("step", justify="right")
+        for title, _, _ in COLUMNS:
+            table.add_column(title, justify="right")
+        for number, row in self._rows:
+            table.add_row(f"{number}/{self._num_steps}", *row)
+        return table
+
+    def _caption(self, step: int) -> str:
+        lines = [
+            f"eval/{name}: {' -> '.join(f'{v:.3f}' for v in history[-6:])}" for name, history in self._evals.items()
+        ]
+        if self._split:
+            lines.append(self._split)
+        done = step - self._first
+        if done > 0 and self._started is not None:
+            left = (time.monotonic() - self._started) / done * (self._num_steps - step)
+            lines.append(f"about {left / 60:.1f} min left")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Leave the last table on the screen."""
+        self._live.stop()

@@ -1,0 +1,113 @@
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from slime_like.config.run import MetricsConfig
+from slime_like.errors import ConfigError
+from slime_like.metrics import dictionary
+from slime_like.metrics.sinks import JsonlSink, open_sinks
+from slime_like.metrics.spans import Spans
+
+VALUES = {
+    "rollout/raw_reward": 0.25,
+    "perf/train_time": 3.0,
+    "perf/train_wait_time": 1.0,
+    "eval/sums": 0.5,
+    "eval/sums-pass@k": 0.9,
+}
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_has_flat_names_and_spans(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
+    sink.log(1, VALUES, {"train": (10.0, 13.0)})
+    (row,) = rows(tmp_path / "metrics.jsonl")  # read before close: every line is flushed
+    sink.close()
+    assert row["step"] == 1
+    assert row["rollout/raw_reward"] == 0.25
+    assert row["spans"] == {"train": [10.0, 13.0]}
+
+
+def test_resume_drops_what_will_be_logged_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, 0)
+    for step in range(5):
+        sink.log(step, {}, {})
+    sink.close()
+    with path.open("a") as file:
+        file.write('{"step": 5, "tor')
+    sink = JsonlSink(path, 2)
+    sink.log(3, {"a": 1.0}, {})
+    sink.close()
+    assert [row["step"] for row in rows(path)] == [0, 1, 2, 3]
+
+
+def test_a_fresh_run_starts_a_fresh_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    JsonlSink(tmp_path / "metrics.jsonl", 0).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_console_lines_and_tensorboard_events(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    sinks = open_sinks(MetricsConfig(tensorboard=True), tmp_path, first_step=0, num_steps=9, console=stream)
+    sinks.log(1, VALUES, {})
+    sinks.close()
+    assert stream.getvalue() == "[1/9] reward 0.250  eval/sums 0.500\n"
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_the_live_view_shows_rows_split_and_evaluations(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    sinks = open_sinks(MetricsConfig(console="live"), tmp_path, first_step=0, num_steps=9, console=stream)
+    for step in (1, 2):
+        sinks.log(step, VALUES, {})
+    sinks.close()
+    shown = stream.getvalue()
+    for text in ("2/9", "0.250", "eval/sums: 0.500 -> 0.500", "train_wait 25%, train 75%", "min left"):
+        assert text in shown
+
+
+def test_wandb_is_offline_without_a_key_and_holds_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    sinks = open_sinks(
+        MetricsConfig(wandb=True, console="off"), tmp_path, first_step=0, num_steps=2, settings={"lr": 1.0}
+    )
+    sinks.log(1, VALUES, {})
+    sinks.close()
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize(("switch", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+def test_a_missing_library_names_key_and_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str, module: str
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    config = MetricsConfig(console="off", **{switch: True})
+    with pytest.raises(ConfigError, match=rf"metrics\.{switch}=true.*pip install {switch}"):
+        open_sinks(config, tmp_path, first_step=0, num_steps=2)
+
+
+def test_spans_keep_first_start_and_last_stop() -> None:
+    spans = Spans()
+    spans.add("push", 1.0, 2.0)
+    spans.add("push", 5.0, 6.0)
+    with spans("train"):
+        pass
+    found = spans.drain()
+    assert found["push"] == (1.0, 6.0)
+    assert found["train"][0] <= found["train"][1]
+    assert spans.drain() == {}
+
+
+def test_the_dictionary_knows_patterns_and_the_page_is_current() -> None:
+    assert dictionary.unknown(["eval/gsm8k", "eval/gsm8k-pass@k", "rollout/dropped_groups/nonzero_std"]) == []
+    assert dictionary.unknown(["train/los", "eval/a/b"]) == ["eval/a/b", "train/los"]
+    page = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+    assert page.read_text() == dictionary.render(), "run scripts/make_metric_docs.py"
