@@ -1,0 +1,22 @@
+# Sourced: uv does not read pip's settings. Where uv has none of its own, it gets the index, files and certificates that
+# the user gave pip, so that a company's mirror or proxy serves both.
+
+# pip_setting NAME: value of pip's setting (environment, pip.conf), or nothing. Environment wins.
+pip_setting() {
+    sed -n "s/^:env:\.$1='\(.*\)'$/\1/p" <<<"$PIP_SETTINGS" | grep . ||
+        sed -n -E "s/^(global|install)\.$1='(.*)'$/\2/p" <<<"$PIP_SETTINGS" | tail -n 1
+}
+
+# default VARIABLE VALUE: export it unless it is set or the value is empty.
+default() {
+    [[ -n ${!1:-} || -z $2 ]] || export "$1=$2"
+}
+
+# use_pip_settings: needs .venv's pip.
+use_pip_settings() {
+    PIP_SETTINGS=$("$PYTHON" -m pip config list 2>/dev/null || true)
+    default UV_DEFAULT_INDEX "${UV_INDEX_URL:-$(pip_setting index-url)}"
+    default UV_INDEX "${UV_EXTRA_INDEX_URL:-$(pip_setting extra-index-url | tr '\n' ' ')}"
+    default UV_FIND_LINKS "$(pip_setting find-links)"
+    default SSL_CERT_FILE "$(pip_setting cert)"
+}

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Resolves scripts/requirements/*.in anew into cpu.lock and gpu.lock. Commit both together.
+#
+#   bash scripts/lock.sh             # keeps the versions of the present locks where the *.in files still allow them
+#   bash scripts/lock.sh --upgrade   # takes the newest; or --upgrade-package NAME
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
+source "$REPO/scripts/lib/package_index.sh"
+source "$REPO/scripts/lib/find_python.sh"
+cd "$REPO"
+
+scratch=
+trap '[[ -z $scratch ]] || rm -rf "$scratch"' EXIT
+
+# Not setup.sh: the locks may be what is broken.
+if [[ ! -x $VENV/bin/uv ]]; then
+    scratch=$(mktemp -d)
+    VENV=$scratch/venv PYTHON=$scratch/venv/bin/python
+    "$(find_python)" -m venv "$VENV"
+    "$PYTHON" -m pip install --quiet uv
+fi
+use_pip_settings
+
+# compile LOCK ARGUMENTS...
+compile() {
+    local lock=$1
+    shift
+    "$VENV/bin/uv" pip compile "$@" --quiet \
+        --python-version 3.12 --python-platform x86_64-manylinux_2_34 --generate-hashes \
+        --custom-compile-command "bash scripts/lock.sh" -o "scripts/requirements/$lock"
+}
+
+IN=scripts/requirements
+step "cpu.lock" compile cpu.lock $IN/runtime.in $IN/dev.in --override $IN/cpu.overrides "$@"
+step "gpu.lock" compile gpu.lock $IN/runtime.in $IN/gpu.in $IN/dev.in "$@"

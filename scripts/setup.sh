@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Makes .venv from the lock file of this machine's device; does nothing if that was done before. Other scripts call it.
+#
+#   bash scripts/setup.sh                        # SLIME_LIKE_DEVICE=cpu|gpu overrides what nvidia-smi says
+#   bash scripts/setup.sh --dependencies-only    # all but this package: a layer of a Docker image
+source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
+source "$REPO/scripts/lib/platform.sh"
+source "$REPO/scripts/lib/find_python.sh"
+source "$REPO/scripts/lib/package_index.sh"
+cd "$REPO"
+
+# Two lines: what .venv was made as (a change makes it anew), and what was installed into it (a change installs again).
+STAMP=$VENV/.slime_like_setup
+declare -A NEED_GB=([cpu]=8 [gpu]=14)
+
+# What a caller's shell may hold that would send an installer elsewhere than into .venv.
+unset PYTHONHOME PYTHONPATH VIRTUAL_ENV UV_SYSTEM_PYTHON
+export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-300}
+
+# identity: of the environment itself. A moved checkout is another one, since console scripts hold absolute paths.
+identity() {
+    printf '%s %s %s' "$DEVICE" "$("$PYTHON" -c 'import sys; print(sys.version.split()[0])' 2>/dev/null)" "$VENV"
+}
+
+# contents: of what is installed.
+contents() {
+    cat "$LOCK" setup.py | sha256sum | cut -d ' ' -f 1
+}
+
+# wait_for_turn: one set-up at a time per checkout; the lock goes when this process ends, however it ends.
+wait_for_turn() {
+    type -P flock >/dev/null || return 0
+    exec 9<"$REPO/scripts/setup.sh"
+    flock --nonblock 9 && return
+    say "another set-up of $REPO is at work; waiting for it"
+    flock --timeout 1800 9 || fail "the other set-up has held $REPO for 30 minutes: end it, then run this again"
+}
+
+is_done() {
+    [[ -f $STAMP && $(<"$STAMP") == "$(identity)"$'\n'"$(contents)" ]]
+}
+
+# keep_or_drop_venv: an environment of another kind is removed; one that is incomplete, or made by hand, is kept.
+keep_or_drop_venv() {
+    [[ -e $VENV ]] || return 0
+    [[ -f $VENV/pyvenv.cfg ]] || fail "$VENV is there and is no virtual environment: move it away"
+    if [[ -f $STAMP && $(head -n 1 "$STAMP") == "$(identity)" ]]; then return; fi
+    if [[ ! -f $STAMP ]] && "$PYTHON" -c "$PYTHON_TEST" >/dev/null 2>&1; then return; fi
+    say "$VENV was made for another device, Python or place: making it anew"
+    rm -rf "$VENV"
+}
+
+make_venv() {
+    check_disk "$VENV" "${NEED_GB[$DEVICE]}"
+    check_disk "${UV_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/uv}" "${NEED_GB[$DEVICE]}"
+    local python
+    python=$(find_python) || return
+    say "Python 3.12: $python"
+    "$python" -m venv "$VENV"
+}
+
+install_uv() {
+    [[ -x $VENV/bin/uv ]] || "$PYTHON" -m pip install --quiet uv
+}
+
+install_locked() {
+    "$VENV/bin/uv" pip install --python "$PYTHON" --no-deps --require-hashes -r "$LOCK"
+}
+
+install_package() {
+    "$VENV/bin/uv" pip install --python "$PYTHON" --no-deps --no-build-isolation -e .
+}
+
+# compile_all: uv leaves no .pyc, and without them importing SGLang takes 19 s instead of 8. Some packages carry
+# templates that are no Python; what they say is noise.
+compile_all() {
+    "$PYTHON" -m compileall -q -j 0 "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+        >/dev/null 2>&1 || true
+}
+
+main() {
+    local start
+    start=$(now)
+    [[ $# == 0 || ($# == 1 && $1 == --dependencies-only) ]] || fail "unknown arguments $*: --dependencies-only or none"
+    DEVICE=$(choose_device)
+    LOCK=scripts/requirements/$DEVICE.lock
+    wait_for_turn
+    if is_done; then
+        say ".venv is up to date ($DEVICE): $(seconds_since "$start") s"
+        return
+    fi
+    check_platform
+    say "device: $DEVICE, requirements: $LOCK"
+    keep_or_drop_venv
+    [[ -d $VENV ]] || step "making $VENV" make_venv
+    identity >"$STAMP"
+    use_pip_settings
+    step "installing uv" install_uv
+    step "installing $(grep -c '==' "$LOCK") locked packages" install_locked
+    [[ $# == 1 ]] || step "installing slime_like" install_package
+    step "compiling bytecode" compile_all
+    [[ $# == 1 ]] || printf '%s\n%s\n' "$(identity)" "$(contents)" >"$STAMP"
+    say "done: $(seconds_since "$start") s"
+}
+
+main "$@"
