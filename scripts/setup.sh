@@ -63,18 +63,29 @@ install_uv() {
     [[ -x $VENV/bin/uv ]] || "$PYTHON" -m pip install --quiet uv
 }
 
-install_locked() {
-    "$VENV/bin/uv" pip install --python "$PYTHON" --no-deps --require-hashes -r "$LOCK"
+# uv_install ARGUMENTS...: a terminal gets uv's progress bars, a log is spared one line per package.
+uv_install() {
+    local -a install=("$VENV/bin/uv" pip install --python "$PYTHON" --no-deps)
+    if [[ -t 2 ]]; then
+        "${install[@]}" "$@"
+    else
+        "${install[@]}" "$@" 2>&1 | { grep -Ev '^ [-+~] ' || true; }
+    fi
 }
 
+install_locked() {
+    uv_install --require-hashes -r "$LOCK"
+}
+
+# setuptools comes from the lock: a build environment of its own would fetch the newest one.
 install_package() {
-    "$VENV/bin/uv" pip install --python "$PYTHON" --no-deps --no-build-isolation -e .
+    uv_install --no-build-isolation -e .
 }
 
 # compile_all: uv leaves no .pyc, and without them importing SGLang takes 19 s instead of 8. Some packages carry
-# templates that are no Python; what they say is noise.
+# templates that are no Python; what they say is noise. Tests of other packages never run here.
 compile_all() {
-    "$PYTHON" -m compileall -q -j 0 "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+    "$PYTHON" -m compileall -q -j 0 -x '/tests?/' "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
         >/dev/null 2>&1 || true
 }
 

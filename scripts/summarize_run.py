@@ -1,0 +1,61 @@
+"""Print how a finished run's held-out accuracy changed. Called by scripts/quickstart.sh with train.py's arguments.
+
+python scripts/summarize_run.py --since SECONDS [overrides and flags of train.py]
+
+SECONDS (since the epoch) is when training was started: a run that wrote no metrics since then was complete before.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from slime_like.config.flags import translate
+from slime_like.config.load import load_config
+from slime_like.errors import SlimeLikeError
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0, or 1 when the run left no accuracy."""
+    match argv:
+        case ["--since", seconds, *arguments]:
+            pass
+        case _:
+            sys.stderr.write(f"{__doc__}\n")
+            return 1
+    if translate(arguments).action != "train":
+        return 0
+    cfg = load_config(arguments, files=False)
+    path = Path(cfg.run.dir) / "metrics.jsonl"
+    if not path.is_file():
+        sys.stderr.write(f"the run left no {path}\n")
+        return 1
+    if path.stat().st_mtime < float(seconds):
+        print(f"{cfg.run.dir} was complete before: nothing was trained. run.dir=... starts another run")
+    return max([0, *(summarize(path, f"eval/{dataset}") for dataset in cfg.evaluation.datasets)])
+
+
+def summarize(path: Path, metric: str) -> int:
+    """Print first and last value of ``metric`` in a metrics.jsonl. Returns 1 when no line has it, else 0."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    with_metric: list[dict[str, Any]] = [row for row in rows if metric in row]
+    if not with_metric:
+        sys.stderr.write(f"{path} has no {metric}\n")
+        return 1
+    first, last = with_metric[0], with_metric[-1]
+    print(f"held-out accuracy ({metric}): {first[metric]:.3f} {_when(first)}, {last[metric]:.3f} {_when(last)}")
+    return 0
+
+
+def _when(row: dict[str, Any]) -> str:
+    """In words, which moment of the run ``row`` tells of."""
+    return f"after {row['step']:g} rollouts" if row["step"] else "after the warm start"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except SlimeLikeError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
