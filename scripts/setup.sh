@@ -63,13 +63,13 @@ install_uv() {
     [[ -x $VENV/bin/uv ]] || "$PYTHON" -m pip install --quiet uv
 }
 
-# uv_install ARGUMENTS...: a terminal gets uv's progress bars, a log is spared one line per package.
+# uv_install ARGUMENTS...: a terminal gets uv's progress bars; a log is spared the lines per package, the largest excepted.
 uv_install() {
     local -a install=("$VENV/bin/uv" pip install --python "$PYTHON" --no-deps)
     if [[ -t 2 ]]; then
         "${install[@]}" "$@"
     else
-        "${install[@]}" "$@" 2>&1 | { grep -Ev '^ [-+~] ' || true; }
+        "${install[@]}" "$@" 2>&1 | { grep -Ev '^ [-+~] |^ Downloaded|^Downloading .*\([0-9]{1,2}\.' || true; }
     fi
 }
 

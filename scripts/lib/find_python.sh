@@ -43,8 +43,8 @@ pyenv_roots() {
 find_python() {
     local candidate answer last tried=''
     while read -r candidate; do
-        if answer=$("$candidate" -c "$PYTHON_TEST" 2>&1) && [[ -x $answer ]]; then
-            printf '%s\n' "$answer"
+        if answer=$("$candidate" -c "$PYTHON_TEST" 2>&1 </dev/null) && [[ -x ${answer##*$'\n'} ]]; then
+            printf '%s\n' "${answer##*$'\n'}" # shims and locales may have warned before
             return
         fi
         last=${answer##*$'\n'}

@@ -1,0 +1,32 @@
+"""Runs a piece of bash with the functions of scripts/lib loaded."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LIBRARIES = ("common", "platform", "find_python", "package_index")
+SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
+
+
+def bash(code: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """``code``, run after sourcing the libraries, in an environment of ``env`` and a plain PATH only."""
+    load = "".join(f"source '{ROOT}/scripts/lib/{name}.sh'\n" for name in LIBRARIES)
+    return subprocess.run(
+        ["/bin/bash", "-c", load + code, "setup.sh"],
+        env={"PATH": SYSTEM_PATH, **(env or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def executable(path: Path, text: str) -> Path:
+    """Write ``text`` as an executable file, with its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path

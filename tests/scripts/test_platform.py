@@ -1,0 +1,65 @@
+"""Machines that cannot run the wheels are told so before anything is downloaded; the device follows the driver."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scripts.shell import bash
+
+GOOD = {"kernel": "Linux", "machine": "x86_64", "glibc": "glibc 2.34"}
+
+
+def probes(**answers: str) -> str:
+    return "".join(f"probe_{name}() {{ printf '%s\\n' '{answer}'; }}\n" for name, answer in answers.items())
+
+
+@pytest.mark.parametrize("glibc", ["glibc 2.34", "glibc 2.36", "glibc 2.100", "glibc 3.0"])
+def test_good_machine_passes(glibc: str) -> None:
+    done = bash(probes(**GOOD | {"glibc": glibc}) + "check_platform")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kernel": "Darwin", "machine": "arm64"}, "this is Darwin on arm64"),
+        ({"machine": "aarch64"}, "this is Linux on aarch64"),
+        ({"glibc": "glibc 2.31"}, "glibc here is 2.31, and the wheels need >= 2.34"),
+        ({"glibc": "glibc 2.4"}, "glibc here is 2.4, and the wheels need >= 2.34"),
+        ({"glibc": ""}, "no glibc found (musl?)"),
+    ],
+)
+def test_refusal_names_what_is_wrong_and_a_way_out(wrong: dict[str, str], message: str) -> None:
+    done = bash(probes(**GOOD | wrong) + "check_platform")
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "WSL2" in done.stderr and "docker/README.md" in done.stderr
+
+
+def test_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be_made() -> None:
+    done = bash(probes(free_gb="3") + "check_disk /tmp/none/such 8")
+    assert done.returncode == 1
+    assert "3 GB free on the disk of /tmp/none/such, set-up needs about 8 GB" in done.stderr
+    assert bash(probes(free_gb="8") + "check_disk /tmp/none/such 8").returncode == 0
+    assert bash("check_disk /tmp/none/such 0").returncode == 0  # the real df
+
+
+@pytest.mark.parametrize(
+    ("variable", "driver", "device"),
+    [("", "true", "gpu"), ("", "false", "cpu"), ("cpu", "true", "cpu"), ("gpu", "false", "gpu")],
+)
+def test_device(variable: str, driver: str, device: str) -> None:
+    done = bash(f"probe_gpu() {{ {driver}; }}\nchoose_device", {"SLIME_LIKE_DEVICE": variable})
+    assert (done.returncode, done.stdout) == (0, f"{device}\n")
+
+
+def test_unknown_device_is_refused() -> None:
+    done = bash("choose_device", {"SLIME_LIKE_DEVICE": "tpu"})
+    assert done.returncode == 1
+    assert "SLIME_LIKE_DEVICE=tpu: give cpu or gpu" in done.stderr
+
+
+def test_a_cpu_environment_sees_no_gpu() -> None:
+    show = "echo ${CUDA_VISIBLE_DEVICES-unset}"
+    assert bash(show, {"SLIME_LIKE_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "0"}).stdout == "\n"
+    assert bash(show, {"CUDA_VISIBLE_DEVICES": "0"}).stdout == "0\n"

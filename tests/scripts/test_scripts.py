@@ -1,0 +1,96 @@
+"""The scripts parse, the documents name scripts that exist, and a summary tells what metrics.jsonl says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.shell import ROOT, bash, executable
+
+SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), ROOT / ".ci" / "run"])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("docker/*")])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_parses(script: Path) -> None:
+    done = subprocess.run(["/bin/bash", "-n", str(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ci_is_the_test_script() -> None:
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("exec bash scripts/test.sh")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_documents_name_files_that_exist(document: Path) -> None:
+    text = document.read_text()
+    named = re.findall(r"(?:bash|python) (scripts/[\w./-]+|train\.py)", text) + re.findall(
+        r"(?:-f|COPY) (docker/\S+|scripts/\S+)", text
+    )
+    assert not [name for name in named if not (ROOT / name.rstrip(".")).exists()]
+
+
+def test_readme_has_the_two_commands() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert "bash scripts/quickstart.sh" in readme and "bash scripts/test.sh" in readme
+
+
+@pytest.mark.parametrize(
+    ("env", "config", "expected"),
+    [
+        ({}, ":env:.index-url='https://a/simple'", "https://a/simple"),
+        ({}, "global.index-url='https://b/simple'", "https://b/simple"),
+        ({}, "global.index-url='https://b/simple'\n:env:.index-url='https://a/simple'", "https://a/simple"),
+        ({"UV_DEFAULT_INDEX": "https://c"}, "global.index-url='https://b/simple'", "https://c"),
+        ({"UV_INDEX_URL": "https://d"}, "global.index-url='https://b/simple'", "https://d"),
+        ({}, "", "unset"),
+    ],
+)
+def test_uv_gets_the_index_of_pip_unless_it_has_its_own(
+    tmp_path: Path, env: dict[str, str], config: str, expected: str
+) -> None:
+    python = executable(tmp_path / "python", f"#!/bin/sh\ncat <<'END'\n{config}\nEND\n")
+    done = bash(f"PYTHON='{python}'\nuse_pip_settings\necho ${{UV_DEFAULT_INDEX-unset}}", env)
+    assert done.stdout == f"{expected}\n", done.stderr
+
+
+def test_a_failing_step_ends_the_script_with_its_name() -> None:
+    done = bash("step 'doing this' false\necho after")
+    assert done.returncode == 1
+    assert "after" not in done.stdout
+    assert "setup: doing this failed after" in done.stderr
+
+
+def summarize(run_dir: Path, since: float, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/summarize_run.py", "--since", str(since), "+recipe=quickstart"]
+    return subprocess.run(
+        [*command, f"run.dir={run_dir}", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_summary_prints_first_and_last_accuracy(tmp_path: Path) -> None:
+    rows = [{"step": 0, "eval/arithmetic": 0.31}, {"step": 1}, {"step": 7, "eval/arithmetic": 0.92}, {"step": 8}]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = path.stat().st_mtime
+    done = summarize(tmp_path, written - 10)
+    assert done.stdout == "held-out accuracy (eval/arithmetic): 0.310 after the warm start, 0.920 after 7 rollouts\n"
+    assert done.returncode == 0
+    again = summarize(tmp_path, written + 10).stdout
+    assert "was complete before" in again and "0.920" in again
+
+
+def test_summary_of_a_run_without_accuracy_says_so(tmp_path: Path) -> None:
+    missing = summarize(tmp_path, 0)
+    assert missing.returncode == 1 and "metrics.jsonl" in missing.stderr
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    empty = summarize(tmp_path, 0)
+    assert empty.returncode == 1 and "no eval/arithmetic" in empty.stderr
+    assert summarize(tmp_path, 0, "--plan").returncode == 0  # nothing was run, nothing to summarize
