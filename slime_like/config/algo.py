@@ -18,7 +18,11 @@ class AlgoConfig(Config):
     loss: str = key("policy_gradient", "Token loss (table LOSSES).")
     group_advantage: str | None = key(None, "Advantage from the rewards of a group (table GROUP_ADVANTAGES).")
     token_advantage: str | None = key(None, "Advantage per token, computed on the ranks (table TOKEN_ADVANTAGES).")
-    aggregation: str = key("token_mean", "How token losses add up: token_mean, sequence_mean or dr_grpo (sum over max_response_len).", choices=AGGREGATIONS)
+    aggregation: str = key(
+        "token_mean",
+        "How token losses add up: token_mean, sequence_mean or dr_grpo (sum over max_response_len).",
+        choices=AGGREGATIONS,
+    )
 
 
 @dataclass(kw_only=True)

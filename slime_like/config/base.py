@@ -45,7 +45,9 @@ class Config:
             value = getattr(self, item.name)
             choices: tuple[str, ...] = item.metadata.get("choices", ())
             if choices and value not in choices:
-                raise ConfigError(f"{prefix}{item.name}={value!r} is not one of {', '.join(choices)}: {nearest(str(value), choices)}")
+                raise ConfigError(
+                    f"{prefix}{item.name}={value!r} is not one of {', '.join(choices)}: {nearest(str(value), choices)}"
+                )
             if isinstance(value, Config):
                 value.check(f"{prefix}{item.name}.")
 

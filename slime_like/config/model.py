@@ -15,10 +15,18 @@ class ModelConfig(Config):
     hf_checkpoint: str = key(MISSING, "Folder with the HF config, tokenizer and safetensors the run starts from.")
     ref_checkpoint: str | None = key(None, "HF folder of the reference policy; null: hf_checkpoint.")
     family: str = key("auto", "Weight-name family; auto: by the HF config's model_type.")
-    dtype: str = key("auto", "Compute dtype; auto: bfloat16 on GPU, float32 on CPU.", choices=("auto", "float32", "bfloat16"))
-    recompute: str = key("none", "Activation recompute: none, selective (recompute_modules) or full.", choices=("none", "selective", "full"))
+    dtype: str = key(
+        "auto", "Compute dtype; auto: bfloat16 on GPU, float32 on CPU.", choices=("auto", "float32", "bfloat16")
+    )
+    recompute: str = key(
+        "none",
+        "Activation recompute: none, selective (recompute_modules) or full.",
+        choices=("none", "selective", "full"),
+    )
     recompute_modules: list[str] = key(["core_attn"], "Modules recomputed when recompute=selective.")
-    logits_chunk: int = key(4096, "Tokens per chunk when logits become log-probabilities: bounds the peak of the vocabulary projection.")
+    logits_chunk: int = key(
+        4096, "Tokens per chunk when logits become log-probabilities: bounds the peak of the vocabulary projection."
+    )
     megatron: dict[str, Any] = key({}, "Extra megatron-core TransformerConfig fields; unknown ones are refused.")
 
     def check(self, prefix: str) -> None:

@@ -31,7 +31,9 @@ class RolloutConfig(Config):
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        positive(prefix, self, "batch_size", "n_samples_per_prompt", "max_response_len", "max_context_len", "temperature")
+        positive(
+            prefix, self, "batch_size", "n_samples_per_prompt", "max_response_len", "max_context_len", "temperature"
+        )
         positive(prefix, self, "num_engines", "tp", "max_running_requests", "start_deadline_s", "request_deadline_s")
 
 
@@ -58,10 +60,14 @@ class DataConfig(Config):
     input_key: str = key("prompt", "Column of the prompt: a string or chat messages.")
     label_key: str = key("label", "Column of the label.")
     metadata_key: str = key("metadata", "Column of the metadata.")
-    apply_chat_template: bool = key(False, "Render string prompts as a user turn by the tokenizer's chat template (messages always are).")
+    apply_chat_template: bool = key(
+        False, "Render string prompts as a user turn by the tokenizer's chat template (messages always are)."
+    )
     chat_template_kwargs: dict[str, Any] = key({}, "Passed to the chat template.")
     shuffle: bool = key(True, "New order every epoch (slime: --rollout-shuffle).")
-    on_bad_row: str = key("stop", "A row that cannot be used: stop the run at load, or skip and count it.", choices=("stop", "skip"))
+    on_bad_row: str = key(
+        "stop", "A row that cannot be used: stop the run at load, or skip and count it.", choices=("stop", "skip")
+    )
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,11 @@ class LoopConfig(Config):
     steps_per_rollout: int = key(1, "Optimizer steps per rollout (slime: --num-steps-per-rollout).")
     global_batch_size: int | None = key(None, "Samples per optimizer step; null: what the batch identity leaves.")
     max_staleness: int = key(0, "Versions a rollout may lag behind the trainer; 0: synchronous.")
-    leftover: str = key("carry", "Samples that do not fill a step, as filters leave them: carry to the next rollout, or drop.", choices=("carry", "drop"))
+    leftover: str = key(
+        "carry",
+        "Samples that do not fill a step, as filters leave them: carry to the next rollout, or drop.",
+        choices=("carry", "drop"),
+    )
     step_deadline_s: float = key(3600.0, "Longest wait for one phase of the loop.")
 
     def check(self, prefix: str) -> None:
@@ -27,7 +31,9 @@ class LoopConfig(Config):
 class WeightsConfig(Config):
     """How new weights reach the engines, and the gate that proves they did."""
 
-    transport: str = key("auto", "tensor (colocated), broadcast (split) or auto.", choices=("auto", "tensor", "broadcast"))
+    transport: str = key(
+        "auto", "tensor (colocated), broadcast (split) or auto.", choices=("auto", "tensor", "broadcast")
+    )
     bucket_mb: float = key(512.0, "Largest bucket (slime: --update-weight-buffer-size).")
     probe_sequences: int = key(4, "Sequences that engine and trainer both score after each push; 0: no gate.")
     probe_tolerance: float | None = key(None, "Largest |difference| of a probe log-probability; null: by dtype.")
@@ -44,7 +50,11 @@ class PlacementConfig(Config):
     """Which machine part runs what."""
 
     device: str = key("auto", "cuda where there is one, else cpu.", choices=("auto", "cpu", "cuda"))
-    mode: str = key("colocated", "colocated: trainer and engines share devices; split: each has its own.", choices=("colocated", "split"))
+    mode: str = key(
+        "colocated",
+        "colocated: trainer and engines share devices; split: each has its own.",
+        choices=("colocated", "split"),
+    )
     actor_num_nodes: int = key(1, "Nodes of the trainer.")
     actor_num_gpus_per_node: int | None = key(None, "Trainer ranks per node (also on CPU); null: tp*pp*cp.")
     ray_address: str | None = key(None, "Ray cluster to join; null: start one for this run on this machine.")
@@ -58,7 +68,11 @@ class PlacementConfig(Config):
 class MetricsConfig(Config):
     """Where metrics go; metrics.jsonl is always written."""
 
-    console: str = key("auto", "live: a terminal view; plain: a line per step; auto: live on a terminal.", choices=("auto", "live", "plain", "off"))
+    console: str = key(
+        "auto",
+        "live: a terminal view; plain: a line per step; auto: live on a terminal.",
+        choices=("auto", "live", "plain", "off"),
+    )
     tensorboard: bool = key(False, "Write tensorboard events into the run's folder.")
     wandb: bool = key(False, "Log to wandb; offline when no key is set.")
     wandb_project: str = key("slime_like", "wandb project.")
@@ -71,14 +85,23 @@ class RunConfig(Config):
 
     name: str = key("run", "Name of the run.")
     dir: str = key("runs/${run.name}", "Folder of everything the run writes.")
-    mode: str = key("full", "full; rollout_only: no trainer; train_only: no engines, needs replay_from.", choices=("full", "rollout_only", "train_only"))
+    mode: str = key(
+        "full",
+        "full; rollout_only: no trainer; train_only: no engines, needs replay_from.",
+        choices=("full", "rollout_only", "train_only"),
+    )
     seed: int = key(0, "Seed of data order, sampling and initialisation.")
-    resume: str = key("auto", "auto: continue from dir's newest checkpoint if there is one; never: refuse to reuse a used folder; or a checkpoint's path.")
+    resume: str = key(
+        "auto",
+        "auto: continue from dir's newest checkpoint if there is one; never: refuse to reuse a used folder; or a checkpoint's path.",
+    )
     save_interval: int | None = key(None, "Checkpoint every N rollouts; null: only at the end and on Ctrl-C.")
     save_hf: bool = key(False, "Export the final weights in HF format to dir/hf.")
     dump_rollouts: bool = key(False, "Write each rollout's groups to dir/rollouts.")
     replay_from: str | None = key(None, "Folder of dumped rollouts to train on instead of generating.")
-    prepare: str | None = key(None, "Dotted path called with the config before anything is checked: makes data or models on the spot.")
+    prepare: str | None = key(
+        None, "Dotted path called with the config before anything is checked: makes data or models on the spot."
+    )
 
     def check(self, prefix: str) -> None:
         super().check(prefix)

@@ -202,7 +202,9 @@ class RolloutManager:
         for engine in self._router.engines:
             served = await engine.version()
             if served != version:
-                raise WeightSyncError(f"{engine.name} says it serves version {served} after the commit of version {version}")
+                raise WeightSyncError(
+                    f"{engine.name} says it serves version {served} after the commit of version {version}"
+                )
         await self._all("flush")
         self._version = version
         await self._all("resume")
