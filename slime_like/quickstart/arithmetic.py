@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FIRST = range(100, 1000)
-SECOND = range(3, 10)
+SECOND = range(5, 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ArithmeticSpec:
     """Sizes and odds. Part of the cache's key: another value makes other files."""
 
     num_heldout: int = 300
-    demonstrations_per_problem: int = 4
+    demonstrations_per_problem: int = 10
     careless: float = 0.6  # share of demonstrations that forget the carry
     seed: int = 1
 

@@ -15,7 +15,7 @@ class ModelSpec:
 
     hidden_size: int = 128
     intermediate_size: int = 384
-    num_hidden_layers: int = 2
+    num_hidden_layers: int = 3
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
     head_dim: int = 32

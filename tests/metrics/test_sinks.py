@@ -89,7 +89,7 @@ def test_a_missing_library_names_key_and_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str, module: str
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, module, None)
-    config = MetricsConfig(console="off", **{switch: True})
+    config = MetricsConfig(console="off", wandb=switch == "wandb", tensorboard=switch == "tensorboard")
     with pytest.raises(ConfigError, match=rf"metrics\.{switch}=true.*pip install {switch}"):
         open_sinks(config, tmp_path, first_step=0, num_steps=2)
 

@@ -1,0 +1,63 @@
+"""What must hold of any run that went well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime_like.data.dump import load_groups, rollout_path
+from slime_like.metrics import dictionary
+from slime_like.types import Source
+
+# The gate of the tests stands here and nowhere else: no recipe can loosen it.
+MAX_LOGPROB_DIFFERENCE = 1e-4
+
+
+def check_consistency(rows: list[dict[str, Any]]) -> None:
+    """Engine and trainer agree at every push, and on every on-policy token of every step."""
+    probes = [row["probe/logprob_abs_diff_max"] for row in rows]
+    drifts = [
+        row["train/train_rollout_logprob_abs_diff_max"]
+        for row in rows
+        if "train/train_rollout_logprob_abs_diff_max" in row
+    ]
+    assert len(probes) == len(rows)
+    assert drifts
+    assert max([*probes, *drifts]) <= MAX_LOGPROB_DIFFERENCE
+
+
+def check_documented(rows: list[dict[str, Any]]) -> None:
+    """Every logged metric has an entry in the dictionary."""
+    names = {name for row in rows for name in row} - {"step", "time", "spans"}
+    assert dictionary.unknown(names) == []
+
+
+def check_export(run_dir: Path, rollout_id: int, versions: set[int], temperature: float) -> None:
+    """Log-probabilities sampled under ``versions`` equal those of transformers on the run's exported weights."""
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
+    compared = 0
+    for group in load_groups(rollout_path(run_dir / "rollouts", rollout_id)):
+        for sample in group.samples:
+            with torch.no_grad():
+                logits_TV = model(input_ids=torch.from_numpy(sample.token_ids).long()[None]).logits[0] / temperature
+            columns_TV = torch.log_softmax(logits_TV, -1).numpy()
+            for span in sample.spans:
+                if span.source is Source.MODEL and span.version in versions:
+                    at = np.arange(span.start, span.stop)
+                    mine = columns_TV[at - 1, sample.token_ids[at]]
+                    assert np.abs(mine - sample.logprobs[at]).max() <= MAX_LOGPROB_DIFFERENCE
+                    compared += len(at)
+    assert compared > 50
+
+
+def prompt_ids(run_dir: Path, num_rollouts: int) -> list[int]:
+    """Prompts of all rollouts in the order they were trained on."""
+    return [
+        group.prompt.prompt_id
+        for k in range(num_rollouts)
+        for group in load_groups(rollout_path(run_dir / "rollouts", k))
+    ]

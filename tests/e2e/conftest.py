@@ -1,0 +1,43 @@
+"""One warm start for all end-to-end tests: the quickstart's own, by its own recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import train
+
+SFT_STEPS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """The warm-started model and its data, as overrides for a recipe."""
+
+    folder: Path
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        return (
+            "run.prepare=null",
+            f"model.hf_checkpoint={self.folder / 'sft' / 'hf'}",
+            f"data.train={self.folder / 'assets' / 'train.jsonl'}",
+            f"evaluation.datasets={{arithmetic: '{self.folder / 'assets' / 'heldout.jsonl'}@[0:100]'}}",
+        )
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
+    folder = tmp_path_factory.mktemp("warm")
+    done = train(
+        "+recipe=quickstart_sft",
+        f"run.dir={folder / 'sft'}",
+        f"model.hf_checkpoint={folder / 'assets' / 'model'}",
+        f"data.train={folder / 'assets' / 'sft.jsonl'}",
+        f"loop.num_rollout={SFT_STEPS}",
+        log=folder / "sft.log",
+    )
+    assert done.code == 0, done.output
+    return Warm(folder)

@@ -1,0 +1,95 @@
+"""Running train.py for real, watching what it writes, and interrupting it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_like.deadline import Deadline
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RUN_S = 420.0
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a run ended."""
+
+    code: int
+    output: str
+
+
+class Training:
+    """One train.py process in a session of its own."""
+
+    def __init__(self, *arguments: str, log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, str(REPOSITORY / "train.py"), *arguments, "metrics.console=plain"],
+                cwd=REPOSITORY,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The driver."""
+        return self._process.pid
+
+    def wait(self) -> Finished:
+        """Wait for the end of the run; kills it when it takes too long."""
+        deadline = Deadline("test", "train.py", RUN_S)
+        try:
+            code = self._process.wait(timeout=deadline.limit)
+        except subprocess.TimeoutExpired as error:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            raise deadline.exceeded(f"train.py, which said: {self._log.read_text()[-3000:]}") from error
+        return Finished(code, self._log.read_text())
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        """Wait for something the run does; fails when the run ends first."""
+        deadline = Deadline("test", "train.py", RUN_S)
+        while not reached():
+            assert self._process.poll() is None, f"train.py ended early: {self._log.read_text()[-3000:]}"
+            deadline.remaining("train.py")
+            time.sleep(POLL_S)
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        os.kill(self._process.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        """The driver dies without a word."""
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def train(*arguments: str, log: Path) -> Finished:
+    """Run train.py to its end."""
+    return Training(*arguments, log=log).wait()
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Whole lines of metrics.jsonl so far."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def last_step(run_dir: Path) -> int:
+    """Newest step logged, -1 before the first."""
+    return max((int(row["step"]) for row in metrics(run_dir)), default=-1)

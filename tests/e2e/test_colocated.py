@@ -1,0 +1,169 @@
+"""+recipe=quickstart, shortened: Ctrl-C, resume, export, replay, and the faults that must end a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime_like.config.rollout import DataConfig
+from slime_like.data.prompts import FileSource, SourceContext
+from tests.e2e import checks
+from tests.e2e.conftest import Warm
+from tests.e2e.runs import Finished, Training, last_step, metrics, train
+
+pytestmark = pytest.mark.e2e
+TEMPERATURE = 0.7
+ROLLOUTS = 6
+SMALL = ("rollout.batch_size=16", "rollout.n_samples_per_prompt=8")
+# The learning rate is 0 from the fourth step on: the weights that sampled the last rollout are those of the export.
+FROZEN_AFTER = 3
+SHAPE = ("optim.schedule=linear", "optim.warmup_steps=0", f"optim.decay_steps={FROZEN_AFTER}")
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    run_dir: Path
+    stopped: Finished
+    finished: Finished
+
+
+@pytest.fixture(scope="module")
+def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Stopped by Ctrl-C after its second step, then continued by the same command."""
+    folder = tmp_path_factory.mktemp("colocated")
+    run_dir = folder / "run"
+    command = (
+        "+recipe=quickstart",
+        *warm.overrides,
+        *SMALL,
+        *SHAPE,
+        f"run.dir={run_dir}",
+        f"loop.num_rollout={ROLLOUTS}",
+        f"rollout.temperature={TEMPERATURE}",
+        "run.save_hf=true",
+        "run.dump_rollouts=true",
+    )
+    first = Training(*command, log=folder / "first.log")
+    first.wait_until(lambda: last_step(run_dir) >= 2)
+    first.interrupt()
+    return Done(run_dir, first.wait(), train(*command, log=folder / "second.log"))
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_run(run: Done) -> None:
+    assert run.stopped.code == 130, run.stopped.output
+    assert "run.resume=auto" in run.stopped.output
+    assert run.finished.code == 0, run.finished.output
+    assert [row["step"] for row in metrics(run.run_dir)] == list(range(ROLLOUTS + 1))
+    marker = run.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
+    assert marker.read_text().strip() == str(ROLLOUTS)
+
+
+def test_engine_and_trainer_agree_at_every_step(run: Done) -> None:
+    rows = metrics(run.run_dir)
+    checks.check_consistency(rows)
+    checks.check_documented(rows)
+
+
+def test_engine_logprobs_are_those_of_the_export(run: Done) -> None:
+    checks.check_export(run.run_dir, ROLLOUTS - 1, set(range(FROZEN_AFTER, ROLLOUTS)), TEMPERATURE)
+
+
+def test_evaluation_frames_the_run(run: Done) -> None:
+    rows = metrics(run.run_dir)
+    assert "eval/arithmetic" in rows[0]
+    assert "eval/arithmetic" in rows[-1]
+    assert all(row["rollout/staleness_max"] == 0 for row in rows[1:])
+
+
+def test_resume_takes_the_next_prompts(run: Done, warm: Warm) -> None:
+    assert checks.prompt_ids(run.run_dir, ROLLOUTS) == expected_prompts(warm, ROLLOUTS * 16)
+
+
+def expected_prompts(warm: Warm, n: int) -> list[int]:
+    """The first ``n`` prompts of an undisturbed run."""
+    from transformers import AutoTokenizer
+
+    path = str(warm.folder / "assets" / "train.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(warm.folder / "sft" / "hf")
+    source = FileSource(DataConfig(train=path), SourceContext(path, tokenizer, 64, lambda rm_type: True, seed=0))
+    return [prompt.prompt_id for prompt in source.next(n)]
+
+
+def test_a_replay_trains_on_the_same_rollouts(run: Done, warm: Warm, tmp_path: Path) -> None:
+    replay = train(
+        "+recipe=quickstart",
+        *warm.overrides,
+        *SMALL,
+        *SHAPE,
+        "evaluation.datasets={}",
+        f"rollout.temperature={TEMPERATURE}",
+        "run.mode=train_only",
+        f"run.replay_from={run.run_dir / 'rollouts'}",
+        f"run.dir={tmp_path / 'run'}",
+        "loop.num_rollout=2",
+        log=tmp_path / "replay.log",
+    )
+    assert replay.code == 0, replay.output
+    first, again = metrics(run.run_dir)[1:3], metrics(tmp_path / "run")[-2:]
+    for name in ("rollout/raw_reward", "train/pg_loss", "train/grad_norm"):
+        assert [row[name] for row in again] == pytest.approx([row[name] for row in first], rel=1e-5, abs=1e-7)
+
+
+def test_a_push_that_never_happened_ends_the_run(warm: Warm, tmp_path: Path) -> None:
+    done = train(
+        "+recipe=quickstart",
+        *warm.overrides,
+        *SMALL,
+        "evaluation.datasets={}",
+        "weights.debug_skip_push_at=2",
+        f"run.dir={tmp_path / 'run'}",
+        log=tmp_path / "skip.log",
+    )
+    assert done.code == 1
+    assert "ConsistencyError: after the push of version 2 engine and trainer disagree" in done.output
+    assert "Traceback" not in done.output
+    assert last_step(tmp_path / "run") == 1
+
+
+def test_a_dead_engine_ends_the_run_with_its_cause(warm: Warm, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    training = Training(
+        "+recipe=quickstart",
+        *warm.overrides,
+        *SMALL,
+        "evaluation.datasets={}",
+        f"run.dir={run_dir}",
+        "loop.num_rollout=100000",
+        log=tmp_path / "death.log",
+    )
+    training.wait_until(lambda: last_step(run_dir) >= 1)
+    (engine,) = [p for p in psutil.Process(training.pid).children(recursive=True) if is_engine(p)]
+    os.killpg(engine.pid, signal.SIGKILL)
+    done = training.wait()
+    assert done.code == 1
+    assert "EngineError: engine 0" in done.output
+    assert "was killed by SIGKILL" in done.output
+    (bundle,) = run_dir.glob("crash-*")
+    assert "EngineError" in (bundle / "cause.txt").read_text()
+    found = {path.name for path in bundle.rglob("*")}
+    assert {"traceback.txt", "versions.txt", "config.yaml", "engine_0.tail.txt"} <= found
+    assert any(path.read_text() for path in (bundle / "stacks").glob("trainer_rank0*"))
+    assert not [p for p in psutil.process_iter() if is_of_run(p, run_dir)]
+
+
+def is_engine(process: psutil.Process) -> bool:
+    """Whether a process is the leader of an engine's group."""
+    return "slime_like.rollout.server" in " ".join(process.cmdline()) and os.getpgid(process.pid) == process.pid
+
+
+def is_of_run(process: psutil.Process, run_dir: Path) -> bool:
+    """Whether a living process names the run's folder."""
+    try:
+        return str(run_dir) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
