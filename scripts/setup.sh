@@ -11,7 +11,7 @@ cd "$REPO"
 
 # Two lines: what .venv was made as (a change makes it anew), and what was installed into it (a change installs again).
 STAMP=$VENV/.slime_like_setup
-declare -A NEED_GB=([cpu]=8 [gpu]=14)
+declare -A NEED_GB=([cpu]=9 [gpu]=14)
 
 # What a caller's shell may hold that would send an installer elsewhere than into .venv.
 unset PYTHONHOME PYTHONPATH VIRTUAL_ENV UV_SYSTEM_PYTHON
