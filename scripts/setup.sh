@@ -47,6 +47,7 @@ keep_or_drop_venv() {
     if [[ -f $STAMP && $(head -n 1 "$STAMP") == "$(identity)" ]]; then return; fi
     if [[ ! -f $STAMP ]] && "$PYTHON" -c "$PYTHON_TEST" >/dev/null 2>&1; then return; fi
     say "$VENV was made for another device, Python or place: making it anew"
+    rm -rf "$VENV/bin" "$VENV/lib" # in this order an interrupted removal is still known for an environment, and unfit
     rm -rf "$VENV"
 }
 
@@ -60,7 +61,9 @@ make_venv() {
 }
 
 install_uv() {
-    [[ -x $VENV/bin/uv ]] || "$PYTHON" -m pip install --quiet uv
+    [[ ! -x $VENV/bin/uv ]] || return 0
+    "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip --upgrade || return
+    "$PYTHON" -m pip install --quiet uv
 }
 
 # uv_install ARGUMENTS...: a terminal gets uv's progress bars; a log is spared the lines per package, the largest excepted.
@@ -73,8 +76,13 @@ uv_install() {
     fi
 }
 
+# install_locked: a package that an interrupted set-up left half written looks installed, so then all are written again.
 install_locked() {
-    uv_install --require-hashes -r "$LOCK"
+    local -a again=()
+    [[ ! -f $VENV/.installing ]] || again=(--reinstall)
+    touch "$VENV/.installing"
+    uv_install "${again[@]}" --require-hashes -r "$LOCK" || return
+    rm "$VENV/.installing"
 }
 
 # setuptools comes from the lock: a build environment of its own would fetch the newest one.
@@ -105,8 +113,8 @@ main() {
     keep_or_drop_venv
     [[ -d $VENV ]] || step "making $VENV" make_venv
     identity >"$STAMP"
-    use_pip_settings
     step "installing uv" install_uv
+    use_pip_settings
     step "installing $(grep -c '==' "$LOCK") locked packages" install_locked
     [[ $# == 1 ]] || step "installing slime_like" install_package
     step "compiling bytecode" compile_all

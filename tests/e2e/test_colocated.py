@@ -22,7 +22,7 @@ ROLLOUTS = 6
 SMALL = ("rollout.batch_size=16", "rollout.n_samples_per_prompt=8")
 # The learning rate is 0 from the fourth step on: the weights that sampled the last rollout are those of the export.
 FROZEN_AFTER = 3
-SHAPE = ("optim.schedule=linear", "optim.warmup_steps=0", f"optim.decay_steps={FROZEN_AFTER}")
+SHAPE = ("optim.schedule=linear", "optim.min_lr=0", "optim.warmup_steps=0", f"optim.decay_steps={FROZEN_AFTER}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ def run_dir(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run.save_hf=true",
         "run.dump_rollouts=true",
         "optim.schedule=linear",
+        "optim.min_lr=0",
         f"optim.decay_steps={FROZEN_AFTER}",
     )
     first = Training(*command, log=folder / "first.log")
