@@ -3,7 +3,7 @@
 import sys
 
 from slime_like.config.flags import translate
-from slime_like.errors import CheckpointError, ConfigError, DataError, SlimeLikeError
+from slime_like.errors import CheckpointError, ConfigError, DataError, RunComplete, SlimeLikeError
 
 
 def main(argv: list[str]) -> int:
@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt as error:
         sys.stderr.write(f"{str(error) or 'stopped'}\n")
         return 130
+    except RunComplete as done:
+        sys.stdout.write(f"{done}\n")
     except SlimeLikeError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2 if isinstance(error, (ConfigError, DataError, CheckpointError)) else 1

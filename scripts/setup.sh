@@ -8,9 +8,12 @@ source "$REPO/scripts/lib/platform.sh"
 source "$REPO/scripts/lib/find_python.sh"
 source "$REPO/scripts/lib/package_index.sh"
 cd "$REPO"
+trap 'exit 130' INT # also where the command that was interrupted ended in its own way
 
 # Two lines: what .venv was made as (a change makes it anew), and what was installed into it (a change installs again).
 STAMP=$VENV/.slime_like_setup
+# There while packages are installed: one that an interrupted set-up left half written would pass for installed.
+HALF_MADE=$VENV/.slime_like_half_made
 declare -A NEED_GB=([cpu]=9 [gpu]=14)
 
 # What a caller's shell may hold that would send an installer elsewhere than into .venv.
@@ -40,13 +43,19 @@ is_done() {
     [[ -f $STAMP && $(<"$STAMP") == "$(identity)"$'\n'"$(contents)" ]]
 }
 
-# keep_or_drop_venv: an environment of another kind is removed; one that is incomplete, or made by hand, is kept.
+# keep_or_drop_venv: an environment of another kind, or half made, is removed; one that was made by hand is kept.
 keep_or_drop_venv() {
     [[ -e $VENV ]] || return 0
     [[ -f $VENV/pyvenv.cfg ]] || fail "$VENV is there and is no virtual environment: move it away"
-    if [[ -f $STAMP && $(head -n 1 "$STAMP") == "$(identity)" ]]; then return; fi
-    if [[ ! -f $STAMP ]] && "$PYTHON" -c "$PYTHON_TEST" >/dev/null 2>&1; then return; fi
-    say "$VENV was made for another device, Python or place: making it anew"
+    if [[ -f $HALF_MADE ]]; then
+        say "an interrupted set-up left $VENV half made: making it anew"
+    elif [[ -f $STAMP && $(head -n 1 "$STAMP") == "$(identity)" ]]; then
+        return
+    elif [[ ! -f $STAMP ]] && "$PYTHON" -c "$PYTHON_TEST" >/dev/null 2>&1; then
+        return
+    else
+        say "$VENV was made for another device, Python or place: making it anew"
+    fi
     rm -rf "$VENV/bin" "$VENV/lib" # in this order an interrupted removal is still known for an environment, and unfit
     rm -rf "$VENV"
 }
@@ -76,13 +85,10 @@ uv_install() {
     fi
 }
 
-# install_locked: a package that an interrupted set-up left half written looks installed, so then all are written again.
 install_locked() {
-    local -a again=()
-    [[ ! -f $VENV/.installing ]] || again=(--reinstall)
-    touch "$VENV/.installing"
-    uv_install "${again[@]}" --require-hashes -r "$LOCK" || return
-    rm "$VENV/.installing"
+    touch "$HALF_MADE"
+    uv_install --require-hashes -r "$LOCK" || return
+    rm "$HALF_MADE"
 }
 
 # setuptools comes from the lock: a build environment of its own would fetch the newest one.

@@ -5,6 +5,7 @@
 #   bash scripts/test.sh tests/algo -x  # with arguments: only pytest, which gets them
 source "$(dirname "${BASH_SOURCE[0]}")/lib/common.sh"
 cd "$REPO"
+trap 'exit 130' INT # also where the command that was interrupted ended in its own way
 
 start=$(now)
 bash scripts/setup.sh

@@ -39,3 +39,7 @@ class WorkerError(SlimeLikeError, RuntimeError):
 
 class DeadlineExceeded(SlimeLikeError, TimeoutError):
     """A wait that took longer than its owner allowed; the message says who waited for whom."""
+
+
+class RunComplete(SlimeLikeError):
+    """Nothing is left to do: the run folder holds as many trained rollouts as were asked for. Not a failure."""

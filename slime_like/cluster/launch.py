@@ -13,6 +13,7 @@ from slime_like.cluster.crash import one_line, write_bundle
 from slime_like.cluster.inputs import Inputs, load_inputs
 from slime_like.cluster.placement import Placement
 from slime_like.cluster.plan import Plan, make_plan, probe_machine
+from slime_like.cluster.resume import checkpoint_folder, first_rollout
 from slime_like.cluster.rollouts import DemonstrationRollout, EngineRollout, ReplayRollout, Rollout
 from slime_like.cluster.run import Run, StopRequest
 from slime_like.cluster.sync import EngineSync, NoSync, Sync
@@ -41,9 +42,9 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
     An error leaves a crash bundle in ``run.dir`` and goes on with the bundle's path in its message.
     """
     plan = make_plan(cfg, probe_machine())
-    inputs = load_inputs(cfg, plan)
     run_dir = Path(cfg.run.dir).resolve()
-    first = _first_rollout(cfg, run_dir)
+    first = first_rollout(cfg, run_dir)
+    inputs = load_inputs(cfg, plan)
     _open_folder(cfg, run_dir)
     stop = StopRequest()
     cluster = _Cluster(cfg, plan, run_dir)
@@ -228,33 +229,6 @@ class FrozenTrainer:
 
     def export_hf(self, folder: Path) -> None:
         """Nothing was trained."""
-
-
-def checkpoint_folder(cfg: TrainConfig, run_dir: Path) -> Path:
-    """Where this run's checkpoints lie, or those it was told to resume from."""
-    return run_dir / "checkpoints" if cfg.run.resume in ("auto", "never") else Path(cfg.run.resume)
-
-
-def _first_rollout(cfg: TrainConfig, run_dir: Path) -> int:
-    """How many rollouts the checkpoint to resume from has behind it; 0 for a fresh run."""
-    folder = checkpoint_folder(cfg, run_dir)
-    marker = folder / "latest_checkpointed_iteration.txt"
-    if not marker.exists():
-        if cfg.run.resume not in ("auto", "never"):
-            raise CheckpointError(
-                f"run.resume={cfg.run.resume!r}: no {marker.name} in {folder}; give the folder that holds the iter_* folders"
-            )
-        return 0
-    if cfg.run.resume == "never":
-        raise CheckpointError(
-            f"run.resume=never, but run.dir={cfg.run.dir!r} holds checkpoints: choose another run.dir, or run.resume=auto"
-        )
-    text = marker.read_text().strip()
-    if not text.isdigit():
-        raise CheckpointError(
-            f"{marker} says {text!r}, which is not an iteration: write the number of an iter_* folder beside it into it"
-        )
-    return int(text)
 
 
 def _open_folder(cfg: TrainConfig, run_dir: Path) -> None:

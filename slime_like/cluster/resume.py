@@ -1,0 +1,95 @@
+"""Where a run starts: afresh, or from the checkpoint that ``run.resume`` names. Decided before any process starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slime_like.config.load import from_yaml
+from slime_like.config.root import TrainConfig
+from slime_like.errors import CheckpointError, ConfigError, RunComplete
+
+MARKER = "latest_checkpointed_iteration.txt"
+# What may change between the parts of one run without making it another experiment.
+FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights")
+FREE_KEYS = (
+    "loop.num_rollout",
+    "loop.step_deadline_s",
+    "rollout.num_engines",
+    "rollout.tp",
+    "rollout.max_running_requests",
+    "rollout.start_deadline_s",
+    "rollout.request_deadline_s",
+    "reward.workers",
+)
+SHOWN = 4
+
+
+def checkpoint_folder(cfg: TrainConfig, run_dir: Path) -> Path:
+    """Where this run's checkpoints lie, or those it was told to resume from."""
+    return run_dir / "checkpoints" if cfg.run.resume in ("auto", "never") else Path(cfg.run.resume)
+
+
+def first_rollout(cfg: TrainConfig, run_dir: Path) -> int:
+    """How many rollouts the checkpoint to resume from has behind it; 0 for a fresh run.
+
+    Raises ``CheckpointError`` where there is none to be read, ``ConfigError`` where ``run.resume=auto`` would go on with
+    another experiment than the folder holds, ``RunComplete`` where nothing is left to train.
+    """
+    marker = checkpoint_folder(cfg, run_dir) / MARKER
+    if not marker.exists():
+        if cfg.run.resume not in ("auto", "never"):
+            raise CheckpointError(
+                f"run.resume={cfg.run.resume!r}: no {MARKER} in {marker.parent}; give the folder that holds the iter_* folders"
+            )
+        return 0
+    if cfg.run.resume == "never":
+        raise CheckpointError(
+            f"run.resume=never, but run.dir={cfg.run.dir!r} holds checkpoints: choose another run.dir, or run.resume=auto"
+        )
+    if cfg.run.resume == "auto":
+        _check_same_experiment(cfg, run_dir)
+    done = _read_marker(marker)
+    if done >= cfg.loop.num_rollout:
+        raise RunComplete(
+            f"run.dir={cfg.run.dir!r} is complete: {done} rollouts were trained, loop.num_rollout is {cfg.loop.num_rollout}; "
+            "raise loop.num_rollout to train on, or choose another run.dir for a new run"
+        )
+    return done
+
+
+def _read_marker(marker: Path) -> int:
+    text = marker.read_text().strip()
+    if not text.isdigit():
+        raise CheckpointError(
+            f"{marker} says {text!r}, which is not an iteration: write the number of an iter_* folder beside it into it"
+        )
+    return int(text)
+
+
+def _check_same_experiment(cfg: TrainConfig, run_dir: Path) -> None:
+    saved = run_dir / "config.yaml"
+    if not saved.exists():
+        return
+    before, now = flatten(asdict(from_yaml(saved.read_text()))), flatten(asdict(cfg))
+    changed = [key for key in sorted(before | now) if before.get(key) != now.get(key) and not _free(key)]
+    if changed:
+        shown = ", ".join(f"{key} {before.get(key)!r} -> {now.get(key)!r}" for key in changed[:SHOWN])
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        raise ConfigError(
+            f"run.dir={cfg.run.dir!r} holds a run with other settings ({shown}{more}): choose another run.dir for a new run, "
+            f"or run.resume={run_dir / 'checkpoints'} to go on with the new settings"
+        )
+
+
+def _free(key: str) -> bool:
+    return key in FREE_KEYS or (key.split(".")[0] in FREE_GROUPS and key != "run.seed")
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key. Example: ``{"a": {"b": 1}}`` gives ``{"a.b": 1}``."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return found
