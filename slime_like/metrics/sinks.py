@@ -112,22 +112,26 @@ def _step_of(line: str) -> float:
 
 
 class TensorboardSink:
-    """Scalars in tensorboard's event format."""
+    """Scalars in tensorboard's event format, by its own writer: torch's would bring torch into every reader of metrics."""
 
     def __init__(self, folder: Path) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise ConfigError(
                 "metrics.tensorboard=true, but tensorboard is not installed: pip install tensorboard"
             ) from error
-        self._writer = SummaryWriter(str(folder))
+        events: Any = event_pb2  # protobuf makes their classes at import: a checker sees none
+        summaries: Any = summary_pb2
+        self._event, self._summary = events.Event, summaries.Summary
+        self._writer: Any = EventFileWriter(str(folder))
 
     def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
         """One scalar per metric."""
         del spans
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=scalars)))
 
     def close(self) -> None:
         """Flush and close."""

@@ -84,7 +84,7 @@ def test_wandb_is_offline_without_a_key_and_holds_no_text(tmp_path: Path, monkey
     assert list((tmp_path / "wandb").glob("offline-run-*"))
 
 
-@pytest.mark.parametrize(("switch", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+@pytest.mark.parametrize(("switch", "module"), [("wandb", "wandb"), ("tensorboard", "tensorboard.compat.proto")])
 def test_a_missing_library_names_key_and_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str, module: str
 ) -> None:
