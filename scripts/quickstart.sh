@@ -21,13 +21,13 @@ if [[ -n $slug && ${#recipe[@]} -gt 0 && " $*" != *" run.dir="* && " $*" != *" r
     recipe+=("run.name=quickstart${slug:0:80}")
 fi
 
-say "training: python train.py ${recipe[*]} $*"
+say "training: python train.py" "${recipe[@]}" "$@"
 training=$(now)
 code=0
 "$PYTHON" train.py "${recipe[@]}" "$@" || code=$?
 say "training: $(seconds_since "$training") s"
 if ((code == 0)); then
-    "$PYTHON" scripts/summarize_run.py --since $((training / 1000000)) "${recipe[@]}" "$@" || code=$?
+    "$PYTHON" scripts/summarize_run.py "${recipe[@]}" "$@" || code=$?
 else
     say "train.py ended with exit code $code" >&2
 fi
