@@ -34,7 +34,11 @@ class ConsistencyError(SlimeLikeError, RuntimeError):
 
 
 class WorkerError(SlimeLikeError, RuntimeError):
-    """A trainer rank or another process of the run died."""
+    """A trainer rank or another process of the run failed; ``died``: it is gone."""
+
+    def __init__(self, message: str, died: bool = False) -> None:
+        super().__init__(message)
+        self.died = died
 
 
 class DeadlineExceeded(SlimeLikeError, TimeoutError):

@@ -248,8 +248,6 @@ class WeightSender(Protocol):
         """Send all buckets; returns what this rank sent. A collective over the ranks of a pipeline stage."""
         ...
 
-    async def close(self) -> None: ...
-
 
 class MetricSink(Protocol):
     """Where reduced metrics go."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ray.util import get_node_ip_address
+
 from slime_like.cluster.stacks import dump_stacks_on_signal
 from slime_like.cluster.trainer_worker import EngineAddress
 from slime_like.config.resolved import EngineSpec
@@ -17,13 +19,14 @@ class EngineActor:
     """Starts the server when made; ``ready`` waits for it."""
 
     def __init__(self, name: str, spec: EngineSpec, admin_key: str, stacks_dir: str) -> None:
+        """The server listens where Ray does: on loopback in a cluster of this machine alone, else at the node's address."""
         dump_stacks_on_signal(Path(stacks_dir), name.replace(" ", "_"))
         self._name = name
         self._spec = spec
         self._admin_key = admin_key
         if VISIBLE_DEVICES in os.environ:  # Ray hides every GPU from an actor that asks for none
             os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[VISIBLE_DEVICES]
-        self._server = EngineServer(spec, admin_key=admin_key)
+        self._server = EngineServer(spec, admin_key=admin_key, host=str(get_node_ip_address()))
         self._server.start()
 
     def ready(self) -> EngineAddress:

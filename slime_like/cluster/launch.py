@@ -25,7 +25,7 @@ from slime_like.config.names import GROUP_ADVANTAGES
 from slime_like.config.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.deadline import Deadline
-from slime_like.errors import CheckpointError, EngineError, SlimeLikeError
+from slime_like.errors import CheckpointError, DeadlineExceeded, EngineError, SlimeLikeError, WorkerError
 from slime_like.interfaces import Trainer
 from slime_like.metrics.sinks import open_sinks
 from slime_like.metrics.spans import Spans
@@ -78,6 +78,7 @@ class _Cluster:
     def start(self, inputs: Inputs, first: int, stop: StopRequest) -> Run:
         """Start everything the mode needs; trainer and engines start side by side."""
         self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"))
+        self.placement.open()
         if self.plan.needs_engines:
             self.engines = tuple(self.placement.engines(secrets.token_urlsafe(32)))
         trainer = self._start_trainer(first)
@@ -190,6 +191,8 @@ class _Cluster:
         for name, ref in refs.items():
             try:
                 cause = wait_one(name, ref, Deadline("driver", "post mortem", 10))
+            except DeadlineExceeded:  # still starting: it is not dead
+                cause = ""
             except SlimeLikeError as error:
                 cause = one_line(error)
             if cause:
@@ -211,10 +214,9 @@ class FrozenTrainer:
     version: int
 
     def step(self, batch: object) -> StepStats:
-        """Counts the rollout."""
+        """The rollout is done with; the weights are what they were."""
         del batch
-        self.version += 1
-        return StepStats(self.version, ())
+        return StepStats(self.version + 1, ())
 
     def score(self, rows: object) -> Any:
         """Never asked: there is no push to prove."""
@@ -240,6 +242,6 @@ def _with_context(error: Exception, deaths: list[str], bundle: Path) -> Exceptio
     """The same error, its message completed by dead engines and the bundle's path."""
     kind = type(error) if isinstance(error, SlimeLikeError) else SlimeLikeError
     text = str(error) if isinstance(error, SlimeLikeError) else one_line(error)
-    if deaths:
+    if deaths and isinstance(error, (EngineError, DeadlineExceeded, WorkerError)):
         kind, text = EngineError, f"{text}\n" + "\n".join(deaths)
     return kind(f"{text}\ncrash bundle: {bundle}")

@@ -43,9 +43,11 @@ class Placement:
         self._actors: list[Any] = []
         self._bundles: Any = None
         self._gpus: list[tuple[str, str]] = []  # node id and GPU id of each bundle
-        self._connect(cfg)
+        self._cfg = cfg
 
-    def _connect(self, cfg: TrainConfig) -> None:
+    def open(self) -> None:
+        """Start Ray, or join the cluster that ``placement.ray_address`` names, and reserve GPUs."""
+        cfg = self._cfg
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = cfg.placement.ray_address
         if address is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -42,8 +43,9 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self.requested:
-            raise KeyboardInterrupt(f"second {signal.Signals(number).name}")
+            raise KeyboardInterrupt(f"second {signal.Signals(number).name}: stopped at once, without a checkpoint")
         self.requested = True
+        os.write(2, b"\nstopping after this rollout, with a checkpoint; once more to stop at once\n")
 
 
 @dataclass(slots=True)
@@ -76,15 +78,13 @@ class Run:
         """The rollouts left to train on; a checkpoint follows the last one, whichever that is."""
         done = self.first_rollout
         for rollout_id in range(self.first_rollout, self.cfg.loop.num_rollout):
-            yield rollout_id
-            done = rollout_id + 1
             if self.stop.requested:
                 break
+            yield rollout_id
+            done = rollout_id + 1
         self.save(done)
-        if self.stop.requested:
-            raise KeyboardInterrupt(
-                f"stopped after rollout {done - 1}; continue with the same command (run.resume=auto)"
-            )
+        if done < self.cfg.loop.num_rollout:
+            raise KeyboardInterrupt(f"stopped after {done} rollouts; continue with the same command (run.resume=auto)")
         if self.cfg.run.save_hf:
             self.trainer.export_hf(self.run_dir / "hf")
 
@@ -122,9 +122,7 @@ class Run:
 
     def _eval_due(self, done: int) -> bool:
         interval = self.cfg.evaluation.interval
-        return (
-            done == self.cfg.loop.num_rollout or self.stop.requested or (interval is not None and done % interval == 0)
-        )
+        return done == self.cfg.loop.num_rollout or (interval is not None and done % interval == 0)
 
     def _evaluate(self) -> tuple[Metric, ...]:
         with self.timer("eval"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,10 +12,13 @@ from slime_like.cluster.wait import wait_one
 from slime_like.config.resolved import TransportSpec
 from slime_like.config.run import WeightsConfig
 from slime_like.deadline import Deadline
+from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import TensorMeta
 from slime_like.metrics.types import Metric
 from slime_like.rollout import probe
 from slime_like.weights import manifest
+
+ABORT_S = 10.0
 
 
 class Sync(Protocol):
@@ -61,7 +65,10 @@ class EngineSync:
             manifest.check(version, self.manifest, sent)
             self._call("commit_push", version)
         except BaseException:
-            self._call("abort_push")
+            with contextlib.suppress(
+                SlimeLikeError
+            ):  # the reason of the failure matters more than how its undoing went
+                wait_one("rollout manager", self.manager.abort_push.remote(), Deadline("driver", "abort push", ABORT_S))
             raise
 
     def _probe(self, version: int) -> tuple[Metric, ...]:

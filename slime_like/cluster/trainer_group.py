@@ -83,12 +83,12 @@ class TrainerGroup:
 
     def push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
         """Send all weights; returns every tensor sent."""
-        sent = self._on_all("push", list(engines), transport)
+        sent = self._on_all("push", list(engines), transport, seconds=transport.deadline_s)
         return [meta for metas in sent.values() for meta in metas]
 
-    def _on_all(self, verb: str, *args: Any) -> dict[str, Any]:
+    def _on_all(self, verb: str, *args: Any, seconds: float | None = None) -> dict[str, Any]:
         refs = {name: getattr(worker, verb).remote(*args) for name, worker in self._workers.items()}
-        return wait_all(refs, self._deadline(verb))
+        return wait_all(refs, self._deadline(verb, seconds))
 
-    def _deadline(self, phase: str) -> Deadline:
-        return Deadline("driver", phase, self._spec.deadline_s)
+    def _deadline(self, phase: str, seconds: float | None = None) -> Deadline:
+        return Deadline("driver", phase, seconds or self._spec.deadline_s)

@@ -8,10 +8,12 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from slime_like.cluster.crash import one_line
 from slime_like.deadline import Deadline
 from slime_like.errors import SlimeLikeError, WorkerError
 
 POLL_S = 1.0
+GRACE_S = 2.0  # for the peers of a failed process to say what they know
 
 
 def wait_all(refs: Mapping[str, ray.ObjectRef[Any]], deadline: Deadline) -> dict[str, Any]:
@@ -27,8 +29,25 @@ def wait_all(refs: Mapping[str, ray.ObjectRef[Any]], deadline: Deadline) -> dict
         ready, _ = ray.wait(list(pending), num_returns=1, timeout=min(POLL_S, deadline.remaining(waits_for)))
         for ref in ready:
             name = pending.pop(ref)
-            results[name] = _get(name, ref, deadline)
+            try:
+                results[name] = _get(name, ref, deadline)
+            except WorkerError as error:
+                raise _root_cause(error, pending, deadline) from error
     return {name: results[name] for name in refs}
+
+
+def _root_cause(error: WorkerError, pending: Mapping[ray.ObjectRef[Any], str], deadline: Deadline) -> SlimeLikeError:
+    """One rank's failure makes its peers fail too, of a broken connection: the process that died, or said why, is it."""
+    if error.died:
+        return error
+    ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=GRACE_S) if pending else ([], [])
+    found: list[SlimeLikeError] = [error]
+    for ref in ready:
+        try:
+            _get(pending[ref], ref, deadline)
+        except SlimeLikeError as other:
+            found.append(other)
+    return next((e for e in found if not isinstance(e, WorkerError) or e.died), error)
 
 
 def wait_one(name: str, ref: ray.ObjectRef[Any], deadline: Deadline) -> Any:
@@ -43,10 +62,8 @@ def _get(name: str, ref: ray.ObjectRef[Any], deadline: Deadline) -> Any:
         cause = error.cause
         if isinstance(cause, SlimeLikeError):
             raise type(cause)(str(cause)) from error
-        raise WorkerError(
-            f"{name} failed in phase '{deadline.phase}': {type(cause).__name__}: {cause}\n{error}"
-        ) from error
+        raise WorkerError(f"{name} failed in phase '{deadline.phase}': {one_line(cause)}") from error
     except RayActorError as error:
-        raise WorkerError(f"{name} died in phase '{deadline.phase}': {error}") from error
+        raise WorkerError(f"{name} died in phase '{deadline.phase}': {one_line(error)}", died=True) from error
     except GetTimeoutError as error:
         raise deadline.exceeded(name) from error

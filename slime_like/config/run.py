@@ -16,7 +16,7 @@ class LoopConfig(Config):
     global_batch_size: int | None = key(None, "Samples per optimizer step; null: what the batch identity leaves.")
     max_staleness: int = key(0, "Versions a rollout may lag behind the trainer; 0: synchronous.")
     leftover: str = key(
-        "carry",
+        "drop",
         "Samples that do not fill a step, as filters leave them: carry to the next rollout, or drop.",
         choices=("carry", "drop"),
     )

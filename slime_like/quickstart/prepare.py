@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,19 +23,56 @@ from slime_like.quickstart.model import ModelSpec, write_model
 
 WARM_START_RECIPE = "quickstart_sft"
 WARM_START_DEADLINE_S = 1800.0
+EXPORT = "hf"  # where a run with run.save_hf leaves its weights
 STAMP = "made_from.json"
+UNFINISHED = '"being made"'
+POLL_S = 0.5
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def prepare(cfg: TrainConfig) -> None:
     """Make what ``cfg`` needs and is not there: datasets and random model; for GRPO also the warm-started model.
 
-    What was made carries a stamp of the sizes and sources it was made from, and is made again when they change.
+    What was made carries a stamp of the sizes and sources it was made from, and is made again when they change. Raises
+    ``ConfigError`` on a folder that holds anything else: nothing of a user's is ever overwritten.
     """
-    assets = Path(cfg.data.train).parent
-    _make_assets(assets)
-    if not isinstance(cfg.algo, SftConfig):
-        _warm_start(cfg, assets)
+    assets, warm = Path(cfg.data.train).parent, Path(cfg.model.hf_checkpoint).parent
+    supervised = isinstance(cfg.algo, SftConfig)
+    _check_ours("data.train", assets)
+    if not supervised:
+        _check_ours("model.hf_checkpoint", warm)
+        if Path(cfg.model.hf_checkpoint).name != EXPORT:
+            raise ConfigError(
+                f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} of the quickstart must end in /{EXPORT}"
+            )
+    with _turn(assets.parent):
+        _make_assets(assets)
+        if not supervised:
+            _warm_start(cfg, assets, warm)
+
+
+def _check_ours(key: str, folder: Path) -> None:
+    if folder.exists() and any(folder.iterdir()) and not (folder / STAMP).exists():
+        raise ConfigError(
+            f"{key}: {folder} holds files that the quickstart did not make, and it would overwrite them; "
+            "set run.prepare=null to train on your own model and data"
+        )
+
+
+@contextmanager
+def _turn(folder: Path) -> Generator[None]:
+    """One preparation at a time: two quickstarts started together share what is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = Deadline("quickstart", "prepare", WARM_START_DEADLINE_S)
+    with (folder / ".quickstart.lock").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                deadline.remaining("another quickstart that prepares the same files")
+                time.sleep(POLL_S)
+        yield
 
 
 def _make_assets(folder: Path) -> None:
@@ -41,27 +81,28 @@ def _make_assets(folder: Path) -> None:
         return
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / STAMP).write_text(UNFINISHED)
     write_datasets(folder, ArithmeticSpec())
     write_model(folder / "model", ModelSpec())
     (folder / STAMP).write_text(json.dumps(stamp))
     _say(f"wrote datasets and a random model to {folder} in {time.monotonic() - started:.1f} s")
 
 
-def _warm_start(cfg: TrainConfig, assets: Path) -> None:
-    exported = Path(cfg.model.hf_checkpoint)
-    run_dir = exported.parent
+def _warm_start(cfg: TrainConfig, assets: Path, run_dir: Path) -> None:
     stamp = _stamp() | {"recipe": _digest(REPOSITORY / "configs" / "recipe" / f"{WARM_START_RECIPE}.yaml")}
-    if exported.exists() and _read_stamp(run_dir) == stamp:
+    if _read_stamp(run_dir) == stamp:
         return
     started = time.monotonic()
-    _say(f"warm start: supervised fine-tuning on demonstrations, once; log in {run_dir}")
-    shutil.rmtree(run_dir, ignore_errors=True)
+    _say(f"warm start: supervised fine-tuning on demonstrations, once; its files go to {run_dir}")
+    shutil.rmtree(run_dir, ignore_errors=True)  # absent, empty or stamped: prepare has checked
     run_dir.mkdir(parents=True)
+    (run_dir / STAMP).write_text(UNFINISHED)
     command = [
         sys.executable,
         str(REPOSITORY / "train.py"),
         f"+recipe={WARM_START_RECIPE}",
         f"run.dir={run_dir}",
+        "run.prepare=null",
         f"model.hf_checkpoint={assets / 'model'}",
         f"data.train={assets / 'sft.jsonl'}",
         f"placement.device={cfg.placement.device}",
@@ -69,17 +110,13 @@ def _warm_start(cfg: TrainConfig, assets: Path) -> None:
     ]
     deadline = Deadline("quickstart", "warm start", WARM_START_DEADLINE_S)
     try:
-        subprocess.run(command, check=True, timeout=deadline.limit, cwd=Path.cwd())
+        subprocess.run(command, check=True, timeout=deadline.limit)
     except subprocess.TimeoutExpired as error:
         raise deadline.exceeded("the warm start") from error
     except subprocess.CalledProcessError as error:
         raise WorkerError(
-            f"the warm start ended with exit code {error.returncode}; its messages stand above"
+            f"the warm start ended with exit code {error.returncode}; its message stands above"
         ) from error
-    if exported != run_dir / "hf":
-        raise ConfigError(
-            f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} of the quickstart must be a folder named hf"
-        )
     (run_dir / STAMP).write_text(json.dumps(stamp))
     _say(f"warm start done in {time.monotonic() - started:.0f} s")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,7 +17,9 @@ async def single_turn(
     prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
 ) -> Sequence[Sample]:
     """One completion per seed, sent to the engine as one group."""
-    completions = await engine.generate(prompt.token_ids, seeds, context.sampling)
+    room = context.max_context_len - len(prompt.token_ids)
+    sampling = replace(context.sampling, max_new_tokens=min(context.sampling.max_new_tokens, room))
+    completions = await engine.generate(prompt.token_ids, seeds, sampling)
     return [
         to_sample(prompt, completion, context, seed=seed, index=index)
         for index, (completion, seed) in enumerate(zip(completions, seeds, strict=True))

@@ -19,7 +19,7 @@ from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.data.leftover import split_leftover
-from slime_like.errors import EngineError, WeightSyncError
+from slime_like.errors import WeightSyncError
 from slime_like.interfaces import DataSource, GenerateContext, GenerateFn, GroupFilter, Sampling
 from slime_like.metrics.types import Last, Metric, Sum
 from slime_like.registry import resolve
@@ -97,9 +97,8 @@ class RolloutManager:
         produced = await self._producer.get(rollout_id)
         self._producer.forget(rollout_id)
         self._cursors = {key: value for key, value in self._cursors.items() if key > rollout_id}
-        split = split_leftover(
-            [*self._leftover, *produced.groups], self._spec.samples_per_rollout, self._spec.loop.leftover
-        )
+        carried = self._young(self._leftover)
+        split = split_leftover([*carried, *produced.groups], self._spec.samples_per_rollout, self._spec.loop.leftover)
         groups, self._leftover = split.used, split.carried
         if self._spec.reward.shuffle:
             groups = tuple(shuffle_rewards(groups, seed=self._spec.seed * 1_000_003 + rollout_id))
@@ -113,15 +112,19 @@ class RolloutManager:
         ]
         return Collected(groups, produced.started, produced.stopped, tuple(metrics))
 
+    def _young(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+        """Carried groups that one more rollout of waiting has not made older than ``max_staleness`` + 1 versions."""
+        oldest = self._version - self._spec.loop.max_staleness - 1
+        young = [group for group in groups if group.oldest_version >= oldest]
+        self._dropped["stale"] += len(groups) - len(young)
+        return young
+
     def _new_producer(self, first: int) -> Producer:
         loop = self._spec.loop
         return Producer(self._make, first=first, last=loop.num_rollout, max_staleness=loop.max_staleness)
 
     async def _make(self, rollout_id: int) -> Produced:
-        assert rollout_id - self._version <= self._spec.loop.max_staleness, (
-            f"rollout {rollout_id} admitted at version {self._version}"
-        )
-        cursor = self._cursors[rollout_id] = self._source.state()
+        self._cursors[rollout_id] = self._source.state()
         prompts = self._source.next(self._spec.rollout.batch_size)
         started = now()
         base = rollout_id * self._spec.rollout.batch_size
@@ -134,7 +137,7 @@ class RolloutManager:
         )
         scored = await self._answer_all(prompts, sampling, base, self._spec.rollout.n_samples_per_prompt, "train")
         kept = [group for group in scored if self._keep(group)]
-        return Produced(rollout_id, tuple(kept), started, now(), cursor)
+        return Produced(rollout_id, tuple(kept), started, now())
 
     async def _answer_all(
         self, prompts: Sequence[Prompt], sampling: Sampling, base: int, n: int, stream: str
@@ -168,9 +171,8 @@ class RolloutManager:
         return True
 
     def _drain_dropped(self) -> list[Metric]:
-        metrics: list[Metric] = [
-            Sum(f"rollout/dropped_groups/{name}", self._dropped[name]) for name, _ in self._filters
-        ]
+        reasons = [*(name for name, _ in self._filters), *(["stale"] if self._spec.loop.leftover == "carry" else [])]
+        metrics: list[Metric] = [Sum(f"rollout/dropped_groups/{name}", self._dropped[name]) for name in reasons]
         self._dropped.clear()
         return metrics
 
@@ -226,6 +228,8 @@ class RolloutManager:
         """A few stored sequences scored by every engine."""
         if not self._probe:
             self._remember_probe([])
+        if not self._probe:  # prompts of one token have nothing to score: the first rollout will
+            return ()
         scores: list[ProbeScores] = []
         for engine in self._router.engines:
             logprobs = await engine.score(self._probe, self._spec.temperature)
@@ -235,13 +239,19 @@ class RolloutManager:
     def _remember_probe(self, groups: Sequence[SampleGroup]) -> None:
         """Keep the first sequences of the newest rollout; before the first one, prompts."""
         wanted = self._spec.probe_sequences
-        sequences = [group.samples[0].token_ids for group in groups[:wanted] if group.samples]
+        sequences = [group.samples[0].token_ids for group in groups if group.samples and self._can_score(group)][
+            :wanted
+        ]
         if not sequences and not self._probe:
             state = self._source.state()
-            sequences = [prompt.token_ids for prompt in self._source.next(wanted)]
+            sequences = [p.token_ids for p in self._source.next(wanted) if len(p.token_ids) > 1]
             self._source.load_state(state)
         if sequences:
-            self._probe = tuple(np.asarray(ids, dtype=np.int32) for ids in sequences if len(ids) > 1)
+            self._probe = tuple(np.asarray(ids, dtype=np.int32) for ids in sequences)
+
+    def _can_score(self, group: SampleGroup) -> bool:
+        """An engine scores what leaves room for one more token, and has something to score."""
+        return 1 < len(group.samples[0].token_ids) < self._spec.max_context_len
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def state(self, next_rollout: int) -> dict[str, Any]:
@@ -264,9 +274,3 @@ class RolloutManager:
         for engine in self._router.engines:
             await engine.close()
         self._rewards.close()
-
-    async def health(self) -> None:
-        """Raise ``EngineError`` when an engine does not answer."""
-        for engine in self._router.engines:
-            if not await engine.health():
-                raise EngineError(f"{engine.name} does not answer its health check")

@@ -11,20 +11,18 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from slime_like.types import SampleGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """One rollout's scored groups, when they were generated, and how to make them again."""
+    """One rollout's scored groups, and when they were generated."""
 
     rollout_id: int
     groups: tuple[SampleGroup, ...]
     started: float  # unix seconds
     stopped: float
-    cursor: dict[str, Any]  # the data source's state before this rollout's prompts were drawn
 
 
 class Producer:
@@ -44,9 +42,12 @@ class Producer:
         self._wake = asyncio.Event()
         self._ready: dict[int, asyncio.Future[Produced]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
 
     async def get(self, rollout_id: int) -> Produced:
         """Rollout ``rollout_id``, when it is whole. Raises what stopped its making."""
+        if self._failure is not None and rollout_id not in self._ready:
+            raise self._failure
         self._admitted = max(self._admitted, rollout_id + self._ahead)
         self._wake.set()
         if self._task is None:
@@ -75,6 +76,7 @@ class Producer:
             try:
                 slot.set_result(await self._make(self._next))
             except Exception as error:  # noqa: BLE001  the fault boundary of the task: whoever waits for this rollout gets it
+                self._failure = error
                 slot.set_exception(error)
                 return
             self._next += 1

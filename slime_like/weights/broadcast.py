@@ -66,9 +66,11 @@ class BroadcastSender:
             )
             for receiver, offset in zip(self._receivers, offsets, strict=True)
         ]
-        group = asyncio.create_task(asyncio.to_thread(self._make_group, port, world))
-        await asyncio.gather(*joins)
-        return await group
+        made = asyncio.create_task(asyncio.to_thread(self._make_group, port, world))
+        done, _ = await asyncio.wait([*joins, made], return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        return made.result()
 
     def _make_group(self, port: int, world: int) -> dist.ProcessGroup:
         """A group outside the trainer's world: torch has no public call for it, SGLang's side uses this same helper.
@@ -83,15 +85,6 @@ class BroadcastSender:
         distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
         self._store = store  # the engines' ranks rendezvous through it: it must outlive the group
         return group
-
-    async def close(self) -> None:
-        """Leave the group. Engines that are already gone are not asked."""
-        if self._group is not None:
-            await asyncio.gather(
-                *(r.destroy_broadcast_group(self._name) for r in self._receivers), return_exceptions=True
-            )
-            dist.destroy_process_group(self._group)
-            self._group = None
 
 
 def _broadcast(group: dist.ProcessGroup, bucket: Bucket) -> None:

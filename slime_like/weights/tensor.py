@@ -43,9 +43,6 @@ class TensorSender:
         await asyncio.gather(*in_flight)
         return sent
 
-    async def close(self) -> None:
-        """Nothing is held between pushes."""
-
 
 def serialize(bucket: Bucket) -> bytes:
     """A bucket as bytes: host copies, each with a storage of its own so that no view drags its base along."""

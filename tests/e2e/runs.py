@@ -68,8 +68,8 @@ class Training:
             time.sleep(POLL_S)
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
-        os.kill(self._process.pid, signal.SIGINT)
+        """Ctrl-C on a terminal: every process of the group gets it."""
+        os.killpg(self._process.pid, signal.SIGINT)
 
     def kill(self) -> None:
         """The driver dies without a word."""
