@@ -14,10 +14,11 @@ from slime_like.cluster.stacks import request_stacks
 
 LIBRARIES = ("torch", "sglang", "megatron-core", "ray", "transformers", "numpy")
 TAIL_LINES = 60
+TAIL_BYTES = 65_536
 STACKS_WAIT_S = 1.0
 
 
-def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = ()) -> Path:
+def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (), ray_logs: Path | None = None) -> Path:
     """Write ``run_dir/crash-<time>``: cause, traceback, stacks of the run's processes, log tails, config, versions."""
     bundle = run_dir / f"crash-{time.strftime('%Y%m%d-%H%M%S')}"
     bundle.mkdir(parents=True, exist_ok=True)
@@ -30,12 +31,32 @@ def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = ())
         time.sleep(STACKS_WAIT_S)  # faulthandler writes from a signal handler and reports to nobody
         shutil.copytree(stacks, bundle / "stacks", dirs_exist_ok=True)
     for log in sorted((run_dir / "logs").glob("*.log")):
-        lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        (bundle / f"{log.stem}.tail.txt").write_text("\n".join(lines) + "\n")
+        (bundle / f"{log.stem}.tail.txt").write_text(_tail(log))
+    for name, log in _worker_logs(stacks, ray_logs):
+        (bundle / f"{name}.tail.txt").write_text(_tail(log))
     config = run_dir / "config.yaml"
     if config.exists():
         shutil.copy(config, bundle / "config.yaml")
     return bundle
+
+
+def _worker_logs(stacks: Path, ray_logs: Path | None) -> list[tuple[str, Path]]:
+    """What the run's Ray actors printed: Ray names each file by the process id, as the stacks do."""
+    found: list[tuple[str, Path]] = []
+    if ray_logs is None:
+        return found
+    for path in stacks.glob("*.txt"):
+        name, pid, _ = path.stem.rsplit(".", 2)
+        found += [(f"{name}{log.suffix}", log) for log in ray_logs.glob(f"worker-*-{pid}.*") if log.stat().st_size]
+    return found
+
+
+def _tail(path: Path) -> str:
+    """The last lines of a log, however long it is."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    return "\n".join(text.splitlines()[-TAIL_LINES:]) + "\n"
 
 
 def one_line(error: BaseException) -> str:

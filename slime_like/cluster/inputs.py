@@ -13,11 +13,14 @@ from slime_like.cluster.plan import Plan
 from slime_like.config import names
 from slime_like.config.root import TrainConfig
 from slime_like.data.demonstrations import Demonstrations
+from slime_like.data.dump import rollout_path
 from slime_like.data.prompts import SourceContext
-from slime_like.errors import ConfigError
+from slime_like.errors import CheckpointError, ConfigError, DataError
 from slime_like.registry import resolve
 from slime_like.reward.check import check_reward, label_rule
 from slime_like.types import Prompt
+
+TRAIN = "data.train"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> Inputs:
     tokenizer = load_tokenizer(cfg.model.hf_checkpoint)
     stops = stop_tokens(cfg, tokenizer)
     if cfg.run.replay_from is not None:
+        _check_dumps(cfg, Path(cfg.run.replay_from))
         return Inputs(tokenizer, stops)
     check_reward(cfg.reward)
     supervised = not plan.needs_engines
@@ -47,20 +51,29 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> Inputs:
             max_context_len=plan.max_context_len,
             needs_label=needs_label,
             seed=cfg.run.seed,
-            shuffle=cfg.data.shuffle and dataset == "train",
+            shuffle=cfg.data.shuffle and key == TRAIN,
             dataset=dataset,
             key=key,
         )
-        factory: Any = resolve("data.source", cfg.data.source if dataset == "train" else "file", names.DATA_SOURCES)
+        factory: Any = resolve("data.source", cfg.data.source if key == TRAIN else "file", names.DATA_SOURCES)
         return factory(cfg.data, context)
 
-    train = source(cfg.data.train, "train", "data.train")
+    train = source(cfg.data.train, "train", TRAIN)
     if supervised:
         train = Demonstrations(train, tokenizer, plan.max_context_len)
     heldout = {
         name: source(path, name, f"evaluation.datasets.{name}") for name, path in cfg.evaluation.datasets.items()
     }
     return Inputs(tokenizer, stops, train, {name: tuple(data.next(len(data))) for name, data in heldout.items()})
+
+
+def _check_dumps(cfg: TrainConfig, folder: Path) -> None:
+    missing = [k for k in range(cfg.loop.num_rollout) if not rollout_path(folder, k).exists()]
+    if missing:
+        raise DataError(
+            f"run.replay_from={str(folder)!r} lacks {rollout_path(folder, missing[0]).name}: loop.num_rollout is "
+            f"{cfg.loop.num_rollout}, the folder holds {cfg.loop.num_rollout - len(missing)} of them; lower loop.num_rollout"
+        )
 
 
 def _always(rm_type: str | None) -> bool:
@@ -89,6 +102,9 @@ def stop_tokens(cfg: TrainConfig, tokenizer: Any) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         path = Path(cfg.model.hf_checkpoint) / name
         if path.exists():
-            eos = json.loads(path.read_text()).get("eos_token_id")
+            try:
+                eos = json.loads(path.read_text()).get("eos_token_id")
+            except ValueError as error:
+                raise CheckpointError(f"{path} is not JSON ({error}): copy it again") from error
             found.update([eos] if isinstance(eos, int) else eos or [])
     return tuple(sorted(found))

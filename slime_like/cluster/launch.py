@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,7 +28,7 @@ from slime_like.config.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.deadline import Deadline
 from slime_like.errors import CheckpointError, DeadlineExceeded, EngineError, SlimeLikeError, WorkerError
-from slime_like.interfaces import Trainer
+from slime_like.interfaces import MetricSink, Trainer
 from slime_like.metrics.sinks import open_sinks
 from slime_like.metrics.spans import Spans
 from slime_like.registry import resolve
@@ -46,22 +48,23 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
     first = first_rollout(cfg, run_dir)
     inputs = load_inputs(cfg, plan)
     _open_folder(cfg, run_dir)
+    sink = open_sinks(cfg.metrics, run_dir, first_step=first, num_steps=cfg.loop.num_rollout, settings=asdict(cfg))
     stop = StopRequest()
     cluster = _Cluster(cfg, plan, run_dir)
     stop.install()
     try:
-        run = cluster.start(inputs, first, stop)
-        try:
-            yield run
-        finally:
-            run.sink.close()
+        started = time.monotonic()
+        _say(cfg, f"{plan.summary}; everything goes to {run_dir}")
+        run = cluster.start(inputs, first, sink, stop)
+        _say(cfg, f"ready after {time.monotonic() - started:.0f} s")
+        yield run
     except Exception as error:
         deaths = cluster.causes_of_death()
-        bundle = write_bundle(run_dir, error, deaths)
-        raise _with_context(error, deaths, bundle) from error
+        raise _with_context(error, deaths, _bundle(run_dir, error, deaths, cluster.log_dir)) from error
     finally:
-        stop.restore()
+        sink.close()
         cluster.close()
+        stop.restore()
 
 
 @dataclass(slots=True)
@@ -75,7 +78,7 @@ class _Cluster:
     manager: Any = None
     engines: tuple[Any, ...] = ()
 
-    def start(self, inputs: Inputs, first: int, stop: StopRequest) -> Run:
+    def start(self, inputs: Inputs, first: int, sink: MetricSink, stop: StopRequest) -> Run:
         """Start everything the mode needs; trainer and engines start side by side."""
         self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"))
         self.placement.open()
@@ -87,13 +90,6 @@ class _Cluster:
         if first > 0:
             rollout.load(self._checkpoints(), first)
         sync = self._make_sync(trainer, addresses)
-        sink = open_sinks(
-            self.cfg.metrics,
-            self.run_dir,
-            first_step=first,
-            num_steps=self.cfg.loop.num_rollout,
-            settings=asdict(self.cfg),
-        )
         return Run(
             cfg=self.cfg,
             run_dir=self.run_dir,
@@ -199,6 +195,11 @@ class _Cluster:
                 causes.append(f"{name}: {cause}")
         return causes
 
+    @property
+    def log_dir(self) -> Path | None:
+        """Where the run's Ray actors print to."""
+        return None if self.placement is None else self.placement.log_dir
+
     def close(self) -> None:
         """Stop what was started."""
         if self.placement is None:
@@ -233,12 +234,28 @@ class FrozenTrainer:
         """Nothing was trained."""
 
 
+def _say(cfg: TrainConfig, text: str) -> None:
+    if cfg.metrics.console != "off":
+        sys.stdout.write(f"{cfg.run.name}: {text}\n")
+        sys.stdout.flush()
+
+
 def _open_folder(cfg: TrainConfig, run_dir: Path) -> None:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(to_yaml(cfg))
+    partial = run_dir / "config.yaml.partial"
+    partial.write_text(to_yaml(cfg))
+    partial.replace(run_dir / "config.yaml")
 
 
-def _with_context(error: Exception, deaths: list[str], bundle: Path) -> Exception:
+def _bundle(run_dir: Path, error: Exception, deaths: list[str], ray_logs: Path | None) -> str:
+    """Path of the crash bundle, or why there is none: a full disk must not hide the cause."""
+    try:
+        return str(write_bundle(run_dir, error, deaths, ray_logs))
+    except OSError as failure:
+        return f"could not be written ({failure})"
+
+
+def _with_context(error: Exception, deaths: list[str], bundle: str) -> Exception:
     """The same error, its message completed by dead engines and the bundle's path."""
     kind = type(error) if isinstance(error, SlimeLikeError) else SlimeLikeError
     text = str(error) if isinstance(error, SlimeLikeError) else one_line(error)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -68,6 +70,12 @@ class Placement:
             )
         if self._plan.device == "cuda":
             self._reserve_gpus(cfg.loop.step_deadline_s)
+
+    @property
+    def log_dir(self) -> Path | None:
+        """Where Ray writes what this node's actors print; None while Ray is not up."""
+        node: Any = ray_worker._global_node
+        return None if node is None else Path(node.get_logs_dir_path())
 
     def _reserve_gpus(self, seconds: float) -> None:
         """One bundle per GPU; a split placement's engines follow the trainer's ranks."""

@@ -62,6 +62,13 @@ class Plan:
     decisions: tuple[Decision, ...]
 
     @property
+    def summary(self) -> str:
+        """What is started, in one line."""
+        counts = {role.name: len(role.devices) for role in self.roles}
+        parts = [f"{n} {'trainer rank' if name == 'trainer' else name}{'s' * (n > 1)}" for name, n in counts.items()]
+        return f"starting {' and '.join(parts)} on {self.device}"
+
+    @property
     def needs_engines(self) -> bool:
         """Whether anything is generated."""
         return bool(self.engines)

@@ -51,7 +51,8 @@ def first_rollout(cfg: TrainConfig, run_dir: Path) -> int:
     if cfg.run.resume == "auto":
         _check_same_experiment(cfg, run_dir)
     done = _read_marker(marker)
-    if done >= cfg.loop.num_rollout:
+    exported = not cfg.run.save_hf or (run_dir / "hf").exists()
+    if done >= cfg.loop.num_rollout and exported:
         raise RunComplete(
             f"run.dir={cfg.run.dir!r} is complete: {done} rollouts were trained, loop.num_rollout is {cfg.loop.num_rollout}; "
             "raise loop.num_rollout to train on, or choose another run.dir for a new run"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
         "token_ids": _cat([sample.token_ids for sample in samples], np.int32),
         "logprobs": _cat([sample.logprobs for sample in samples], np.float32),
     }
+    for index, sample in enumerate(samples):
+        columns |= {f"extra/{index}/{name}": value for name, value in sample.extras.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
@@ -47,6 +49,7 @@ def load_groups(path: Path) -> tuple[SampleGroup, ...]:
         with np.load(path, allow_pickle=False) as columns:
             header = json.loads(str(columns["header"]))
             prompts, tokens, logprobs = columns["prompt_token_ids"], columns["token_ids"], columns["logprobs"]
+            extras = _extras(columns)
     except FileNotFoundError as error:
         raise DataError(
             f"no dumped rollout at {path}: run.replay_from must be the rollouts folder of a run with run.dump_rollouts=true"
@@ -56,14 +59,15 @@ def load_groups(path: Path) -> tuple[SampleGroup, ...]:
     if header.get("format") != FORMAT:
         raise DataError(f"{path} has dump format {header.get('format')!r}, this version reads {FORMAT}: dump it again")
     groups: list[SampleGroup] = []
-    prompt_at = token_at = 0
+    prompt_at = token_at = index = 0
     for entry in header["groups"]:
         prompt_end = prompt_at + entry["prompt"]["length"]
         samples: list[Sample] = []
         for item in entry["samples"]:
             token_end = token_at + item["length"]
-            samples.append(_sample(item, entry["group_id"], tokens[token_at:token_end], logprobs[token_at:token_end]))
-            token_at = token_end
+            columns_L = (tokens[token_at:token_end], logprobs[token_at:token_end])
+            samples.append(_sample(item, entry["group_id"], columns_L, extras.get(index, {})))
+            token_at, index = token_end, index + 1
         groups.append(
             SampleGroup(entry["group_id"], _prompt(entry["prompt"], prompts[prompt_at:prompt_end]), tuple(samples))
         )
@@ -109,14 +113,26 @@ def _prompt(entry: dict[str, Any], token_ids: Any) -> Prompt:
     return Prompt(token_ids=token_ids, **fields)
 
 
-def _sample(item: dict[str, Any], group_id: int, token_ids: Any, logprobs: Any) -> Sample:
+def _extras(columns: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Extra arrays of each sample, by its place in the file."""
+    found: dict[int, dict[str, Any]] = {}
+    for key in columns:
+        kind, _, rest = key.partition("/")
+        if kind == "extra":
+            index, _, name = rest.partition("/")
+            found.setdefault(int(index), {})[name] = columns[key]
+    return found
+
+
+def _sample(item: dict[str, Any], group_id: int, columns_L: tuple[Any, Any], extras: dict[str, Any]) -> Sample:
     return Sample(
         group_id=group_id,
         episode_id=item["episode_id"],
         sample_id=item["sample_id"],
         seed=item["seed"],
-        token_ids=token_ids,
-        logprobs=logprobs,
+        token_ids=columns_L[0],
+        logprobs=columns_L[1],
+        extras=extras,
         spans=tuple(Span(start, stop, Source(source), version) for start, stop, source, version in item["spans"]),
         status=Status(item["status"]),
         text=item["text"],

@@ -73,7 +73,6 @@ class LiveConsole:
         self._split = ""
         self._started: float | None = None
         self._live = Live(console=Console(file=stream), auto_refresh=False)
-        self._live.start()
 
     def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None:
         """Redraw with one more step."""
@@ -81,6 +80,7 @@ class LiveConsole:
         if self._started is None:
             self._started = time.monotonic()
             self._first = step
+            self._live.start()
         self._rows.append((step, cells(values)))
         for name, value in evaluations(values).items():
             self._evals.setdefault(name, []).append(value)

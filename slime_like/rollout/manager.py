@@ -188,7 +188,7 @@ class RolloutManager:
         )
         metrics: list[Metric] = []
         for name, prompts in self._heldout.items():
-            groups = await self._answer_all(prompts, sampling, 0, evaluation.n_samples_per_prompt, name)
+            groups = await self._answer_all(prompts, sampling, 0, evaluation.n_samples_per_prompt, f"eval {name}")
             metrics += eval_metrics(name, groups)
         return tuple(metrics)
 

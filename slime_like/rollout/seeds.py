@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 
 MAX_SEED = 2**31 - 1
@@ -9,7 +11,7 @@ MAX_SEED = 2**31 - 1
 
 def sample_seeds(run_seed: int, stream: str, first_sample_id: int, n: int) -> list[int]:
     """``n`` seeds in ``[0, 2**31 - 1)`` for samples ``first_sample_id ...`` of a named stream (train, or a dataset)."""
-    tag = int.from_bytes(stream.encode()[:8].ljust(8, b"\0"), "little")
+    tag = zlib.crc32(stream.encode())
     return [
         int(np.random.SeedSequence([run_seed, tag, first_sample_id + i]).generate_state(1, np.uint32)[0]) % MAX_SEED
         for i in range(n)

@@ -86,6 +86,13 @@ class BroadcastSender:
         self._store = store  # the engines' ranks rendezvous through it: it must outlive the group
         return group
 
+    async def close(self) -> None:
+        """Leave the group, so that the engines can join another."""
+        if self._group is not None:
+            await asyncio.gather(*(r.destroy_broadcast_group(self._name) for r in self._receivers))
+            dist.destroy_process_group(self._group)
+            self._group = None
+
 
 def _broadcast(group: dist.ProcessGroup, bucket: Bucket) -> None:
     """Send every tensor of a bucket from rank 0 of ``group``, all in flight at once."""

@@ -20,11 +20,10 @@ def group(group_id: int, lengths: list[int], seed: int = 0, version: int = 2) ->
         token_ids = np.concatenate([prompt.token_ids, rng.integers(0, 50, length)]).astype(np.int32)
         logprobs = np.concatenate([np.full(3, np.nan), rng.normal(size=length)]).astype(np.float32)
         spans = (Span(0, 3, Source.PROMPT), Span(3, 3 + length, Source.MODEL, version))
-        samples.append(
-            Sample(
-                group_id, i, i, i, token_ids, logprobs, spans, Status.COMPLETED, "4", Reward(float(i % 2), float(i % 2))
-            )
-        )
+        reward = Reward(float(i % 2), float(i % 2))
+        extras = {"mask": np.arange(i + 1)} if i % 2 else {}
+        made = Sample(group_id, i, i, i, token_ids, logprobs, spans, Status.COMPLETED, "4", reward, extras)
+        samples.append(made)
     return SampleGroup(group_id, prompt, tuple(samples))
 
 
@@ -38,6 +37,9 @@ def assert_same(a: SampleGroup, b: SampleGroup) -> None:
     np.testing.assert_array_equal(a.prompt.token_ids, b.prompt.token_ids)
     for x, y in zip(a.samples, b.samples, strict=True):
         np.testing.assert_array_equal(x.token_ids, y.token_ids)
+        assert x.extras.keys() == y.extras.keys()
+        for name in x.extras:
+            np.testing.assert_array_equal(x.extras[name], y.extras[name])
         np.testing.assert_array_equal(x.logprobs, y.logprobs)
         assert (x.spans, x.status, x.reward, x.seed, x.text, x.sample_id) == (
             y.spans,

@@ -1,0 +1,51 @@
+"""What a preparation makes, what it leaves alone, and what it refuses to touch."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slime_like.config.algo import GrpoConfig, SftConfig
+from slime_like.config.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.quickstart.prepare import prepare
+
+
+def config(data: Path, model: Path, *, sft: bool = True) -> TrainConfig:
+    made = TrainConfig(algo=SftConfig() if sft else GrpoConfig())
+    return replace(
+        made,
+        data=replace(made.data, train=str(data)),
+        model=replace(made.model, hf_checkpoint=str(model)),
+    )
+
+
+def test_assets_are_made_once_and_load(tmp_path: Path) -> None:
+    cfg = config(tmp_path / "assets" / "sft.jsonl", tmp_path / "assets" / "model")
+    prepare(cfg)
+    weights = tmp_path / "assets" / "model" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    prepare(cfg)
+    assert weights.stat().st_mtime_ns == before
+    tokenizer = AutoTokenizer.from_pretrained(weights.parent)
+    assert tokenizer.decode(tokenizer("475+6=")["input_ids"]) == "475+6="
+    assert AutoModelForCausalLM.from_pretrained(weights.parent).num_parameters() > 100_000
+
+
+def test_a_users_data_is_not_overwritten(tmp_path: Path) -> None:
+    mine = tmp_path / "train.jsonl"
+    mine.write_text("mine")
+    with pytest.raises(ConfigError, match=r"data\.train: .*did not make.*run\.prepare=null"):
+        prepare(config(mine, tmp_path / "model"))
+    assert mine.read_text() == "mine"
+
+
+def test_a_users_model_is_not_removed(tmp_path: Path) -> None:
+    mine = tmp_path / "models" / "hf"
+    mine.mkdir(parents=True)
+    (mine / "config.json").write_text("mine")
+    with pytest.raises(ConfigError, match=r"model\.hf_checkpoint: .*did not make.*run\.prepare=null"):
+        prepare(config(tmp_path / "assets" / "train.jsonl", mine, sft=False))
+    assert (mine / "config.json").read_text() == "mine"
+    assert not (tmp_path / "assets").exists()
