@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from slime_like.config.rollout import DataConfig
+from slime_like.data.dump import load_groups, rollout_path
 from slime_like.data.prompts import FileSource, SourceContext
 from tests.e2e import checks
 from tests.e2e.conftest import Warm
@@ -114,12 +115,55 @@ def test_a_replay_trains_on_the_same_rollouts(run: Done, warm: Warm, tmp_path: P
         assert [row[name] for row in again] == pytest.approx([row[name] for row in first], rel=1e-5, abs=1e-7)
 
 
+def test_rollout_only_with_parts_of_ones_own(warm: Warm, tmp_path: Path) -> None:
+    done = train(
+        "+recipe=quickstart",
+        *warm.overrides,
+        *SMALL,
+        "evaluation.datasets={}",
+        "run.mode=rollout_only",
+        "run.dump_rollouts=true",
+        f"run.dir={tmp_path / 'run'}",
+        "loop.num_rollout=2",
+        "reward.name=tests.e2e.custom:length",
+        "rollout.generate=tests.e2e.custom:generate",
+        "rollout.filters=[tests.e2e.custom:even_prompts]",
+        log=tmp_path / "rollout_only.log",
+    )
+    assert done.code == 0, done.output
+    rows = metrics(tmp_path / "run")[-2:]
+    groups = load_groups(rollout_path(tmp_path / "run" / "rollouts", 0))
+    assert len(groups) + rows[0]["rollout/dropped_groups/tests.e2e.custom:even_prompts"] == 16
+    assert all(group.prompt.prompt_id % 2 == 0 and len(group.samples) == 2 for group in groups)
+    assert {s.reward.score for g in groups for s in g.samples if s.reward} == {
+        float(len(s.text)) for g in groups for s in g.samples
+    }
+    assert all(row["rollout/staleness_max"] == 0 for row in rows)
+
+
+def test_a_reward_that_is_no_number_ends_the_run(warm: Warm, tmp_path: Path) -> None:
+    done = train(
+        "+recipe=quickstart",
+        *warm.overrides,
+        *SMALL,
+        "evaluation.datasets={}",
+        "run.mode=rollout_only",
+        f"run.dir={tmp_path / 'run'}",
+        "reward.name=tests.e2e.custom:broken",
+        log=tmp_path / "nan.log",
+    )
+    assert done.code == 1
+    assert "RewardError: reward 'tests.e2e.custom:broken' returned nan" in done.output
+    assert "Traceback" not in done.output
+
+
 def test_a_push_that_never_happened_ends_the_run(warm: Warm, tmp_path: Path) -> None:
     done = train(
         "+recipe=quickstart",
         *warm.overrides,
         *SMALL,
         "evaluation.datasets={}",
+        "rollout.temperature=1.0",
         "weights.debug_skip_push_at=2",
         f"run.dir={tmp_path / 'run'}",
         log=tmp_path / "skip.log",
@@ -128,6 +172,7 @@ def test_a_push_that_never_happened_ends_the_run(warm: Warm, tmp_path: Path) -> 
     assert "ConsistencyError: after the push of version 2 engine and trainer disagree" in done.output
     assert "Traceback" not in done.output
     assert last_step(tmp_path / "run") == 1
+    checks.check_consistency(metrics(tmp_path / "run"))
 
 
 def test_a_dead_engine_ends_the_run_with_its_cause(warm: Warm, tmp_path: Path) -> None:

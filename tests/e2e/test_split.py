@@ -6,8 +6,10 @@ import itertools
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
+from slime_like.deadline import Deadline
 from tests.e2e import checks
 from tests.e2e.conftest import Warm
 from tests.e2e.runs import Training, last_step, metrics, train
@@ -16,12 +18,8 @@ from tests.e2e.test_colocated import expected_prompts
 pytestmark = pytest.mark.e2e
 ROLLOUTS = 20
 FROZEN_AFTER = 17
-COMMAND = (
-    "+recipe=quickstart_async",
-    "rollout.batch_size=32",
-    "rollout.n_samples_per_prompt=8",
-    "rollout.temperature=1.0",
-)
+BATCH = 64  # the recipe's
+COMMAND = ("+recipe=quickstart_async",)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +40,11 @@ def run_dir(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     first = Training(*command, log=folder / "first.log")
     first.wait_until(lambda: last_step(folder / "run") >= 4)
+    children = psutil.Process(first.pid).children(recursive=True)
     first.kill()
+    gone, alive = psutil.wait_procs(children, timeout=Deadline("test", "orphans", 60).limit)
+    assert gone
+    assert not alive, f"outlived the driver: {[process.cmdline() for process in alive]}"
     second = train(*command, log=folder / "second.log")
     assert second.code == 0, second.output
     return folder / "run"
@@ -50,7 +52,7 @@ def run_dir(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_step_is_there_once_and_prompts_go_on(run_dir: Path, warm: Warm) -> None:
     assert [row["step"] for row in metrics(run_dir)] == list(range(ROLLOUTS + 1))
-    assert checks.prompt_ids(run_dir, ROLLOUTS) == expected_prompts(warm, ROLLOUTS * 32)
+    assert checks.prompt_ids(run_dir, ROLLOUTS) == expected_prompts(warm, ROLLOUTS * BATCH)
 
 
 def test_rollouts_are_one_version_old_and_overlap_training(run_dir: Path) -> None:
@@ -85,9 +87,12 @@ def test_a_push_that_never_happened_ends_the_run(warm: Warm, tmp_path: Path) -> 
         *COMMAND,
         *warm.overrides,
         "evaluation.datasets={}",
+        "rollout.temperature=0.7",
         "weights.debug_skip_push_at=2",
         f"run.dir={tmp_path / 'run'}",
         log=tmp_path / "skip.log",
     )
     assert done.code == 1
     assert "ConsistencyError: after the push of version 2 engine and trainer disagree" in done.output
+    assert last_step(tmp_path / "run") == 1
+    checks.check_consistency(metrics(tmp_path / "run"))

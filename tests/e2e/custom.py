@@ -1,0 +1,31 @@
+"""What a user brings by dotted path: a generate function, a filter, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slime_like.interfaces import Engine, GenerateContext
+from slime_like.rollout.generate import single_turn
+from slime_like.types import Prompt, Sample, SampleGroup
+
+
+async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
+    """Two of the seeds only."""
+    return await single_turn(prompt, engine, seeds[:2], context)
+
+
+def even_prompts(group: SampleGroup) -> str | None:
+    """Drops every group of an odd prompt."""
+    return None if group.prompt.prompt_id % 2 == 0 else "odd prompt"
+
+
+def length(prompt: Prompt, sample: Sample) -> float:
+    """Number of characters."""
+    del prompt
+    return float(len(sample.text))
+
+
+def broken(prompt: Prompt, sample: Sample) -> float:
+    """Not a number."""
+    del prompt, sample
+    return float("nan")
