@@ -61,6 +61,9 @@ class Placement:
             )
         else:
             _stay_on_loopback()
+            os.environ.setdefault(
+                "RAY_worker_niceness", "0"
+            )  # Ray's 15 lets anything else on the machine starve the run
             ray.init(
                 address="local",
                 namespace=f"slime_like_{cfg.run.name}",
