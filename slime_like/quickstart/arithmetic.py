@@ -23,7 +23,7 @@ class ArithmeticSpec:
 
     num_heldout: int = 300
     demonstrations_per_problem: int = 10
-    careless: float = 0.6  # share of demonstrations that forget the carry
+    careless: float = 0.7  # share of demonstrations that forget the carry
     seed: int = 1
 
 

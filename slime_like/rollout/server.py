@@ -36,7 +36,8 @@ PORTS = range(15_000, 32_000)  # below Linux's ephemeral range, where an outgoin
 POLL_S = 0.05
 DYING_S = 8.0  # SGLang looks at its workers for five seconds before it exits
 LOG_LINES = 12
-SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project
+SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project, as is
+THREADS = "SLIME_LIKE_ENGINE_THREADS"  # the number of threads of a model on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,9 @@ def child_environment(spec: EngineSpec, scratch: str) -> dict[str, str]:
         seams.insert(0, "cpu")
         environment |= {"SGLANG_PLATFORM": "slime_like_cpu", "CUDA_VISIBLE_DEVICES": ""}
         environment["TORCHDYNAMO_DISABLE"] = "1"  # SGLang compiles a few small functions: seconds, and a C++ compiler
-        environment.setdefault("OMP_NUM_THREADS", "1")
+        # One thread up to the workers' start, so that they can be forked; the model's worker then takes what was meant.
+        environment[THREADS] = environment.get("OMP_NUM_THREADS", "1")
+        environment["OMP_NUM_THREADS"] = "1"
         environment.setdefault("GOMP_SPINCOUNT", "0")  # waiting threads must not take the other processes' cores
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one engine are on one machine
     environment |= {
@@ -252,11 +255,12 @@ def server_arguments(launch: Launch) -> dict[str, Any]:
 
 
 def die_with_parent() -> None:
-    """Kill this process group once stdin, whose other end the parent holds, comes to its end."""
+    """Remove the private folder and kill this process group once stdin, whose other end the parent holds, comes to its end."""
 
     def watch() -> None:
         while os.read(0, 4096):  # not sys.stdin: its lock would be held for ever in a forked worker
             pass
+        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)  # ours alone: see child_environment
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -13,6 +13,7 @@ from slime_like_plugins.sglang_cpu.process import ATTENTION
 
 KV_TOKENS = 65_536  # KV slots unless max_total_tokens says otherwise: SGLang would take a share of the machine's memory
 MEMORY_FRACTION = 0.3
+THREADS = "SLIME_LIKE_ENGINE_THREADS"
 
 
 class PlainCpu(CpuDeviceMixin, SRTPlatform):
@@ -54,3 +55,9 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         from slime_like_plugins.sglang_cpu import attention
 
         attention.register()
+
+    def post_load_model(self, model: Any) -> None:
+        """In the worker, after the fork and after loading, which SGLang does on one thread."""
+        import torch
+
+        torch.set_num_threads(int(os.environ.get(THREADS, "1")))
