@@ -36,6 +36,7 @@ PORTS = range(15_000, 32_000)  # below Linux's ephemeral range, where an outgoin
 POLL_S = 0.05
 DYING_S = 8.0  # SGLang looks at its workers for five seconds before it exits
 LOG_LINES = 12
+SCRATCH_PREFIX = "slime_like-engine-"
 SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project, as is
 THREADS = "SLIME_LIKE_ENGINE_THREADS"  # the number of threads of a model on a CPU
 
@@ -101,7 +102,7 @@ class EngineServer:
             raise EngineError(f"engine at {self.url} was started before; make a new EngineServer")
         self._lease = PortLease(self._host)
         self.url = f"http://{self._host}:{self._lease.port}"
-        self._scratch = tempfile.mkdtemp(prefix="slime_like-engine-")
+        self._scratch = tempfile.mkdtemp(prefix=SCRATCH_PREFIX)
         launch = Launch(self._spec, self._admin_key, self._host, self._lease.port)
         Path(self._spec.log_path).parent.mkdir(parents=True, exist_ok=True)
         with open(
@@ -257,10 +258,13 @@ def server_arguments(launch: Launch) -> dict[str, Any]:
 def die_with_parent() -> None:
     """Remove the private folder and kill this process group once stdin, whose other end the parent holds, comes to its end."""
 
+    scratch = Path(os.environ.get("TMPDIR", ""))
+
     def watch() -> None:
         while os.read(0, 4096):  # not sys.stdin: its lock would be held for ever in a forked worker
             pass
-        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)  # ours alone: see child_environment
+        if scratch.name.startswith(SCRATCH_PREFIX):  # made for this engine alone, by EngineServer.start
+            shutil.rmtree(scratch, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
