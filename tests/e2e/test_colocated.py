@@ -120,6 +120,7 @@ def test_rollout_only_with_parts_of_ones_own(warm: Warm, tmp_path: Path) -> None
         "+recipe=quickstart",
         *warm.overrides,
         *SMALL,
+        *SHAPE,
         "evaluation.datasets={}",
         "run.mode=rollout_only",
         "run.dump_rollouts=true",
