@@ -89,7 +89,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 def test_an_engine_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """Also when that process is killed before the engine is ready."""
+    """Also when that process is killed before the engine is ready; its scratch folder goes with it."""
     program = (
         "import os, signal\n"
         "from slime_like.config.resolved import EngineSpec\n"
@@ -100,12 +100,14 @@ def test_an_engine_dies_with_the_process_that_started_it(tmp_path: Path) -> None
         "print(server.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == -signal.SIGKILL
     pidfd = os.pidfd_open(int(done.stdout)) if Path(f"/proc/{int(done.stdout)}").exists() else None
     if pidfd is not None:
         assert select.select([pidfd], [], [], 60)[0], "the engine outlived its parent"
         os.close(pidfd)
+    assert not list(tmp_path.glob("slime_like-engine-*")), "its scratch folder is left"
 
 
 def test_nothing_is_left_of_it(engine_tp2: Engine) -> None:
