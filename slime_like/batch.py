@@ -25,7 +25,7 @@ class Rows:
 
     token_ids: I32  # [T]
     cu_seqlens: I32  # [S + 1]
-    loss_weight: F32  # [T], sums to 1 over an optimizer step (all micro-batches, all dp ranks)
+    loss_weight: F32  # [T], sums to 1 over an optimizer step (all micro-batches, all dp ranks); not under dr_grpo
     versions: I32  # [T], weight version that sampled the token, -1 where not sampled
     rollout_logprobs: F32  # [T], 0 where not sampled
     rewards: F32  # [S]

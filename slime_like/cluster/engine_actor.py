@@ -34,9 +34,10 @@ class EngineActor:
         self._server.wait_ready()
         return EngineAddress(self._name, self._server.url, self._admin_key, self._spec.tp)
 
-    def cause_of_death(self) -> str:
-        """Exit code and last log lines of a dead server, empty while it lives."""
-        return "" if self._server.alive() else self._server.cause_of_death()
+    def cause_of_death(self, suspected: bool) -> str:
+        """Exit code and last log lines of a dead server, empty while it lives; waits for one that is suspected to die."""
+        cause = self._server.cause_of_death() if suspected or not self._server.alive() else ""
+        return "" if self._server.alive() else cause
 
     def stop(self) -> None:
         """Stop the server and everything it started."""

@@ -27,7 +27,7 @@ from slime_like.config.names import GROUP_ADVANTAGES
 from slime_like.config.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.deadline import Deadline
-from slime_like.errors import CheckpointError, DeadlineExceeded, EngineError, SlimeLikeError, WorkerError
+from slime_like.errors import CheckpointError, ConfigError, DeadlineExceeded, EngineError, SlimeLikeError, WorkerError
 from slime_like.interfaces import MetricSink, Trainer
 from slime_like.metrics.sinks import open_sinks
 from slime_like.metrics.spans import Spans
@@ -35,6 +35,8 @@ from slime_like.registry import resolve
 from slime_like.rollout.manager import ManagerSpec
 from slime_like.types import StepStats
 from slime_like.weights import manifest
+
+POST_MORTEM_S = 20.0  # above what EngineServer.cause_of_death waits for a dying process
 
 
 @contextmanager
@@ -59,7 +61,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
         _say(cfg, f"ready after {time.monotonic() - started:.0f} s")
         yield run
     except Exception as error:
-        deaths = cluster.causes_of_death()
+        deaths = cluster.causes_of_death(suspected=isinstance(error, EngineError))
         raise _with_context(error, deaths, _bundle(run_dir, error, deaths, cluster.log_dir)) from error
     finally:
         sink.close()
@@ -180,13 +182,13 @@ class _Cluster:
     def _checkpoints(self) -> Path:
         return checkpoint_folder(self.cfg, self.run_dir)
 
-    def causes_of_death(self) -> list[str]:
+    def causes_of_death(self, *, suspected: bool) -> list[str]:
         """What dead engines left behind."""
-        refs = {f"engine {i}": actor.cause_of_death.remote() for i, actor in enumerate(self.engines)}
+        refs = {f"engine {i}": actor.cause_of_death.remote(suspected) for i, actor in enumerate(self.engines)}
         causes: list[str] = []
         for name, ref in refs.items():
             try:
-                cause = wait_one(name, ref, Deadline("driver", "post mortem", 10))
+                cause = wait_one(name, ref, Deadline("driver", "post mortem", POST_MORTEM_S))
             except DeadlineExceeded:  # still starting: it is not dead
                 cause = ""
             except SlimeLikeError as error:
@@ -241,10 +243,13 @@ def _say(cfg: TrainConfig, text: str) -> None:
 
 
 def _open_folder(cfg: TrainConfig, run_dir: Path) -> None:
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     partial = run_dir / "config.yaml.partial"
-    partial.write_text(to_yaml(cfg))
-    partial.replace(run_dir / "config.yaml")
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        partial.write_text(to_yaml(cfg))
+        partial.replace(run_dir / "config.yaml")
+    except OSError as error:
+        raise ConfigError(f"run.dir={cfg.run.dir!r} cannot be written ({error}): choose another folder") from error
 
 
 def _bundle(run_dir: Path, error: Exception, deaths: list[str], ray_logs: Path | None) -> str:

@@ -136,5 +136,6 @@ def render() -> str:
     """The table as Markdown."""
     head = ["# Metrics", "", "Made from `slime_like/metrics/dictionary.py` by `scripts/make_metric_docs.py`.", ""]
     rows = ["| name | meaning | unit | healthy |", "|---|---|---|---|"]
-    rows += [f"| `{e.name}` | {e.meaning} | {e.unit} | {e.healthy} |" for e in ENTRIES]
+    cells = [[text.replace("|", "\\|") for text in (e.meaning, e.unit, e.healthy)] for e in ENTRIES]
+    rows += [f"| `{e.name}` | {' | '.join(found)} |" for e, found in zip(ENTRIES, cells, strict=True)]
     return "\n".join([*head, *rows]) + "\n"

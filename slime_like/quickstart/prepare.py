@@ -52,11 +52,17 @@ def prepare(cfg: TrainConfig) -> None:
 
 
 def _check_ours(key: str, folder: Path) -> None:
-    if folder.exists() and any(folder.iterdir()) and not (folder / STAMP).exists():
+    if folder.exists() and any(folder.iterdir()) and not (folder / STAMP).exists() and not _is_warm_start(folder):
         raise ConfigError(
-            f"{key}: {folder} holds files that the quickstart did not make, and it would overwrite them; "
+            f"{key}: the folder {folder} holds files that the quickstart did not make, and it would overwrite them; "
             "set run.prepare=null to train on your own model and data"
         )
+
+
+def _is_warm_start(folder: Path) -> bool:
+    """Whether ``+recipe=quickstart_sft`` was run into ``folder`` by hand."""
+    config = folder / "config.yaml"
+    return config.exists() and f"{__name__}:prepare" in config.read_text()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slime_like.config.algo import GrpoConfig, SftConfig
 from slime_like.config.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like.quickstart import prepare as prepare_module
 from slime_like.quickstart.prepare import prepare
 
 
@@ -39,6 +40,16 @@ def test_a_users_data_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.train: .*did not make.*run\.prepare=null"):
         prepare(config(mine, tmp_path / "model"))
     assert mine.read_text() == "mine"
+
+
+def test_a_warm_start_made_by_hand_is_taken_for_ours(tmp_path: Path) -> None:
+    folder = tmp_path / "quickstart_sft"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("run:\n  prepare: slime_like.quickstart.prepare:prepare\n")
+    prepare_module._check_ours("model.hf_checkpoint", folder)
+    (folder / "config.yaml").write_text("run:\n  prepare: null\n")
+    with pytest.raises(ConfigError, match="did not make"):
+        prepare_module._check_ours("model.hf_checkpoint", folder)
 
 
 def test_a_users_model_is_not_removed(tmp_path: Path) -> None:
