@@ -6,7 +6,8 @@ from slime_like.deadline import FACTOR_VARIABLE, Deadline
 from slime_like.errors import DeadlineExceeded
 
 
-def test_expiry_says_who_waits_for_whom() -> None:
+def test_expiry_says_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FACTOR_VARIABLE, raising=False)
     deadline = Deadline("driver", "push", 5.0, started=-1e9)
     with pytest.raises(DeadlineExceeded, match=r"driver waited .* for engine 0 in phase 'push' \(limit 5 s"):
         deadline.remaining("engine 0")
