@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.cluster.crash import one_line, write_bundle
+from slime_like.cluster.folder import claimed
 from slime_like.cluster.inputs import Inputs, load_inputs
 from slime_like.cluster.placement import Placement
 from slime_like.cluster.plan import Plan, make_plan, probe_machine
@@ -22,12 +23,11 @@ from slime_like.cluster.sync import EngineSync, NoSync, Sync
 from slime_like.cluster.trainer_group import TrainerGroup
 from slime_like.cluster.trainer_worker import EngineAddress
 from slime_like.cluster.wait import wait_all, wait_one
-from slime_like.config.load import to_yaml
 from slime_like.config.names import GROUP_ADVANTAGES
 from slime_like.config.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.deadline import Deadline
-from slime_like.errors import CheckpointError, ConfigError, DeadlineExceeded, EngineError, SlimeLikeError, WorkerError
+from slime_like.errors import CheckpointError, DeadlineExceeded, EngineError, SlimeLikeError, WorkerError
 from slime_like.interfaces import MetricSink, Trainer
 from slime_like.metrics.sinks import open_sinks
 from slime_like.metrics.spans import Spans
@@ -49,24 +49,24 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
     run_dir = Path(cfg.run.dir).resolve()
     first = first_rollout(cfg, run_dir)
     inputs = load_inputs(cfg, plan)
-    _open_folder(cfg, run_dir)
-    sink = open_sinks(cfg.metrics, run_dir, first_step=first, num_steps=cfg.loop.num_rollout, settings=asdict(cfg))
-    stop = StopRequest()
-    cluster = _Cluster(cfg, plan, run_dir)
-    stop.install()
-    try:
-        started = time.monotonic()
-        _say(cfg, f"{plan.summary}; everything goes to {run_dir}")
-        run = cluster.start(inputs, first, sink, stop)
-        _say(cfg, f"ready after {time.monotonic() - started:.0f} s")
-        yield run
-    except Exception as error:
-        deaths = cluster.causes_of_death(suspected=isinstance(error, EngineError))
-        raise _with_context(error, deaths, _bundle(run_dir, error, deaths, cluster.log_dir)) from error
-    finally:
-        sink.close()
-        cluster.close()
-        stop.restore()
+    with claimed(cfg, run_dir):
+        sink = open_sinks(cfg.metrics, run_dir, first_step=first, num_steps=cfg.loop.num_rollout, settings=asdict(cfg))
+        stop = StopRequest()
+        cluster = _Cluster(cfg, plan, run_dir)
+        stop.install()
+        try:
+            started = time.monotonic()
+            _say(cfg, f"{plan.summary}; everything goes to {run_dir}")
+            run = cluster.start(inputs, first, sink, stop)
+            _say(cfg, f"ready after {time.monotonic() - started:.0f} s")
+            yield run
+        except Exception as error:
+            deaths = cluster.causes_of_death(suspected=isinstance(error, EngineError))
+            raise _with_context(error, deaths, _bundle(run_dir, error, deaths, cluster.log_dir)) from error
+        finally:
+            sink.close()
+            cluster.close()
+            stop.restore()
 
 
 @dataclass(slots=True)
@@ -240,16 +240,6 @@ def _say(cfg: TrainConfig, text: str) -> None:
     if cfg.metrics.console != "off":
         sys.stdout.write(f"{cfg.run.name}: {text}\n")
         sys.stdout.flush()
-
-
-def _open_folder(cfg: TrainConfig, run_dir: Path) -> None:
-    partial = run_dir / "config.yaml.partial"
-    try:
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        partial.write_text(to_yaml(cfg))
-        partial.replace(run_dir / "config.yaml")
-    except OSError as error:
-        raise ConfigError(f"run.dir={cfg.run.dir!r} cannot be written ({error}): choose another folder") from error
 
 
 def _bundle(run_dir: Path, error: Exception, deaths: list[str], ray_logs: Path | None) -> str:

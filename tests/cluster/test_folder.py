@@ -1,0 +1,30 @@
+from pathlib import Path
+
+import pytest
+
+from slime_like.cluster.folder import claimed
+from slime_like.config.load import from_yaml
+from slime_like.errors import ConfigError
+from tests.cluster.test_resume import config
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
+    cfg = config(tmp_path / "run")
+    with claimed(cfg, tmp_path / "run"):
+        assert from_yaml((tmp_path / "run" / "config.yaml").read_text()) == cfg
+        with (
+            pytest.raises(ConfigError, match=r"is held by a run that is still going on"),
+            claimed(cfg, tmp_path / "run"),
+        ):
+            pass
+    with claimed(cfg, tmp_path / "run"):  # free again
+        pass
+
+
+def test_a_folder_that_cannot_be_written_names_the_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ConfigError, match=r"run\.dir=.* cannot be written"),
+        claimed(config(tmp_path), tmp_path / "file" / "x"),
+    ):
+        pass
