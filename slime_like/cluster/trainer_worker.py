@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from slime_like.config.names import TRANSPORTS
 from slime_like.config.resolved import ActorSpec, TransportSpec
 from slime_like.interfaces import TensorMeta, WeightReceiver, WeightSender
 from slime_like.metrics.types import Metric
+from slime_like.ports import free_port
 from slime_like.registry import resolve
 from slime_like.types import F32
 
@@ -51,9 +51,7 @@ class TrainerWorker:
     def rendezvous(self) -> tuple[str, int]:
         """Address and a free port of this node, for rank 0."""
         host = _own_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, int(probe.getsockname()[1])
+        return host, free_port(host)
 
     def connect(self, spec: ActorSpec, master: tuple[str, int], local_rank: int) -> int:
         """Join the other ranks and build the model; returns the data-parallel rank."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed import distributed_c10d
 from slime_like.config.resolved import TransportSpec
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
+from slime_like.ports import free_port
 from slime_like.weights.stream import meta_of
 
 
@@ -57,7 +57,7 @@ class BroadcastSender:
 
     async def _join(self) -> dist.ProcessGroup:
         """Rendezvous with every rank of every engine: rank 0 here, then the engines in order."""
-        port = _free_port(self._host)
+        port = free_port(self._host)
         world = 1 + sum(receiver.tp for receiver in self._receivers)
         offsets = [1 + sum(r.tp for r in self._receivers[:i]) for i in range(len(self._receivers))]
         joins = [
@@ -106,9 +106,3 @@ def _broadcast(group: dist.ProcessGroup, bucket: Bucket) -> None:
             raise WeightSyncError("a broadcast of weights to the engines did not finish")
     if bucket.tensors[0][1].is_cuda:
         torch.cuda.synchronize()
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
