@@ -30,9 +30,9 @@ from urllib.request import urlopen
 from slime_like.config.resolved import EngineSpec
 from slime_like.deadline import Deadline
 from slime_like.errors import EngineError
+from slime_like.ports import PORTS
 from slime_like.rollout.startup import other_models
 
-PORTS = range(15_000, 32_000)  # below Linux's ephemeral range, where an outgoing connection could take one
 POLL_S = 0.05
 DYING_S = 8.0  # SGLang looks at its workers for five seconds before it exits
 LOG_LINES = 12
