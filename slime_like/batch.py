@@ -61,3 +61,7 @@ class TrainBatch:
     def num_tokens(self) -> int:
         """Trained tokens of the whole rollout."""
         return sum(step.num_tokens for step in self.steps)
+
+
+Columns = list[list[F32]]
+"""Values per token that one role computes and another reads: [T] per micro-batch of a shard, per optimizer step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from slime_like.batch import Rows, TrainBatch
 from slime_like.metrics.types import Metric
@@ -123,6 +123,8 @@ class TokenView:
     rollout_logprobs: Tensor  # F32 [T], behaviour policy
     old_logprobs: Tensor | None  # F32 [T], proximal policy
     ref_logprobs: Tensor | None  # F32 [T]
+    teacher_logprobs: Tensor | None = None  # F32 [T], of a policy to be learnt from
+    values: Tensor | None = None  # F32 [T], a critic's estimate of the return from the token on, before the token
 
 
 class TokenAdvantage(Protocol):
@@ -130,6 +132,24 @@ class TokenAdvantage(Protocol):
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
         """F32 [T] per view."""
+        ...
+
+
+@runtime_checkable
+class ValueTargets(Protocol):
+    """A ``TokenAdvantage`` that has a critic: what the critic is to learn."""
+
+    def returns(self, views: Sequence[TokenView]) -> list[Tensor]:
+        """F32 [T] per view, 0 where not trained."""
+        ...
+
+
+@runtime_checkable
+class Diagnostics(Protocol):
+    """A ``TokenAdvantage`` with numbers of its own to report."""
+
+    def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> Mapping[str, float]:
+        """Metric name below ``train/`` -> value over all ranks."""
         ...
 
 

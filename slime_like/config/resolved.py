@@ -43,6 +43,12 @@ class ActorSpec:
     max_tokens_per_rank: int
     seed: int
     deadline_s: float
+    teacher_checkpoint: str | None = None  # a teacher of the policy's shape, scored by swapping weights
+
+    @property
+    def swaps_teacher(self) -> bool:
+        """Whether these ranks score by the teacher's weights as well."""
+        return self.teacher_checkpoint is not None
 
     @property
     def needs_reference(self) -> bool:

@@ -261,7 +261,8 @@ def reference_swap(world: World, shared: Shared, layout: Layout) -> dict[str, bo
     first = actor.score(rows)
     train(actor, layout, 1)
     before, trained = digest(actor), actor.score(rows)
-    with actor.trainer.as_reference():
+    assert actor.trainer.reference is not None
+    with actor.trainer.swapped(actor.trainer.reference):
         swapped, referenced = digest(actor), actor.score(rows)
     return {
         "policy restored": digest(actor) == before,

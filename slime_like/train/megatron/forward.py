@@ -30,7 +30,10 @@ class Micro:
     packed: PackedRows
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
-    advantages: Tensor | None = None  # F32 [T]
+    teacher_logprobs: Tensor | None = None
+    values: Tensor | None = None  # the critic's, before its update
+    returns: Tensor | None = None  # what the critic is to learn
+    advantages: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,14 @@ class Place:
         return self.pp_rank == self.layout.pp - 1
 
     @property
+    def speaks_for_shard(self) -> bool:
+        """Whether this is the one rank of its data parallel shard whose columns count."""
+        return self.is_last and self.tp_rank == self.cp_rank == 0
+
+    @property
     def is_reporter(self) -> bool:
         """Whether this is the one rank of the world whose metrics and scores count."""
-        return self.is_last and self.tp_rank == self.cp_rank == self.dp_rank == 0
+        return self.speaks_for_shard and self.dp_rank == 0
 
 
 def check_layout(layout: Layout, world_size: int) -> None:

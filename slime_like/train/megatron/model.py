@@ -42,6 +42,11 @@ class Policy(HybridModel):
         real = max(0, min(size, int(family.hf.vocab_size) - start))
         self.vocabulary = VocabularyPart(start, real, place.tp_group)
 
+    @classmethod
+    def adapt(cls, hf: Any) -> Any:
+        """The HF config as this kind of model reads it."""
+        return hf
+
     def forward(self, input_ids: Tensor | None, packed: PackedRows) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """input_ids [1, L] (first stage) -> hidden states [L, 1, H], of which sequence parallelism leaves L / tp."""
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None

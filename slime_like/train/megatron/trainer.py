@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.batch import Rows
+from slime_like.batch import Columns, Rows
 from slime_like.config.names import LOSSES, TOKEN_ADVANTAGES
 from slime_like.config.resolved import ActorSpec
 from slime_like.errors import DataError
-from slime_like.interfaces import LossFn, TokenAdvantage, TokenView
-from slime_like.metrics.types import Last, Metric
+from slime_like.interfaces import Diagnostics, LossFn, TokenAdvantage, TokenView, ValueTargets
+from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.registry import resolve
 from slime_like.train.megatron import checkpoint, host, optim
+from slime_like.train.megatron.columns import fill, nested
 from slime_like.train.megatron.export import HFExport, write_hf
 from slime_like.train.megatron.forward import Micro, Scoring, make_micro, score_micros, to_device
 from slime_like.train.megatron.groups import Place
@@ -44,47 +46,24 @@ class GroupSum:
         return out
 
 
-class RankTrainer:
-    """One rank's model and optimizer. Methods are collectives: every rank calls them in the same order."""
+class RankModel:
+    """A model and its optimizer on one rank, filled from an HF folder. Methods are collectives."""
 
-    def __init__(self, spec: ActorSpec, place: Place) -> None:
+    def __init__(self, spec: ActorSpec, place: Place, kind: type[Policy] = Policy) -> None:
         self.spec = spec
         self.place = place
         self.folder = HFFolder(spec.model.hf_checkpoint)
-        self.family = choose_family(spec, self.folder.config())
+        self.family = choose_family(spec, kind.adapt(self.folder.config()))
         self.table = self.family.weights()
-        self.model = Policy(transformer_config(spec, self.family), self.family, place).to(place.device)
+        self.model = kind(transformer_config(spec, self.family), self.family, place).to(place.device)
         load_hf(self.model, self.table, self.folder, place)
-        self.reference = self._load_reference() if spec.needs_reference else None
         self.wrapped = optim.wrap(spec, self.model)
         self.optimizer = optim.make_optimizer(spec, self.wrapped)
         self.schedule = optim.make_schedule(spec, self.optimizer)
         host.verify()
-        loss: LossFn = resolve("algo.loss", spec.algo.loss, LOSSES)(spec.algo)
-        self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)
-        self.optimizer_step = OptimizerStep(self.wrapped, self.optimizer, self.schedule, loss, self.scoring, place)
-        self.token_advantage: TokenAdvantage | None = None
-        if spec.algo.token_advantage is not None:
-            name = spec.algo.token_advantage
-            self.token_advantage = resolve("algo.token_advantage", name, TOKEN_ADVANTAGES)(spec.algo)
 
-    # ---- training ------------------------------------------------------------------------------------------------
-    def train(self, steps: Sequence[Sequence[Rows]], num_tokens: Sequence[int], version: int) -> tuple[Metric, ...]:
-        """Annotate all rows of a rollout, then take every optimizer step. Global metrics on the reporter, else ()."""
-        if not steps:  # filters left nothing to train on
-            return ()
-        start = time.perf_counter()
-        plan = [[self._micro(rows) for rows in step] for step in steps]
-        metrics: list[Metric] = self.annotate([micro for step in plan for micro in step])
-        for k, (micros, count) in enumerate(zip(plan, num_tokens, strict=True)):
-            metrics += self.optimizer_step(micros, count, version if k == 0 else None)
-        metrics += [
-            Last("train/num_tokens", float(sum(num_tokens))),
-            Last("perf/actor_train_time", time.perf_counter() - start),
-        ]
-        return tuple(metrics) if self.place.is_reporter else ()
-
-    def _micro(self, rows: Rows) -> Micro:
+    def micro(self, rows: Rows) -> Micro:
+        """Lay out one micro-batch. Raises ``DataError`` on a token that the model does not have."""
         size = int(self.family.hf.vocab_size)
         if len(rows.token_ids) and not 0 <= rows.token_ids.min() <= rows.token_ids.max() < size:
             bad = rows.token_ids[(rows.token_ids < 0) | (rows.token_ids >= size)][0]
@@ -94,26 +73,120 @@ class RankTrainer:
             )
         return make_micro(rows, self.place)
 
+    def checkpoint_parts(self) -> checkpoint.Parts:
+        """What a checkpoint holds."""
+        return checkpoint.Parts(self.model, self.optimizer, self.schedule, self.family, self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRollout:
+    """A rollout on this rank between its scores and its updates."""
+
+    plan: list[list[Micro]]  # per optimizer step
+    metrics: list[Metric]
+
+    @property
+    def micros(self) -> list[Micro]:
+        """All micro-batches, in order."""
+        return [micro for step in self.plan for micro in step]
+
+
+class RankTrainer(RankModel):
+    """The policy on one rank. Methods are collectives: every rank calls them in the same order."""
+
+    def __init__(self, spec: ActorSpec, place: Place) -> None:
+        super().__init__(spec, place)
+        self.reference = self._weights_of("model.ref_checkpoint", spec.model.ref_checkpoint, spec.needs_reference)
+        self.teacher = self._weights_of("teacher.hf_checkpoint", spec.teacher_checkpoint, spec.swaps_teacher)
+        loss: LossFn = resolve("algo.loss", spec.algo.loss, LOSSES)(spec.algo)
+        self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)
+        self.optimizer_step = OptimizerStep(self.wrapped, self.optimizer, self.schedule, loss, self.scoring, place)
+        self.token_advantage: TokenAdvantage | None = None
+        if spec.algo.token_advantage is not None:
+            name = spec.algo.token_advantage
+            self.token_advantage = resolve("algo.token_advantage", name, TOKEN_ADVANTAGES)(spec.algo)
+        self._rollout: OpenRollout | None = None
+
+    # ---- training ------------------------------------------------------------------------------------------------
+    def train(self, steps: Sequence[Sequence[Rows]], num_tokens: Sequence[int], version: int) -> tuple[Metric, ...]:
+        """Annotate all rows of a rollout, then take every optimizer step. Global metrics on the reporter, else ()."""
+        if not steps:  # filters left nothing to train on
+            return ()
+        start = time.perf_counter()
+        self.open_rollout(steps)
+        self.estimate({})
+        metrics = self.update(num_tokens, version)
+        return (*metrics, Last("perf/actor_train_time", time.perf_counter() - start)) if metrics else ()
+
+    def open_rollout(self, steps: Sequence[Sequence[Rows]]) -> None:
+        """Lay out a rollout and score it by every policy of this rank that the algorithm reads."""
+        rollout = OpenRollout([[self.micro(rows) for rows in step] for step in steps], [])
+        rollout.metrics.extend(self._policy_scores(rollout.micros))
+        self._rollout = rollout
+
+    def estimate(self, columns: Mapping[str, Columns]) -> Columns | None:
+        """Advantages of the open rollout, from its scores and the ``columns`` of other roles.
+
+        Where the algorithm has a critic: what the critic is to learn, on the rank that speaks for its shard; else None.
+        """
+        rollout = self._open_rollout()
+        for name, column in columns.items():
+            fill(rollout.plan, name, column, self.place)
+        rollout.metrics.extend(self._assign_advantages(rollout.micros))
+        if not (isinstance(self.token_advantage, ValueTargets) and self.place.speaks_for_shard):
+            return None
+        returns = self.token_advantage.returns([self._view(micro) for micro in rollout.micros])
+        return nested([value.cpu().numpy() for value in returns], rollout.plan)
+
+    def update(self, num_tokens: Sequence[int], version: int, *, frozen: bool = False) -> tuple[Metric, ...]:
+        """Every optimizer step of the open rollout, none of them if ``frozen``. Global metrics on the reporter."""
+        rollout, self._rollout = self._open_rollout(), None
+        metrics = rollout.metrics
+        for k, (micros, count) in enumerate(zip(rollout.plan, num_tokens, strict=True) if not frozen else ()):
+            metrics += self.optimizer_step(micros, count, version if k == 0 else None)
+        metrics.append(Last("train/num_tokens", float(sum(num_tokens))))
+        return tuple(metrics) if self.place.is_reporter else ()
+
+    def _open_rollout(self) -> OpenRollout:
+        assert self._rollout is not None, "open_rollout comes first"
+        return self._rollout
+
     def annotate(self, micros: Sequence[Micro]) -> list[Metric]:
-        """Fill old and reference log-probabilities and advantages, each only where the algorithm reads it."""
-        masks = [micro.rows.loss_weight > 0 for micro in micros]
+        """Scores and advantages, where no other role is needed for them."""
+        return [*self._policy_scores(micros), *self._assign_advantages(micros)]
+
+    def _policy_scores(self, micros: Sequence[Micro]) -> list[Metric]:
+        """Fill old, reference and teacher log-probabilities, each only where the algorithm reads it."""
         metrics: list[Metric] = []
         if self.spec.needs_old_logprobs:
-            start = time.perf_counter()
-            for micro, column in self._columns(micros, score_micros(self.wrapped, micros, masks, self.scoring)):
-                micro.old_logprobs = column
-            metrics.append(Last("perf/log_probs_time", time.perf_counter() - start))
-        if self.spec.needs_reference:
-            start = time.perf_counter()
-            with self.as_reference():
-                scores = score_micros(self.wrapped, micros, masks, self.scoring)
-            for micro, column in self._columns(micros, scores):
-                micro.ref_logprobs = column
-            metrics.append(Last("perf/ref_log_probs_time", time.perf_counter() - start))
-        if self.place.is_last:
-            for micro, column in self._columns(micros, self._advantages(micros)):
-                micro.advantages = column
+            metrics.append(self._timed("log_probs", "old_logprobs", micros))
+        if self.reference is not None:
+            with self.swapped(self.reference):
+                metrics.append(self._timed("ref_log_probs", "ref_logprobs", micros))
+        if self.teacher is not None:
+            with self.swapped(self.teacher):
+                metrics.append(self._timed("teacher_log_probs", "teacher_logprobs", micros))
         return metrics
+
+    def _timed(self, name: str, column: str, micros: Sequence[Micro]) -> Metric:
+        """Score trained tokens with the weights that are in the model now."""
+        start = time.perf_counter()
+        masks = [micro.rows.loss_weight > 0 for micro in micros]
+        scores = score_micros(self.wrapped, micros, masks, self.scoring)
+        for micro, values in self._columns(micros, scores):
+            setattr(micro, column, values)
+        return Last(f"perf/{name}_time", time.perf_counter() - start)
+
+    def _assign_advantages(self, micros: Sequence[Micro]) -> list[Metric]:
+        if not self.place.is_last:
+            return []
+        for micro, column in self._columns(micros, self._advantages(micros)):
+            micro.advantages = column
+        if not isinstance(self.token_advantage, Diagnostics):
+            return []
+        views = [self._view(micro) for micro in micros]
+        found = self.token_advantage.diagnose(views, GroupSum(self.place.dp_group))
+        return [Mean(f"train/{name}", value) for name, value in found.items()]
 
     @staticmethod
     def _columns(micros: Sequence[Micro], columns: Sequence[Tensor | None]) -> Iterator[tuple[Micro, Tensor | None]]:
@@ -142,36 +215,37 @@ class RankTrainer:
             rollout_logprobs=to_device(rows.rollout_logprobs, device),
             old_logprobs=micro.old_logprobs,
             ref_logprobs=micro.ref_logprobs,
+            teacher_logprobs=micro.teacher_logprobs,
+            values=micro.values,
         )
 
     def score(self, rows: Rows) -> F32 | None:
         """[T] log-probabilities of every token but first ones, on the reporter."""
-        micro = self._micro(rows)
+        micro = self.micro(rows)
         mask = np.ones(len(rows.token_ids), dtype=np.bool_)
         scores = score_micros(self.wrapped, [micro], [mask], self.scoring)
         return scores[0].cpu().numpy() if self.place.is_reporter else None
 
-    # ---- reference -----------------------------------------------------------------------------------------------
-    def _load_reference(self) -> dict[str, Tensor]:
-        """This rank's shards of the reference, on the host."""
-        spec = self.spec
-        if spec.model.ref_checkpoint not in (None, spec.model.hf_checkpoint):
-            assert spec.model.ref_checkpoint is not None
-            load_hf(self.model, self.table, HFFolder(spec.model.ref_checkpoint, "model.ref_checkpoint"), self.place)
-            reference = self._host_copy()
-            load_hf(self.model, self.table, self.folder, self.place)
-            return reference
-        return self._host_copy()
+    # ---- other weights -------------------------------------------------------------------------------------------
+    def _weights_of(self, key: str, folder: str | None, needed: bool) -> dict[str, Tensor] | None:
+        """This rank's shards of another checkpoint of the same shape (None: the policy's own), on the host."""
+        if not needed:
+            return None
+        if folder in (None, self.spec.model.hf_checkpoint):
+            return self._host_copy()
+        load_hf(self.model, self.table, HFFolder(folder, key), self.place)
+        other = self._host_copy()
+        load_hf(self.model, self.table, self.folder, self.place)
+        return other
 
     def _host_copy(self) -> dict[str, Tensor]:
         return {key: parameter.detach().cpu().clone() for key, parameter in named_weights(self.model)}
 
     @contextmanager
-    def as_reference(self) -> Generator[None]:
-        """The reference's weights in the model, the policy's on the host; exact on the way back."""
-        assert self.reference is not None, "this algorithm uses no reference"
+    def swapped(self, weights: dict[str, Tensor]) -> Generator[None]:
+        """``weights`` in the model, the policy's on the host; exact on the way back."""
         policy = self._host_copy()
-        self._fill(self.reference)
+        self._fill(weights)
         try:
             yield
         finally:
@@ -190,7 +264,3 @@ class RankTrainer:
     def export_hf(self, folder: Path) -> None:
         """Write the live weights as an HF folder."""
         write_hf(self.export(), self.folder, folder, self.place)
-
-    def checkpoint_parts(self) -> checkpoint.Parts:
-        """What a checkpoint holds."""
-        return checkpoint.Parts(self.model, self.optimizer, self.schedule, self.family, self.place)
