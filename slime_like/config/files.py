@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slime_like.config import names
 from slime_like.config.algo import SftConfig
-from slime_like.config.hf import HfConfig, check_tokenizer, check_weights, read_hf_config
+from slime_like.config.hf import HfConfig, check_rope, check_tokenizer, check_weights, read_hf_config
 from slime_like.config.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, DataError
 from slime_like.registry import nearest
@@ -21,6 +21,7 @@ def check_files(cfg: TrainConfig) -> None:
     key, folder = "model.hf_checkpoint", cfg.model.hf_checkpoint
     model = read_hf_config(key, folder)
     family_of(cfg, model)
+    check_rope(key, model)
     _layout(cfg, model)
     _context(cfg, model)
     check_weights(key, folder)

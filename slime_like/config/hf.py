@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from slime_like.errors import CheckpointError
 
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Supported kinds of rotary embedding -> what each must say in config.json."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -26,6 +32,8 @@ class HfConfig:
     vocab_size: int
     max_positions: int
     num_experts: int  # 0: dense
+    rope_key: str = "rope_scaling"  # where config.json says how rotary frequencies are scaled
+    rope: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def read_hf_config(key: str, folder: str) -> HfConfig:
@@ -36,6 +44,7 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
     values = read_json(key, path)
     text = cast("dict[str, Any]", values.get("text_config") or values)
     model_type = str(values.get("model_type", ""))
+    rope_key = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
     try:
         heads = int(text["num_attention_heads"])
         return HfConfig(
@@ -48,11 +57,26 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
             vocab_size=int(text["vocab_size"]),
             max_positions=int(text["max_position_embeddings"]),
             num_experts=int(text.get("num_experts") or text.get("n_routed_experts") or 0),
+            rope_key=rope_key,
+            rope=cast("dict[str, Any]", text.get(rope_key) or {}),
         )
     except KeyError as error:
         raise CheckpointError(
             f"{key}={folder!r}: config.json has no {error}; is it the config of a causal language model?"
         ) from error
+
+
+def check_rope(key: str, model: HfConfig) -> None:
+    """Raise ``CheckpointError`` on a scaling of rotary frequencies that is not supported or not told in full."""
+    kind = model.rope.get("rope_type", model.rope.get("type", "default"))
+    where = f"{key}={model.folder!r}: config.json has {model.rope_key}.rope_type={kind!r}"
+    if kind not in ROPE_TYPES:
+        raise CheckpointError(
+            f"{where}, which is not supported: only {', '.join(ROPE_TYPES)}; "
+            "remove the scaling to train within the model's original positions"
+        )
+    if missing := [name for name in ROPE_TYPES[kind] if not isinstance(model.rope.get(name), (int, float))]:
+        raise CheckpointError(f"{where} without a number for {', '.join(missing)}: add it, as the model's page has it")
 
 
 def read_json(key: str, path: Path) -> dict[str, Any]:

@@ -32,6 +32,8 @@ DATA_SOURCES = {
     "file": "slime_like.data.prompts:FileSource",
 }
 FAMILIES = {
+    "llama": "slime_like.train.megatron.families.llama:Llama",
+    "qwen2": "slime_like.train.megatron.families.qwen2:Qwen2",
     "qwen3": "slime_like.train.megatron.families.qwen3:Qwen3",
 }
 TRANSPORTS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -240,9 +241,9 @@ def test_an_index_that_does_not_match_its_shards_is_named(tmp_path: Path, data: 
 
 
 def test_an_unknown_architecture_and_a_foreign_reference_are_named(tmp_path: Path, argv: list[str]) -> None:
-    llama = write_model(tmp_path / "llama", model_type="qwen2")
-    text = message(argv, f"model.hf_checkpoint={llama}", files=True)
-    assert "model_type 'qwen2'" in text
+    other = write_model(tmp_path / "other", model_type="qwen4")
+    text = message(argv, f"model.hf_checkpoint={other}", files=True)
+    assert "model_type 'qwen4'" in text
     assert "'qwen3'" in text
     wide = write_model(tmp_path / "wide", hidden_size=128)
     text = message(argv, f"model.ref_checkpoint={wide}", files=True, error=CheckpointError)
@@ -267,3 +268,36 @@ def test_bad_data_files_are_named(
     text = message(argv, f"data.train={path}@[0:10]", files=True, error=DataError)
     assert str(path) in text
     assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            ["rope_scaling.rope_type='yarn'", "default, linear, llama3"],
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling.rope_type='dynamic'"]),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            ["rope_parameters.rope_type='longrope'", "not supported"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+            ["rope_scaling.rope_type='llama3'", "high_freq_factor, original_max_position_embeddings"],
+        ),
+    ],
+)
+def test_a_rotary_scaling_that_is_not_supported_is_named(
+    changes: dict[str, Any], words: list[str], tmp_path: Path, argv: list[str]
+) -> None:
+    folder = write_model(tmp_path / "scaled", model_type="llama", **changes)
+    text = message(argv, f"model.hf_checkpoint={folder}", files=True, error=CheckpointError)
+    assert all(word in text for word in [str(folder), *words]), text
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_family_with_a_supported_scaling_passes(family: str, tmp_path: Path, argv: list[str]) -> None:
+    rope = {"type": "linear", "factor": 2.0}
+    folder = write_model(tmp_path / family, model_type=family, rope_scaling=rope)
+    assert load_config([*argv, f"model.hf_checkpoint={folder}"]).model.hf_checkpoint == str(folder)

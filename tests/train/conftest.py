@@ -8,16 +8,21 @@ import pytest
 
 from tests.train import parity
 from tests.train.jobs import Job, Results, Shared
-from tests.train.models import make_qwen3
+from tests.train.models import make_model, make_qwen3
 from tests.train.ranks import run_ranks
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Small Qwen3 checkpoints, with the output layer tied to the embedding and not."""
+    """Small checkpoints: Qwen3 with the output layer tied to the embedding and not, and one per other family and variant."""
     folder = tmp_path_factory.mktemp("models")
-    return {
+    qwen3 = {
         kind: make_qwen3(folder / kind, tied=kind == "tied", seed=seed) for seed, kind in enumerate(("tied", "untied"))
+    }
+    return qwen3 | {
+        "llama": make_model(folder / "llama", "llama", tied=False, seed=2, rope="llama3"),
+        "llama tied": make_model(folder / "llama_tied", "llama", tied=True, seed=3),
+        "qwen2": make_model(folder / "qwen2", "qwen2", tied=True, seed=4),
     }
 
 

@@ -53,6 +53,7 @@ def run_jobs(world: World, shared: Shared, jobs: Sequence[Job]) -> dict[str, Any
     from slime_like.train.megatron import host
 
     host.install("cpu")
+    _reuse_groups()
     out: dict[str, Any] = {}
     for job in jobs:
         module, _, function = job.target.partition(":")
@@ -62,6 +63,23 @@ def run_jobs(world: World, shared: Shared, jobs: Sequence[Job]) -> dict[str, Any
         except Exception:  # noqa: BLE001 (fault boundary: the test shows it)
             out[job.name] = Failed(traceback.format_exc())
     return out
+
+
+def _reuse_groups() -> None:
+    """A layout met before gets its process groups again: every new set of gloo groups leaves some 60 threads behind."""
+    from megatron.core import parallel_state
+
+    known: dict[str, dict[str, Any]] = {}
+    stock = parallel_state.initialize_model_parallel
+
+    def initialize(**sizes: Any) -> None:
+        key = repr(sorted(sizes.items()))
+        if key not in known:
+            stock(**sizes)
+            known[key] = {name: value for name, value in vars(parallel_state).items() if name[:1] == "_" != name[1:2]}
+        parallel_state.__dict__.update(known[key])
+
+    parallel_state.initialize_model_parallel = initialize
 
 
 def make_actor(world: World, folder: Path, layout: Layout, **spec: Any) -> MegatronActor:

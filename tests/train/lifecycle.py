@@ -128,6 +128,12 @@ class Exported:
     scores: np.ndarray | None
 
 
+def round_trip(world: World, shared: Shared, kind: str, layout: Layout) -> Path:
+    """Load and export, without training."""
+    make_actor(world, shared.models[kind], layout).export_hf(shared.scratch / "hf")
+    return shared.scratch / "hf"
+
+
 def export(world: World, shared: Shared, kind: str, layout: Layout, max_bytes: int, dtype: str = "float32") -> Exported:
     """Train one step, then export to a folder and in buckets."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig(), dtype=dtype)
@@ -218,7 +224,7 @@ def rotary_frequencies(world: World, shared: Shared) -> dict[str, float | str]:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
     from slime_like.train.megatron.hf import HFFolder
-    from slime_like.train.megatron.layers import Rotary
+    from slime_like.train.megatron.rotary import Rotary
 
     kinds: dict[str, dict[str, Any]] = {
         "default": {},
@@ -236,7 +242,7 @@ def rotary_frequencies(world: World, shared: Shared) -> dict[str, float | str]:
         hf = copy.deepcopy(HFFolder(shared.models["tied"]).config())
         hf.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, **parameters}
         try:
-            found = Rotary(hf).frequencies
+            found = Rotary(hf, hf.head_dim, torch.device("cpu")).frequencies
         except SlimeLikeError as error:
             out[kind] = f"{type(error).__name__}: {error}"
             continue

@@ -1,4 +1,4 @@
-"""Tiny Qwen3 checkpoints and ragged rows for trainer tests."""
+"""Tiny checkpoints and ragged rows for trainer tests."""
 
 from __future__ import annotations
 
@@ -18,28 +18,45 @@ from slime_like.config.resolved import ActorSpec, Layout
 VOCAB = 250  # not a multiple of anything: the padding is real
 
 
-def make_qwen3(folder: Path, *, tied: bool, layers: int = 4, hidden: int = 64, seed: int = 0) -> Path:
-    """Write a random Qwen3 with 4 query heads, 2 key-value heads and unequal norms; returns its folder."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+ROPE: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e4},
+    "llama3": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3},
+}
 
-    config = Qwen3Config(
+
+def make_qwen3(folder: Path, *, tied: bool, layers: int = 4, hidden: int = 64, seed: int = 0) -> Path:
+    """Write a random Qwen3; returns its folder."""
+    return make_model(folder, "qwen3", tied=tied, layers=layers, hidden=hidden, seed=seed)
+
+
+def make_model(
+    folder: Path, family: str, *, tied: bool, layers: int = 4, hidden: int = 64, seed: int = 0, rope: str = "default"
+) -> Path:
+    """Write a random model with 4 query heads, 2 key-value heads, unequal norms and biases; returns its folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family,
         vocab_size=VOCAB,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
         tie_word_embeddings=tied,
         max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        rope_parameters=ROPE[rope],
+        **({"head_dim": 16} if family == "qwen3" else {}),
     )
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
+    model: Any = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))  # so that a swapped norm shows
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * torch.randn_like(parameter))  # they start at 0
             else:
                 parameter.mul_(2.0)  # so that logits are far from uniform
     model.save_pretrained(folder)

@@ -197,8 +197,22 @@ def denominator_per_micro_batch() -> Any:
     return replaced(OptimizerStep, "_loss_of", averaged)
 
 
+def shuffled_biases() -> Any:
+    """Query, key and value biases are stacked as three matrices instead of by query group."""
+    from slime_like.train.megatron.families import base
+
+    def split(self: Any, tensors: Any, tp: int, rank: int) -> Tensor:
+        if tensors[0].ndim == 1:
+            return torch.cat([t.chunk(tp, 0)[rank] for t in tensors], 0)
+        return stock(self, tensors, tp, rank)
+
+    stock = base.QKV.split
+    return replaced(base.QKV, "split", split)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "skipped_tp_reduction": skipped_tp_reduction,
     "shifted_positions": shifted_positions,
     "denominator_per_micro_batch": denominator_per_micro_batch,
+    "shuffled_biases": shuffled_biases,
 }

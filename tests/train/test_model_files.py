@@ -97,8 +97,8 @@ def test_a_damaged_folder_is_refused(folder: Path, damage: Any, message: str) ->
 
 
 def test_an_unknown_model_type_names_the_families(folder: Path) -> None:
-    edit_config(folder, model_type="llama")
-    with pytest.raises(ConfigError, match=r"model_type 'llama' has no family.*qwen3"):
+    edit_config(folder, model_type="gemma2")
+    with pytest.raises(ConfigError, match=r"model_type 'gemma2' has no family.*qwen3"):
         choose_family(make_spec(folder, Layout()), HFFolder(folder).config())
 
 

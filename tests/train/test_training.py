@@ -103,6 +103,4 @@ def test_the_reference_may_be_another_checkpoint(results: Results) -> None:
 def test_rotary_frequencies_are_those_of_transformers(results: Results) -> None:
     (found,) = results["rotary"]
     assert found["default"] == found["linear"] == found["llama3"] == 0
-    assert (
-        found["yarn"] == "ConfigError: config.json: rope_type='yarn' is not supported; only default, linear and llama3"
-    )
+    assert found["yarn"] == "ConfigError: config.json: rope_type='yarn' is not supported; only default, linear, llama3"

@@ -116,31 +116,6 @@ class PackedAttention(MegatronModule):
         return torch.cat(out, 1).transpose(0, 1)
 
 
-class Rotary(torch.nn.Module):
-    """Rotary embedding at given positions, with the frequencies of transformers (scaled variants included)."""
-
-    def __init__(self, hf: Any) -> None:
-        super().__init__()
-        parameters = getattr(hf, "rope_parameters", None) or {}
-        kind = parameters.get("rope_type", "default")
-        if kind == "default":
-            exponent = torch.arange(0, hf.head_dim, 2, dtype=torch.float32) / hf.head_dim
-            frequencies, factor = 1.0 / (float(parameters["rope_theta"]) ** exponent), 1.0
-        elif kind in ("linear", "llama3"):
-            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
-        else:
-            raise ConfigError(f"config.json: rope_type={kind!r} is not supported; only default, linear and llama3")
-        assert factor == 1.0
-        self.frequencies = frequencies.to(current_device())  # [dim / 2]; a plain tensor: never cast to bfloat16
-
-    def forward(self, position_ids: Tensor) -> Tensor:
-        """position_ids [P] -> angles [P, 1, 1, dim]."""
-        angles = torch.outer(position_ids.to(self.frequencies.dtype), self.frequencies)
-        return torch.cat((angles, angles), -1)[:, None, None, :]
-
-
 class Stack(HybridStack):
     """HybridStack builds its final norm as TransformerEngine's: build none there, then our own."""
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import HFFolder
-from slime_like.train.megatron.layers import PackedRows, Rotary, stack_spec
+from slime_like.train.megatron.layers import PackedRows, current_device, stack_spec
+from slime_like.train.megatron.rotary import Rotary
 from slime_like.train.megatron.transformer_config import pipeline_pattern
 from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
 
@@ -36,7 +37,7 @@ class Policy(HybridModel):
             share_embeddings_and_output_weights=bool(family.hf.tie_word_embeddings),
             position_embedding_type="none",
         )
-        self.rotary = Rotary(family.hf)
+        self.rotary = Rotary(family.hf, family.head_dim, current_device())
         size = family.padded_vocabulary // place.layout.tp
         start = size * place.tp_rank
         real = max(0, min(size, int(family.hf.vocab_size) - start))

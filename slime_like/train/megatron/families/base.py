@@ -149,6 +149,11 @@ class Family(ABC):
             )
 
     @property
+    def head_dim(self) -> int:
+        """Size of an attention head: config.json's own, or the hidden size's share."""
+        return int(getattr(self.hf, "head_dim", None) or self.hf.hidden_size // self.hf.num_attention_heads)
+
+    @property
     def padded_vocabulary(self) -> int:
         """Rows of embedding and output layer: a multiple of 128 whatever tp is, so that checkpoints can be resharded."""
         multiple = 128 if 128 % self.tp == 0 else 128 * self.tp

@@ -1,0 +1,105 @@
+"""Every family beside Qwen3: loss, every gradient and log-probabilities equal transformers', and its weights come back.
+
+Llama untied with llama3 rotary scaling and tied without; Qwen2, which has biases, tied.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime_like.config.names import FAMILIES
+from slime_like.config.resolved import Layout
+from slime_like.registry import resolve
+from slime_like.train.megatron.families.base import Family
+from slime_like.train.megatron.hf import HFFolder
+from tests.train.jobs import SP, Job, Results
+from tests.train.parity import Comparison
+
+pytestmark = pytest.mark.ranks
+
+BOUND = 1e-5
+KINDS = {"llama": "llama", "llama tied": "llama", "qwen2": "qwen2"}
+LAYOUTS: dict[int, dict[str, Layout]] = {
+    1: {"single": Layout()},
+    2: {"tp2 sp": Layout(**SP), "pp2": Layout(pp=2)},
+}
+CASES = {
+    size: {f"{kind} {name}": (kind, layout) for name, layout in layouts.items() for kind in KINDS}
+    for size, layouts in LAYOUTS.items()
+}
+ROUND_TRIP = {f"round trip {name}": case for name, case in CASES[2].items()}
+JOBS = {
+    size: [Job(name, "tests.train.parity:compare", (*case, {}, None)) for name, case in cases.items()]
+    for size, cases in CASES.items()
+}
+JOBS[2] += [Job(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()]
+FAULT = "biases in the wrong order"
+JOBS[2] += [Job(FAULT, "tests.train.parity:compare", ("qwen2", Layout(pp=2), {}, "shuffled_biases"))]
+NAMES = [name for cases in CASES.values() for name in cases]
+
+
+def comparison(results: Results, name: str) -> Comparison:
+    (found,) = [result for result in results[name] if result is not None]
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_hf(name: str, results: Results) -> None:
+    found = comparison(results, name)
+    assert found.worst <= BOUND, found
+    assert found.score <= BOUND, found
+
+
+def test_a_planted_fault_exceeds_the_bound(results: Results) -> None:
+    found = comparison(results, FAULT)
+    assert found.score > 100 * BOUND, found
+
+
+@pytest.mark.parametrize("name", ROUND_TRIP)
+def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Path], results: Results) -> None:
+    from safetensors.torch import load_file
+
+    before = load_file(models[ROUND_TRIP[name][0]] / "model.safetensors")
+    folder: Path = results[name][0]
+    after: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        after |= load_file(file)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_merge_to_the_hf_tensors(models: dict[str, Path], kind: str, tp: int) -> None:
+    source = HFFolder(models[kind])
+    family: type[Family] = resolve("model.family", KINDS[kind], FAMILIES)
+    for key, weight in family(source.config(), tp).weights().items():
+        tensors = [source.tensor(n, s) for n, s in zip(weight.names, weight.shapes, strict=True)]
+        shards = [weight.split(tensors, tp, rank) for rank in range(tp)]
+        for merged, tensor in zip(weight.merge(shards), tensors, strict=True):
+            assert torch.equal(merged, tensor), key
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("llama", {"mlp_bias": True}, "mlp_bias=True of a llama model is not supported; only False"),
+        ("llama", {"attention_bias": True}, "attention_bias=True of a llama model"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True of a qwen2 model"),
+    ],
+)
+def test_a_variant_the_family_cannot_carry(
+    models: dict[str, Path], kind: str, change: dict[str, Any], message: str
+) -> None:
+    from slime_like.errors import ConfigError
+
+    hf = HFFolder(models[kind]).config()
+    for key, value in change.items():
+        setattr(hf, key, value)
+    family: type[Family] = resolve("model.family", KINDS[kind], FAMILIES)
+    with pytest.raises(ConfigError, match=message):
+        family(hf, 1)
