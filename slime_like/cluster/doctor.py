@@ -24,6 +24,7 @@ from slime_like.errors import DeadlineExceeded
 GIB = 2**30
 REQUIREMENTS = Path(__file__).parents[2] / "scripts" / "requirements"
 MIN_GLIBC = (2, 34)
+MANY_WRONG = 12  # more than an upgrade by hand would leave
 GLOO_SECONDS = 90.0
 ENTRY_POINTS = {
     "sglang.srt.platforms": ("slime_like_cpu",),
@@ -110,15 +111,19 @@ def check_versions() -> Iterator[Finding]:
     fix = (
         f"{sys.executable} -m pip install -r {lock.relative_to(REQUIREMENTS.parents[1])}, or run scripts/quickstart.sh"
     )
-    wrong = 0
-    for name, pinned in pins.items():
-        have = _installed(name)
-        if have == pinned:
-            continue
-        wrong += 1
+    wrong = {name: _installed(name) for name, pinned in pins.items() if _installed(name) != pinned}
+    if len(wrong) > MANY_WRONG:
+        yield Finding(
+            Level.MISSING,
+            "versions",
+            f"{len(wrong)} of {len(pins)} packages are missing or differ from {lock.name}: this is not the project's environment",
+            f"{fix}, then use .venv/bin/python",
+        )
+        return
+    for name, have in wrong.items():
         level = Level.MISSING if _canonical(name) in required else Level.WARNING
-        yield Finding(level, "versions", f"{name} {have or 'is not installed'}, the lock has {pinned}", fix)
-    yield Finding(Level.OK, "versions", f"{len(pins) - wrong} of {len(pins)} packages as in {lock.name}")
+        yield Finding(level, "versions", f"{name} {have or 'is not installed'}, the lock has {pins[name]}", fix)
+    yield Finding(Level.OK, "versions", f"{len(pins) - len(wrong)} of {len(pins)} packages as in {lock.name}")
     for name in ("torch", "sglang", "megatron-core", "transformers", "ray", "hydra-core"):
         yield Finding(Level.OK, "", f"{name} {_installed(name)}")
 

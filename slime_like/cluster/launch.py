@@ -19,6 +19,7 @@ from slime_like.cluster.plan import Plan, make_plan, probe_machine
 from slime_like.cluster.resume import checkpoint_folder, first_rollout
 from slime_like.cluster.rollouts import DemonstrationRollout, EngineRollout, ReplayRollout, Rollout
 from slime_like.cluster.run import Run, StopRequest
+from slime_like.cluster.stacks import dump_stacks_on_signal
 from slime_like.cluster.sync import EngineSync, NoSync, Sync
 from slime_like.cluster.trainer_group import TrainerGroup
 from slime_like.cluster.trainer_worker import EngineAddress
@@ -56,6 +57,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
         stop.install()
         try:
             started = time.monotonic()
+            dump_stacks_on_signal(run_dir / "stacks", "driver")
             _say(cfg, f"{plan.summary}; everything goes to {run_dir}")
             run = cluster.start(inputs, first, sink, stop)
             _say(cfg, f"ready after {time.monotonic() - started:.0f} s")
@@ -103,7 +105,7 @@ class _Cluster:
             spans=Spans(),
             stop=stop,
             first_rollout=first,
-            engine_ranks=max(1, sum(address.tp for address in addresses)),
+            engine_ranks=sum(address.tp for address in addresses),
         )
 
     def _start_trainer(self, first: int) -> Trainer:

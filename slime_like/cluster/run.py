@@ -62,7 +62,7 @@ class Run:
     spans: Spans
     stop: StopRequest
     first_rollout: int
-    engine_ranks: int
+    engine_ranks: int  # 0 where nothing is generated
     saved_at: int = field(default=-1)
 
     def start(self) -> None:
@@ -101,9 +101,10 @@ class Run:
             save_groups(rollout_path(self.run_dir / "rollouts", rollout_id), collected.groups)
         done = rollout_id + 1
         metrics = [*group_metrics(collected.groups, stats.version - 1), *collected.metrics, *stats.metrics, *probed]
-        tokens = sum(sample.num_response_tokens for group in collected.groups for sample in group.samples)
-        seconds = max(collected.stopped - collected.started, 1e-9)
-        metrics.append(Last("perf/tokens_per_gpu_per_sec", tokens / seconds / self.engine_ranks))
+        if self.engine_ranks:
+            tokens = sum(sample.num_response_tokens for group in collected.groups for sample in group.samples)
+            seconds = max(collected.stopped - collected.started, 1e-9)
+            metrics.append(Last("perf/tokens_per_gpu_per_sec", tokens / seconds / self.engine_ranks))
         if self._eval_due(done):
             metrics += self._evaluate()
         self._log(done, metrics)

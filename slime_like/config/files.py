@@ -112,6 +112,11 @@ def _reference(cfg: TrainConfig, model: HfConfig) -> None:
 def _data_file(key: str, text: str) -> None:
     found = _SLICE.fullmatch(text)
     path = Path(found["path"] if found else text)
+    if "@[" in path.name:
+        raise DataError(f"{key}={text!r}: a slice is written path@[a:b]; leave out a or b for the file's ends")
+    if path.is_dir():
+        inside = ", ".join(sorted(p.name for p in path.glob("*") if p.suffix in DATA_SUFFIXES)[:5])
+        raise DataError(f"{key}={text!r} is a folder: name one file ({inside or 'it has no .jsonl or .parquet'})")
     if not path.is_file():
         near = (
             sorted(p.name for p in path.parent.glob("*") if p.suffix in DATA_SUFFIXES) if path.parent.is_dir() else []

@@ -163,6 +163,10 @@ def _mode(cfg: TrainConfig) -> None:
         raise ConfigError(
             "run.mode=train_only needs dumped rollouts: set run.replay_from=<folder> (run.dump_rollouts=true makes one)"
         )
+    if run.mode == "train_only" and cfg.evaluation.datasets:
+        raise ConfigError(
+            "evaluation.datasets with run.mode=train_only: no engine runs that could answer; set evaluation.datasets={}"
+        )
     if run.replay_from is not None and run.mode != "train_only":
         raise ConfigError(
             f"run.replay_from={run.replay_from!r} with run.mode={run.mode}: a replay generates nothing; "

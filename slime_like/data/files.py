@@ -96,9 +96,11 @@ class DataFile:
 
 def _parse(index: int, location: str, line: bytes) -> RawRow:
     try:
-        fields = json.loads(line)
+        fields = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        return RawRow(index, location, None, f"is not JSON ({error}); each line must be one JSON object")
+        # The decoder counts lines within this one line: its own position would contradict the file's.
+        why = f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        return RawRow(index, location, None, f"is not JSON ({why}); each line must be one JSON object")
     if not isinstance(fields, dict):
         return RawRow(index, location, None, f"is a JSON {type(fields).__name__}; each line must be one JSON object")
     return RawRow(index, location, cast(dict[str, Any], fields))

@@ -27,7 +27,8 @@ def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[M
         Mean("rollout/truncated_ratio", float(np.mean([sample.status is Status.TRUNCATED for sample in samples]))),
         Mean("rollout/aborted_ratio", float(np.mean([sample.status is Status.ABORTED for sample in samples]))),
     ]
-    if scored:
+    generated = any(group.oldest_version >= 0 for group in groups)  # demonstrations have no reward worth a name
+    if scored and generated:
         metrics.append(Mean("rollout/raw_reward", float(np.mean([reward.score for reward in scored]))))
         spread = [np.std([s.reward.score for s in group.samples if s.reward is not None]) for group in groups]
         metrics.append(Mean("rollout/zero_std_ratio", float(np.mean(np.array(spread) == 0.0))))

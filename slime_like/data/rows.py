@@ -104,9 +104,9 @@ def length_problem(key: str, token_ids: I32, max_context_len: int) -> str:
         return f"{key!r} has no token; a prompt needs at least one"
     if len(token_ids) + 1 > max_context_len:
         return (
-            f"{key!r} has {len(token_ids)} tokens, and with a response of at least 1 does not fit "
-            f"rollout.max_context_len={max_context_len}; shorten the prompt, raise rollout.max_context_len, or take "
-            f"a model with a longer context"
+            f"{key!r} has {len(token_ids)} tokens, and with a response of at least 1 does not fit a context of "
+            f"{max_context_len} (rollout.max_context_len or, where that is open, the model's "
+            f"max_position_embeddings); shorten the prompt or give it more"
         )
     return ""
 
@@ -129,4 +129,9 @@ def _metadata(key: str, value: object) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise BadRow(f"{key!r} is {value!r}; metadata is a JSON object")
-    return cast(dict[str, Any], value)
+    metadata = cast(dict[str, Any], value)
+    try:
+        json.dumps(metadata)  # a parquet column holds more than JSON does; dumps and checkpoints could not keep it
+    except (TypeError, ValueError) as error:
+        raise BadRow(f"{key!r} holds what JSON cannot ({error}); write it as text or a number") from error
+    return metadata

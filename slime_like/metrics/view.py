@@ -54,7 +54,11 @@ class PlainConsole:
         """Print one line."""
         del spans
         found = [f"{title} {cell}" for (title, _, _), cell in zip(COLUMNS, cells(values), strict=True) if cell != "-"]
+        if step == 0:  # nothing was trained yet: only what was evaluated is worth a line
+            found = []
         found += [f"eval/{name} {value:.3f}" for name, value in evaluations(values).items()]
+        if not found:
+            return
         self._stream.write(f"[{step}/{self._num_steps}] {'  '.join(found)}\n")
         self._stream.flush()
 

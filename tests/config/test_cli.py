@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,15 @@ def main() -> Callable[[list[str]], int]:
 
 def test_train_py_is_one_screen() -> None:
     assert len((ROOT / "train.py").read_text().splitlines()) <= 40
+
+
+def test_a_python_without_the_packages_is_told_how_to_get_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", str(ROOT / "train.py"), "--help"]  # -S: nothing that was installed is found
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is not installed for" in done.stderr
+    assert "bash scripts/setup.sh" in done.stderr
 
 
 def test_it_runs_from_any_folder(tmp_path: Path) -> None:

@@ -35,6 +35,13 @@ def test_a_wrong_version_is_named_with_the_lock_it_breaks(tmp_path: Path, monkey
     assert found["pytest"].level is Level.WARNING
 
 
+def test_a_foreign_environment_is_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_installed", lambda name: None)
+    (finding,) = (f for f in doctor.check_versions() if f.level is not Level.OK)
+    assert (finding.level, "not the project's environment" in finding.text) == (Level.MISSING, True)
+    assert ".venv/bin/python" in finding.fix
+
+
 def test_entry_points_that_are_not_registered_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ENTRY_POINTS", {"sglang.srt.plugins": ("no_such_plugin",)})
     (finding,) = doctor.check_plugins()

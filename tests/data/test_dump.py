@@ -81,3 +81,9 @@ def test_group_metrics_by_hand() -> None:
     assert values["rollout/zero_std_ratio"] == 0.5
     assert values["rollout/staleness_max"] == 1.0
     assert values["rollout/num_samples"] == 3.0
+
+
+def test_demonstrations_report_no_reward() -> None:
+    values = reduce_metrics(group_metrics([group(0, [1, 3], version=-1)], trainer_version=2))
+    assert "rollout/num_samples" in values
+    assert "rollout/raw_reward" not in values

@@ -76,7 +76,7 @@ def test_slices_are_those_of_python(tmp_path: Path, slice_: str) -> None:
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
 BAD_ROWS: dict[str, tuple[Mapping[str, Any] | str, str]] = {
-    "not json": ('{"prompt": ', r"line 2: is not JSON \(.+\); each line must be one JSON object"),
+    "not json": ('{"prompt": ', r"line 2: is not JSON \([^:]+ at column 12\); each line must be one JSON object"),
     "not an object": ("[1, 2]", r"line 2: is a JSON list; each line must be one JSON object"),
     "no prompt": ({"text": "a", "label": "1"}, r"line 2: has no 'prompt' but 'text', 'label'; set data.input_key"),
     "empty prompt": ({"prompt": "", "label": "1"}, r"line 2: 'prompt' has no token"),
@@ -102,7 +102,7 @@ BAD_ROWS: dict[str, tuple[Mapping[str, Any] | str, str]] = {
     "metadata of another type": ({"prompt": "1", "label": "1", "metadata": [1]}, r"line 2: 'metadata' is \[1\]"),
     "too long": (
         {"prompt": "x" * 64, "label": "1"},
-        r"line 2: 'prompt' has 64 tokens.+rollout.max_context_len=64; shorten the prompt, raise rollout.max_context_len",
+        r"line 2: 'prompt' has 64 tokens.+a context of 64 .rollout.max_context_len.+shorten the prompt",
     ),
 }
 
