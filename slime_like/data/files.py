@@ -96,7 +96,7 @@ class DataFile:
 
 def _parse(index: int, location: str, line: bytes) -> RawRow:
     try:
-        fields = json.loads(line.rstrip())
+        fields = json.loads(line.rstrip(b"\r\n"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         # The decoder counts lines within this one line: its own position would contradict the file's.
         why = f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
