@@ -177,7 +177,7 @@ class _Cluster:
             aggregation=cfg.algo.aggregation,
             steps_per_rollout=cfg.loop.steps_per_rollout,
             dp=self.plan.actor.layout.dp,
-            max_tokens_per_rank=cfg.parallel.max_tokens_per_rank,
+            max_tokens_per_rank=cfg.parallel.max_tokens_per_rank * cfg.parallel.cp,  # which share each row
             max_response_len=cfg.rollout.max_response_len,
         )
 

@@ -40,11 +40,14 @@ class ParallelConfig(Config):
 
     tp: int = key(1, "Tensor parallel size.")
     pp: int = key(1, "Pipeline parallel size.")
-    cp: int = key(1, "Context parallel size.")
+    cp: int = key(1, "Context parallel size: ranks that share each sequence.")
     ep: int = key(1, "Expert parallel size.")
     sequence_parallel: bool = key(True, "Shard norms and residuals over tp as well (no effect with tp=1).")
     distributed_optimizer: bool = key(True, "Shard optimizer state over dp.")
-    max_tokens_per_rank: int = key(8192, "Token budget of one packed micro-batch (slime: --max-tokens-per-gpu).")
+    max_tokens_per_rank: int = key(
+        8192,
+        "Token budget of one rank for a packed micro-batch; cp ranks hold cp times as much (slime: --max-tokens-per-gpu).",
+    )
 
     def check(self, prefix: str) -> None:
         super().check(prefix)

@@ -215,9 +215,8 @@ def _placement(cfg: TrainConfig) -> None:
         raise ConfigError(
             f"weights.transport={transport} with placement.mode={mode}: set weights.transport={right} or auto"
         )
-    for key, size in (("parallel.cp", cfg.parallel.cp), ("parallel.ep", cfg.parallel.ep)):
-        if size > 1:
-            raise ConfigError(f"{key}={size} is not supported yet: set {key}=1")
+    if cfg.parallel.ep > 1:
+        raise ConfigError(f"parallel.ep={cfg.parallel.ep} is not supported yet: set parallel.ep=1")
     if cfg.placement.actor_num_nodes > 1 and cfg.placement.ray_address is None:
         raise ConfigError(
             f"placement.actor_num_nodes={cfg.placement.actor_num_nodes} needs a running Ray cluster: "

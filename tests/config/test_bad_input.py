@@ -102,7 +102,6 @@ RULES = {
         "8 data-parallel ranks",
         "placement.actor_num_gpus_per_node=4",
     ),
-    "context parallel": ("parallel.cp=2", "parallel.cp=2", "not supported yet", "parallel.cp=1"),
     "expert parallel": ("parallel.ep=2", "parallel.ep=2", "not supported yet", "parallel.ep=1"),
     "two nodes": (
         "placement.actor_num_nodes=2 placement.actor_num_gpus_per_node=8",

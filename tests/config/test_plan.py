@@ -57,6 +57,12 @@ def test_a_server_gets_cuda_and_bfloat16(plan) -> None:
     assert made.num_gpus == 8
 
 
+def test_context_parallel_ranks_are_part_of_one_copy_of_the_model(plan) -> None:
+    layout = plan("parallel.tp=2", "parallel.cp=2", "placement.actor_num_gpus_per_node=8", machine=SERVER).actor.layout
+    assert (layout.tp, layout.cp, layout.dp, layout.world_size) == (2, 2, 2, 8)
+    assert len(plan("parallel.cp=2").roles[0].devices) == 2
+
+
 def test_split_engines_follow_the_trainer(plan) -> None:
     made = plan("placement.mode=split", "parallel.tp=4", "rollout.num_engines=2", "rollout.tp=2", machine=SERVER)
     assert made.roles[1].devices == ((4, 5), (6, 7))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,38 @@ def shuffled_biases() -> Any:
     return replaced(base.QKV, "split", split)
 
 
+def swapped_chunks() -> Any:
+    """Under context parallelism a rank holds its two chunks of each sequence in the wrong order."""
+    from slime_like.train.megatron import forward
+
+    def swapped(*args: Any, **kwargs: Any) -> Any:
+        layout = stock(*args, **kwargs)
+        halves = np.diff(layout.padded_cu_seqlens) // kwargs["cp"] // 2
+        starts = np.cumsum(2 * halves) - 2 * halves
+        order = np.concatenate([np.roll(np.arange(s, s + 2 * h), h) for s, h in zip(starts, halves, strict=True)])
+        return dataclasses.replace(layout, row_index=layout.row_index[order], next_index=layout.next_index[order])
+
+    stock = forward.token_layout
+    return replaced(forward, "token_layout", swapped)
+
+
+def dropped_norm_reduction() -> Any:
+    """Under sequence parallelism the norms' gradients stay those of each rank's own tokens."""
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function shadows its name
+    return replaced(module, "_allreduce_non_tensor_model_parallel_grads", lambda *_, **__: None)
+
+
+def columns_of_one_rank() -> Any:
+    """Under context parallelism scores are those of each rank's own part of the sequences."""
+    from slime_like.train.megatron import forward
+
+    return replaced(forward, "sum_columns", lambda columns, group: list(columns))
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
+    "swapped_chunks": swapped_chunks,
+    "dropped_norm_reduction": dropped_norm_reduction,
+    "columns_of_one_rank": columns_of_one_rank,
     "skipped_tp_reduction": skipped_tp_reduction,
     "shifted_positions": shifted_positions,
     "denominator_per_micro_batch": denominator_per_micro_batch,

@@ -10,7 +10,12 @@ from tests.train.jobs import SP, Job, Results
 pytestmark = pytest.mark.ranks
 
 SAVED = "save dp2"
-RESUMED = {"resume dp2": Layout(dp=2), "resume tp2 sp": Layout(**SP), "resume pp2": Layout(pp=2)}
+RESUMED = {
+    "resume dp2": Layout(dp=2),
+    "resume tp2 sp": Layout(**SP),
+    "resume pp2": Layout(pp=2),
+    "resume cp2": Layout(cp=2),
+}
 JOBS = {
     1: [
         Job("save single", "tests.train.lifecycle:save_then_continue", (Layout(),)),
@@ -35,7 +40,7 @@ def test_resume_is_the_same_run_bit_for_bit(results: Results) -> None:
         assert resumed["drawn"] == saved["drawn"]  # random numbers go on where they stood
 
 
-@pytest.mark.parametrize("name", ["resume tp2 sp", "resume pp2"])
+@pytest.mark.parametrize("name", ["resume tp2 sp", "resume pp2", "resume cp2"])
 def test_another_layout_continues_the_run(name: str, results: Results) -> None:
     (expected,) = [r["losses"] for r in results[SAVED] if r["losses"][0] is not None]
     (found,) = [r["losses"] for r in results[name] if r["losses"][0] is not None]

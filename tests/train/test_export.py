@@ -20,6 +20,7 @@ CASES = {
     "export untied pp2": ("untied", Layout(pp=2)),
     "export tied pp2": ("tied", Layout(pp=2)),
     "export untied dp2": ("untied", Layout(dp=2)),
+    "export tied cp2": ("tied", Layout(cp=2)),
 }
 JOBS = {
     2: [Job(name, "tests.train.lifecycle:export", (*case, MAX_BYTES)) for name, case in CASES.items()]

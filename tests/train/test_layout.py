@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.train.megatron.layout import TokenLayout, token_layout
+from slime_like.train.megatron.layout import TokenLayout, attention_pieces, token_layout
 
 lengths = st.lists(st.integers(1, 23), max_size=6)
 sizes = st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (3, 2)])
@@ -88,3 +88,30 @@ def test_context_parallel_ranks_hold_mirrored_chunks() -> None:
     assert first.row_index.tolist() == [0, 1, 6, 7]
     assert second.row_index.tolist() == [2, 3, 4, 5]
     assert first.next_index.tolist() == [1, 2, 7, -1]
+
+
+@given(lengths, sizes)
+def test_pieces_let_each_query_see_its_sequence_up_to_itself(row: list[int], size: tuple[int, int]) -> None:
+    tp, cp = size
+    found = ranks(row, tp, cp)
+    gathered = np.concatenate([layout.local_index for layout in found])  # padded index of each gathered key
+    sequence = np.searchsorted(found[0].padded_cu_seqlens, np.arange(len(gathered)), side="right")
+    position = found[0].position_ids
+    for rank, layout in enumerate(found):
+        pieces = attention_pieces(layout.padded_cu_seqlens, cp=cp, cp_rank=rank)
+        keys = gathered if pieces.key_index is None else gathered[pieces.key_index]
+        assert pieces.query_cu[-1] == len(layout.local_index) and pieces.key_cu[-1] == len(keys)
+        for r, (queries, seen) in enumerate(pieces.lengths):
+            for i in range(queries):
+                query = layout.local_index[pieces.query_cu[r] + i]
+                visible = keys[pieces.key_cu[r] : pieces.key_cu[r] + seen - queries + i + 1]
+                assert visible.tolist() == [
+                    k for k in range(len(gathered)) if sequence[k] == sequence[query] and position[k] <= position[query]
+                ]
+
+
+def test_pieces_cost_every_context_parallel_rank_the_same() -> None:
+    for cp in (2, 4):
+        pieces = [attention_pieces(bounds([16 * cp, 8 * cp]), cp=cp, cp_rank=rank) for rank in range(cp)]
+        assert len({p.key_cu[-1] for p in pieces}) == 1
+        assert len({sum(q * k - q * (q - 1) // 2 for q, k in p.lengths) for p in pieces}) == 1  # scores not masked

@@ -120,7 +120,7 @@ def test_a_variant_or_layout_the_family_cannot_carry(folder: Path, changes: Any,
     ("layout", "world", "message"),
     [
         (Layout(tp=2, pp=2), 2, "needs 4 trainer ranks but there are 2"),
-        (Layout(cp=2), 2, r"parallel\.cp=2: context parallel attention is not supported yet"),
+        (Layout(cp=2), 3, "cp=2 dp=1.* needs 2 trainer ranks but there are 3"),
         (Layout(ep=2, dp=2), 2, r"parallel\.ep=2"),
     ],
 )

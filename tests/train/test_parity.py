@@ -1,7 +1,7 @@
 """Loss, gradient norm and every gradient equal HF transformers' on the same weights, in every layout.
 
 float32, 4 layers, grouped-query attention, ragged packed rows, tied and untied embeddings, PPO loss with entropy at
-temperature 0.7. Three planted faults show that the bound can fail.
+temperature 0.7. Planted faults show that the bound can fail.
 """
 
 from __future__ import annotations
@@ -26,14 +26,24 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "pp2": Layout(pp=2),
         "dp2": Layout(dp=2),
         "dp2 plain optimizer": Layout(dp=2, distributed_optimizer=False),
+        "cp2": Layout(cp=2),
     },
-    4: {"tp2 pp2": Layout(pp=2, **SP)},
+    4: {
+        "tp2 pp2": Layout(pp=2, **SP),
+        "tp2 cp2": Layout(cp=2, **SP),
+        "dp2 cp2": Layout(dp=2, cp=2),
+        "pp2 cp2": Layout(pp=2, cp=2),
+        "cp4": Layout(cp=4),
+    },
 }
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "full recompute": {"recompute": "full"},
     "selective recompute": {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]},
 }
 FAULTS = {
+    "swapped_chunks": Layout(cp=2),
+    "dropped_norm_reduction": Layout(**SP),
+    "columns_of_one_rank": Layout(cp=2),
     "skipped_tp_reduction": Layout(**SP),
     "shifted_positions": Layout(pp=2),
     "denominator_per_micro_batch": Layout(dp=2),
@@ -69,4 +79,4 @@ def test_equals_hf(name: str, results: Results) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_exceeds_the_bound(fault: str, results: Results) -> None:
     found = comparison(results, fault)
-    assert found.worst > 100 * BOUND, found
+    assert max(found.worst, found.score) > 100 * BOUND, found

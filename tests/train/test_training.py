@@ -10,7 +10,7 @@ from tests.train.jobs import SP, Job, Results
 
 pytestmark = pytest.mark.ranks
 
-LAYOUTS = {"tp2 sp": Layout(**SP), "pp2": Layout(pp=2), "dp2": Layout(dp=2)}
+LAYOUTS = {"tp2 sp": Layout(**SP), "pp2": Layout(pp=2), "dp2": Layout(dp=2), "cp2": Layout(cp=2)}
 ROLLOUTS = "tests.train.lifecycle:rollouts"
 LEARN = {"temperature": 1.0, "optim": {"lr": 5e-3, "warmup_steps": 2}}
 GRPO = GrpoConfig(kl_loss_coef=0.1, entropy_coef=0.01)
@@ -54,7 +54,9 @@ def test_layouts_report_the_same_run(algo: str, results: Results) -> None:
     runs = [reported(results, f"{algo} {name}") for name in LAYOUTS]
     for rollout in zip(*runs, strict=True):
         for metric in ("train/loss", "train/pg_loss", "train/grad_norm", "train/ppo_kl", "train/num_tokens"):
-            assert [r[metric] for r in rollout] == pytest.approx([rollout[0][metric]] * 3, rel=1e-4, abs=1e-6)
+            assert [r[metric] for r in rollout] == pytest.approx(
+                [rollout[0][metric]] * len(LAYOUTS), rel=1e-4, abs=1e-6
+            )
 
 
 def test_reference_and_old_policy_are_what_they_say(results: Results) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from slime_like.batch import Rows
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.layers import PackedRows
-from slime_like.train.megatron.layout import TokenLayout, token_layout
+from slime_like.train.megatron.layout import TokenLayout, attention_pieces, token_layout
 from slime_like.train.megatron.model import Policy
 
 
@@ -54,6 +55,7 @@ def make_micro(rows: Rows, place: Place) -> Micro:
     sizes = place.layout
     layout = token_layout(rows.cu_seqlens, tp=sizes.tp, cp=sizes.cp, cp_rank=place.cp_rank)
     bounds = torch.from_numpy(layout.padded_cu_seqlens)
+    pieces = attention_pieces(layout.padded_cu_seqlens, cp=sizes.cp, cp_rank=place.cp_rank)
     longest = int(np.diff(layout.padded_cu_seqlens).max())
     packed = PackedRows(
         qkv_format="thd",
@@ -61,7 +63,10 @@ def make_micro(rows: Rows, place: Place) -> Micro:
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        cu_seqlens_device=bounds.to(place.device),
+        pieces=pieces,
+        query_cu=to_device(pieces.query_cu, place.device),
+        key_cu=to_device(pieces.key_cu, place.device),
+        key_index=None if pieces.key_index is None else to_device(pieces.key_index, place.device),
         position_ids=to_device(layout.position_ids, place.device),
     )
     ids = layout.take(rows.token_ids, 0).astype(np.int64)
@@ -95,7 +100,10 @@ def run_schedule(wrapped: Any, micros: Sequence[Micro], after: Callable[..., Any
 def score_micros(
     wrapped: Any, micros: Sequence[Micro], masks: Sequence[npt.NDArray[np.bool_]], scoring: Scoring
 ) -> list[Tensor]:
-    """F32 [T] log-probabilities per micro-batch at its masked tokens, 0 elsewhere; empty but on the last stage."""
+    """F32 [T] log-probabilities per micro-batch at its masked tokens, 0 elsewhere; empty but on the last stage.
+
+    Columns are whole on every context parallel rank.
+    """
     mask_of = {id(micro): mask for micro, mask in zip(micros, masks, strict=True)}
     model: Policy = wrapped.module
 
@@ -116,6 +124,15 @@ def score_micros(
 
     wrapped.eval()  # nothing is recomputed where nothing is differentiated
     try:
-        return run_schedule(wrapped, micros, after, train=False)
+        return sum_columns(run_schedule(wrapped, micros, after, train=False), model.cp_group)
     finally:
         wrapped.train()
+
+
+def sum_columns(columns: Sequence[Tensor], group: Any) -> list[Tensor]:
+    """Sums over the ranks of ``group``, in one collective: exact where each entry is 0 on all ranks but one."""
+    if not columns or group.size() == 1:
+        return list(columns)
+    joined = torch.cat(list(columns))
+    dist.all_reduce(joined, group=group)
+    return list(joined.split([len(column) for column in columns]))

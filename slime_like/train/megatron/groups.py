@@ -60,10 +60,6 @@ def check_layout(layout: Layout, world_size: int) -> None:
             f"parallel.* ({sizes}) needs {layout.world_size} trainer ranks but there are {world_size}: "
             "change parallel.* or placement.actor_num_gpus_per_node"
         )
-    if layout.cp > 1:
-        raise ConfigError(
-            f"parallel.cp={layout.cp}: context parallel attention is not supported yet; set parallel.cp=1"
-        )
     if layout.ep > 1:
         raise ConfigError(f"parallel.ep={layout.ep}: no supported model family has experts yet; set parallel.ep=1")
 

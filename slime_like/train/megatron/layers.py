@@ -13,7 +13,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_bac
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -23,16 +27,21 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from slime_like.errors import ConfigError
+from slime_like.train.megatron.layout import AttentionPieces
 
 
 @dataclass
 class PackedRows(PackedSeqParams):
     """megatron's packed-sequence parameters with bounds on the host, so that nothing reads them back from a GPU.
 
-    ``cu_seqlens_q`` and ``cu_seqlens_kv`` are host tensors; ``cu_seqlens_device`` is the copy kernels read.
+    ``cu_seqlens_q`` and ``cu_seqlens_kv`` are host tensors over the P padded tokens of all context parallel ranks.
+    ``pieces`` is what this rank's attention computes; the tensors after it are its arrays where kernels read them.
     """
 
-    cu_seqlens_device: Tensor | None = None
+    pieces: AttentionPieces | None = None
+    query_cu: Tensor | None = None
+    key_cu: Tensor | None = None
+    key_index: Tensor | None = None
     position_ids: Tensor | None = None  # [P] of all padded tokens, before context parallel slicing
 
 
@@ -51,10 +60,14 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal grouped-query attention over packed sequences.
+    """Causal grouped-query attention over packed sequences, which context parallelism may have cut.
 
     In 16 bits on a GPU: one variable-length flash kernel for all sequences. Elsewhere: scaled dot product attention per
     sequence, which beats a block-diagonal mask by the ratio of masked to unmasked scores.
+
+    Context parallelism gathers keys and values over its ranks, as in Llama 3 (https://arxiv.org/abs/2407.21783, 3.3.2),
+    in one collective per layer; backward scatters the sum of their gradients. With grouped queries keys are few, and
+    of the gathered ones each rank reads only those that causality lets its queries see.
     """
 
     def __init__(
@@ -65,6 +78,7 @@ class PackedAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -74,6 +88,7 @@ class PackedAttention(MegatronModule):
                 "model.megatron.attention_dropout must be 0: policy and rollout are to be the same function"
             )
         self.scale = softmax_scale
+        self.cp_group = pg_collection.cp
 
     def forward(
         self,
@@ -85,8 +100,10 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [T, heads, dim], key and value [T, groups, dim] -> [T, heads * dim]."""
+        """query [L, heads, dim], key and value [L, groups, dim] of the local tokens -> [L, heads * dim]."""
         assert isinstance(packed_seq_params, PackedRows) and attention_mask is None and attention_bias is None
+        if packed_seq_params.key_index is not None:
+            key, value = self._gather(key, value, packed_seq_params.key_index)
         flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
         attend = self._varlen if flash else self._per_sequence
         return attend(query, key, value, packed_seq_params).flatten(1)
@@ -94,26 +111,44 @@ class PackedAttention(MegatronModule):
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        cu = packed.cu_seqlens_device
-        assert cu is not None
-        longest = packed.max_seqlen_q
-        out = varlen_attn(
-            query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=(-1, 0), enable_gqa=True
+        assert packed.pieces is not None and packed.query_cu is not None and packed.key_cu is not None
+        longest = [max(lengths) for lengths in zip(*packed.pieces.lengths, strict=True)]
+        out = varlen_attn(  # causality is aligned at the ends of queries and keys, as in flash attention 2.1
+            query,
+            key,
+            value,
+            packed.query_cu,
+            packed.key_cu,
+            *longest,
+            scale=self.scale,
+            window_size=(-1, 0),
+            enable_gqa=True,
         )
         assert isinstance(out, Tensor)
         return out
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        lengths = packed.cu_seqlens_q.diff().tolist()
+        assert packed.pieces is not None
+        queries, keys = (list(lengths) for lengths in zip(*packed.pieces.lengths, strict=True))
         # split, not slicing: its backward is one concatenation instead of one full-size buffer per sequence
-        parts = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True)
-        out = [
-            F.scaled_dot_product_attention(
-                q[None], k[None], v[None], is_causal=True, scale=self.scale, enable_gqa=True
-            )[0]
-            for q, k, v in parts
-        ]
-        return torch.cat(out, 1).transpose(0, 1)
+        sizes = ((query, queries), (key, keys), (value, keys))
+        parts = zip(*(x.transpose(0, 1).split(lengths, 1) for x, lengths in sizes), strict=True)
+        return torch.cat([self._attend(q, k, v) for q, k, v in parts], 1).transpose(0, 1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [heads, q, dim], key and value [groups, k, dim], causal with the last query at the last key."""
+        q, k = query.shape[1], key.shape[1]
+        seen = None if q == k else torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)
+        return F.scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=seen, is_causal=q == k, scale=self.scale, enable_gqa=True
+        )[0]
+
+    def _gather(self, key: Tensor, value: Tensor, key_index: Tensor) -> tuple[Tensor, Tensor]:
+        """Local keys and values [L, groups, dim] -> those of all ranks that this rank's pieces read [K, groups, dim]."""
+        local = torch.cat((key.flatten(1), value.flatten(1)), 1)
+        everyone: Tensor = gather_from_sequence_parallel_region(local, group=self.cp_group)
+        keys, values = everyone[key_index].split((key[0].numel(), value[0].numel()), 1)
+        return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
 
 
 class Stack(HybridStack):

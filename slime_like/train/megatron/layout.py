@@ -110,6 +110,46 @@ def _zigzag(position_ids: I64, padded_length_of: I64, cp: int, rank: int) -> I64
     return np.flatnonzero((chunk == rank) | (chunk == 2 * cp - 1 - rank)) if cp > 1 else np.arange(len(position_ids))
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionPieces:
+    """Causal attention of one rank as R independent pieces: the last query of a piece sees all of its keys, the one
+    before it all but one, and so on. Without context parallelism a piece is a sequence.
+
+    With it, rank r has two pieces per sequence: chunk r sees the chunks up to itself, chunk ``2 * cp - 1 - r`` likewise.
+    Together they need ``2 * cp + 1`` chunks of keys on every rank.
+    """
+
+    query_cu: I32  # [R + 1], of the local tokens
+    key_cu: I32  # [R + 1], of the keys
+    key_index: I64 | None  # [K], where each key stands among the tokens of all ranks, one rank after another
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """(queries, keys) of each piece."""
+        return tuple(zip(np.diff(self.query_cu).tolist(), np.diff(self.key_cu).tolist(), strict=True))
+
+
+def attention_pieces(padded_cu_seqlens: I32, *, cp: int = 1, cp_rank: int = 0) -> AttentionPieces:
+    """What the queries of one rank attend to. Example: one sequence of 8 with cp=2: rank 0 has pieces of (2 queries,
+    2 keys) and (2 queries, 8 keys), rank 1 of (2, 4) and (2, 6)."""
+    if cp == 1:
+        return AttentionPieces(padded_cu_seqlens, padded_cu_seqlens, None)
+    padded = np.diff(padded_cu_seqlens).astype(np.int64)
+    chunks = padded // (2 * cp)
+    seen = np.stack([chunks * (cp_rank + 1), chunks * (2 * cp - cp_rank)], 1).ravel()  # keys per piece
+    key_cu = np.concatenate([[0], np.cumsum(seen)])
+    starts = np.repeat(padded_cu_seqlens[:-1].astype(np.int64), 2)
+    key_position = np.arange(key_cu[-1]) - np.repeat(key_cu[:-1] - starts, seen)
+    position_ids = np.arange(padded_cu_seqlens[-1]) - np.repeat(padded_cu_seqlens[:-1], padded)
+    length_of = np.repeat(padded, padded)
+    gathered = np.concatenate([_zigzag(position_ids, length_of, cp, rank) for rank in range(cp)])
+    return AttentionPieces(
+        query_cu=np.concatenate([[0], np.cumsum(np.repeat(chunks, 2))]).astype(np.int32),
+        key_cu=key_cu.astype(np.int32),
+        key_index=np.argsort(gathered)[key_position],
+    )
+
+
 def _gather[Scalar: np.generic](column_T: npt.NDArray[Scalar], index_L: I64, fill: Any) -> npt.NDArray[Scalar]:
     out = np.full(len(index_L), fill, dtype=column_T.dtype)
     inside = index_L >= 0
