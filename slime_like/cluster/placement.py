@@ -25,6 +25,8 @@ from slime_like.errors import ConfigError
 
 # Set before torch is imported: OpenMP threads that spin while they wait starve the other processes of a small machine.
 CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+# What cuBLAS and NCCL need, before they start, to sum in the same order each time; read on GPUs only.
+DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 
 class _GpuProbe:
@@ -161,7 +163,8 @@ class Placement:
         return options
 
     def _env(self) -> dict[str, str]:
-        return CPU_ENV | {"OMP_NUM_THREADS": str(self._plan.threads_per_process)}
+        fixed = DETERMINISTIC_ENV if self._plan.actor.deterministic else {}
+        return CPU_ENV | fixed | {"OMP_NUM_THREADS": str(self._plan.threads_per_process)}
 
     def _in_bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index)

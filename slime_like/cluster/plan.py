@@ -7,6 +7,7 @@ from pathlib import Path
 
 from slime_like.cluster.machine import Machine, probe_machine
 from slime_like.config.algo import SftConfig
+from slime_like.config.deterministic import check_bits
 from slime_like.config.files import family_of
 from slime_like.config.hf import HfConfig, check_weights, read_hf_config
 from slime_like.config.resolved import ActorSpec, EngineSpec, Layout, TransportSpec
@@ -104,11 +105,11 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         needs_trainer=needs_trainer,
         colocated=colocated,
         num_gpus=num_gpus,
-        threads_per_process=_threads(cfg, machine, roles, notes),
+        threads_per_process=_threads(cfg, machine, roles, device, notes),
         max_context_len=context,
         samples_per_rollout=samples_per_rollout(cfg),
         samples_per_step=batch_identity(cfg),
-        probe_tolerance=_tolerance(cfg, dtype, notes),
+        probe_tolerance=_tolerance(cfg, device, dtype, notes),
         run_dir=str(Path(cfg.run.dir).resolve()),
         roles=roles,
         decisions=tuple(notes.decisions),
@@ -195,7 +196,10 @@ def _actor(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, no
         max_tokens_per_rank=p.max_tokens_per_rank,
         seed=cfg.run.seed,
         deadline_s=loop.step_deadline_s,
+        deterministic=cfg.run.deterministic,
     )
+    if cfg.run.deterministic and device == "cpu":
+        check_bits(cfg, settled.family, dtype)
     if spec.needs_reference and cfg.model.ref_checkpoint is None:
         notes.add("model.ref_checkpoint", settled.ref_checkpoint, "the policy's own start")
     return spec
@@ -215,6 +219,7 @@ def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[E
             start_deadline_s=rollout.start_deadline_s,
             request_deadline_s=rollout.request_deadline_s,
             max_running_requests=rollout.max_running_requests,
+            deterministic=cfg.run.deterministic,
             sglang=dict(rollout.sglang),
         )
         for index in range(rollout.num_engines)
@@ -291,7 +296,10 @@ def _transport(cfg: TrainConfig, device: str, notes: _Notes) -> TransportSpec:
     return TransportSpec(kind, backend, int(cfg.weights.bucket_mb * 2**20), cfg.weights.push_deadline_s)
 
 
-def _threads(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], notes: _Notes) -> int:
+def _threads(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: str, notes: _Notes) -> int:
+    if cfg.run.deterministic and device == "cpu":
+        notes.add("threads per process", 1, "run.deterministic: threads share sums out by shape")
+        return 1
     sizes = [len(role.devices) * (cfg.rollout.tp if role.name == "engine" else 1) for role in roles]
     # Synchronous trainers and engines take turns; otherwise all processes are busy at once.
     busy = max(sizes) if cfg.loop.max_staleness == 0 else sum(sizes)
@@ -300,7 +308,10 @@ def _threads(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], notes:
     return threads
 
 
-def _tolerance(cfg: TrainConfig, dtype: str, notes: _Notes) -> float:
+def _tolerance(cfg: TrainConfig, device: str, dtype: str, notes: _Notes) -> float:
+    if cfg.run.deterministic and device == "cpu":
+        notes.add("weights.probe_tolerance", 0.0, "run.deterministic: engine and trainer agree in every bit")
+        return 0.0
     if cfg.weights.probe_tolerance is not None:
         return cfg.weights.probe_tolerance
     notes.add("weights.probe_tolerance", PROBE_TOLERANCE[dtype], f"rounding of {dtype}")

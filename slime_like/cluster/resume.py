@@ -13,6 +13,7 @@ from slime_like.errors import CheckpointError, ConfigError, RunComplete
 MARKER = "latest_checkpointed_iteration.txt"
 # What may change between the parts of one run without making it another experiment.
 FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights")
+FIXED_KEYS = ("run.seed", "run.deterministic")
 FREE_KEYS = (
     "loop.num_rollout",
     "loop.step_deadline_s",
@@ -85,7 +86,7 @@ def _check_same_experiment(cfg: TrainConfig, run_dir: Path) -> None:
 
 
 def _free(key: str) -> bool:
-    return key in FREE_KEYS or (key.split(".")[0] in FREE_GROUPS and key != "run.seed")
+    return key in FREE_KEYS or (key.split(".")[0] in FREE_GROUPS and key not in FIXED_KEYS)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -158,6 +158,7 @@ SWITCHES: dict[str, tuple[str, Value]] = {
     "--save-debug-rollout-data": ("run.dump_rollouts", True),
     "--use-wandb": ("metrics.wandb", True),
     "--use-tensorboard": ("metrics.tensorboard", True),
+    "--deterministic-mode": ("run.deterministic", True),
 }
 """``--flag``"""
 

@@ -43,6 +43,7 @@ class ActorSpec:
     max_tokens_per_rank: int
     seed: int
     deadline_s: float
+    deterministic: bool = False  # the engine's bits, and the same ones each time
     teacher_checkpoint: str | None = None  # a teacher of the policy's shape, scored by swapping weights
 
     @property
@@ -75,6 +76,7 @@ class EngineSpec:
     start_deadline_s: float
     request_deadline_s: float
     max_running_requests: int | None = None
+    deterministic: bool = False  # bits that do not depend on the batch
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -91,6 +91,10 @@ class RunConfig(Config):
         choices=("full", "rollout_only", "train_only"),
     )
     seed: int = key(0, "Seed of data order, sampling and initialisation.")
+    deterministic: bool = key(
+        False,
+        "Same command, same bits, also after a resume; on a CPU engine and trainer agree in every bit (Megatron: --deterministic-mode).",
+    )
     resume: str = key(
         "auto",
         "auto: continue from dir's newest checkpoint if there is one; never: refuse to reuse a used folder; or a checkpoint's path.",

@@ -207,6 +207,9 @@ def child_environment(spec: EngineSpec, scratch: str) -> dict[str, str]:
     seams = ["weight_commit", "rollout_sampling"]
     if spec.device == "cpu":
         seams.insert(0, "cpu")
+        if spec.deterministic:
+            seams.append("exact")
+            environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"  # scores by log-softmax, as samples are
         environment |= {"SGLANG_PLATFORM": "slime_like_cpu", "CUDA_VISIBLE_DEVICES": ""}
         environment["TORCHDYNAMO_DISABLE"] = "1"  # SGLang compiles a few small functions: seconds, and a C++ compiler
         # One thread up to the workers' start, so that they can be forked; the model's worker then takes what was meant.
@@ -246,6 +249,10 @@ def server_arguments(launch: Launch) -> dict[str, Any]:
     }
     if spec.device == "cpu":
         arguments["disable_overlap_schedule"] = True  # scheduler and model share the core: nothing to overlap
+        if spec.deterministic:
+            arguments["attention_backend"] = "slime_like_exact"
+    elif spec.deterministic:
+        arguments["enable_deterministic_inference"] = True
     identity = {
         "host": launch.host,
         "port": launch.port,

@@ -107,7 +107,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models({name: folder / name for name in hf}, hf)
 
 
-def start(models: Models, folder: Path, tp: int) -> Iterator[Engine]:
+def start(models: Models, folder: Path, tp: int, *, deterministic: bool = False) -> Iterator[Engine]:
     spec = EngineSpec(
         model_path=str(models.paths["A"]),
         device="cpu",
@@ -119,6 +119,7 @@ def start(models: Models, folder: Path, tp: int) -> Iterator[Engine]:
         start_deadline_s=180,
         request_deadline_s=60,
         max_running_requests=64,
+        deterministic=deterministic,
         sglang={"max_total_tokens": 4096},
     )
     loop = asyncio.new_event_loop()

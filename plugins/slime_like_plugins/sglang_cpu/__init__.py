@@ -9,6 +9,7 @@ from __future__ import annotations
 from slime_like_plugins.sglang_hooks import enabled
 
 NAME = "cpu"
+EXACT = "exact"  # beside "cpu": bits that do not depend on the batch
 
 
 def activate() -> str | None:
@@ -22,3 +23,7 @@ def load() -> None:
         from slime_like_plugins.sglang_cpu import process
 
         process.install()
+        if enabled(EXACT):
+            from slime_like_plugins.sglang_cpu import exact
+
+            exact.install()

@@ -9,7 +9,9 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from slime_like_plugins.sglang_cpu import EXACT
 from slime_like_plugins.sglang_cpu.process import ATTENTION
+from slime_like_plugins.sglang_hooks import enabled
 
 KV_TOKENS = 65_536  # KV slots unless max_total_tokens says otherwise: SGLang would take a share of the machine's memory
 MEMORY_FRACTION = 0.3
@@ -55,9 +57,17 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         from slime_like_plugins.sglang_cpu import attention
 
         attention.register()
+        if enabled(EXACT):
+            from slime_like_plugins.sglang_cpu import exact_attention
+
+            exact_attention.register()
 
     def post_load_model(self, model: Any) -> None:
         """In the worker, after the fork and after loading, which SGLang does on one thread."""
         import torch
 
         torch.set_num_threads(int(os.environ.get(THREADS, "1")))
+        if enabled(EXACT):
+            from slime_like_plugins.sglang_cpu import exact
+
+            exact.check(model)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from slime_like import exact
 from slime_like.batch import Rows
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.layers import PackedRows
@@ -53,7 +54,7 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 def make_micro(rows: Rows, place: Place) -> Micro:
     """Lay out one micro-batch and move its tokens to the device."""
     sizes = place.layout
-    layout = token_layout(rows.cu_seqlens, tp=sizes.tp, cp=sizes.cp, cp_rank=place.cp_rank)
+    layout = token_layout(rows.cu_seqlens, tp=sizes.tp, cp=sizes.cp, cp_rank=place.cp_rank, least=exact.ROWS)
     bounds = torch.from_numpy(layout.padded_cu_seqlens)
     pieces = attention_pieces(layout.padded_cu_seqlens, cp=sizes.cp, cp_rank=place.cp_rank)
     longest = int(np.diff(layout.padded_cu_seqlens).max())

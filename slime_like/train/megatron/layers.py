@@ -178,14 +178,14 @@ class TorchParts(LocalSpecProvider):
         return RMSNorm
 
 
-def stack_spec(config: TransformerConfig) -> ModuleSpec:
+def stack_spec(config: TransformerConfig, core_attention: type = PackedAttention) -> ModuleSpec:
     """Layers of the hybrid stack: an attention layer and an MLP layer, each with its norm and residual."""
     attention = ModuleSpec(
         SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=PackedAttention,
+            core_attention=core_attention,
             linear_proj=RowParallelLinear,
             q_layernorm=RMSNorm if config.qk_layernorm else None,
             k_layernorm=RMSNorm if config.qk_layernorm else None,

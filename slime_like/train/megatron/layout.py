@@ -72,11 +72,12 @@ class TokenLayout:
         return out
 
 
-def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0) -> TokenLayout:
+def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0, least: int = 1) -> TokenLayout:
     """Lay out packed sequences for one rank.
 
     Sequences are padded to multiples of ``2 * cp`` when cp > 1, and a sequence of padding is added at the end so that
-    every tensor parallel rank gets the same number of tokens: P is a multiple of tp, or of ``tp * 2 * cp``.
+    every tensor parallel rank gets the same number of tokens: P is a multiple of tp, or of ``tp * 2 * cp``, and at
+    least ``least``.
 
     Example: sequences of 3 and 2 tokens with tp=2: ``padded_cu_seqlens`` is [0, 3, 5, 6].
     """
@@ -84,7 +85,8 @@ def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0)
     lengths = np.diff(cu_seqlens).astype(np.int64)
     padded = -(-lengths // unit) * unit
     total = int(padded.sum())
-    tail = -total % (tp * unit) if total else tp * unit
+    tail = max(total, least) - total
+    tail += -(total + tail) % (tp * unit)
     if tail:
         lengths, padded = np.append(lengths, 0), np.append(padded, tail)
     starts = np.concatenate([[0], np.cumsum(padded)])

@@ -11,10 +11,11 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from slime_like.train.megatron.exact_attention import ExactAttention
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import HFFolder
-from slime_like.train.megatron.layers import PackedRows, current_device, stack_spec
+from slime_like.train.megatron.layers import PackedAttention, PackedRows, current_device, stack_spec
 from slime_like.train.megatron.rotary import Rotary
 from slime_like.train.megatron.transformer_config import pipeline_pattern
 from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
@@ -26,9 +27,10 @@ class Policy(HybridModel):
     """A decoder whose last stage returns hidden states: logits exist only in chunks, inside ``scores``."""
 
     def __init__(self, config: TransformerConfig, family: Family, place: Place) -> None:
+        exactly = config.deterministic_mode and place.device.type == "cpu"
         super().__init__(
             config,
-            stack_spec(config),
+            stack_spec(config, ExactAttention if exactly else PackedAttention),
             vocab_size=family.padded_vocabulary,
             max_sequence_length=int(family.hf.max_position_embeddings),
             hybrid_layer_pattern=pipeline_pattern(family.blocks(), place.layout.pp),

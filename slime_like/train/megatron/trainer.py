@@ -21,7 +21,7 @@ from slime_like.errors import DataError
 from slime_like.interfaces import Diagnostics, LossFn, TokenAdvantage, TokenView, ValueTargets
 from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.registry import resolve
-from slime_like.train.megatron import checkpoint, host, optim
+from slime_like.train.megatron import checkpoint, determinism, host, optim
 from slime_like.train.megatron.columns import fill, nested
 from slime_like.train.megatron.export import HFExport, write_hf
 from slime_like.train.megatron.forward import Micro, Scoring, make_micro, score_micros, to_device
@@ -55,6 +55,8 @@ class RankModel:
         self.folder = HFFolder(spec.model.hf_checkpoint)
         self.family = choose_family(spec, kind.adapt(self.folder.config()))
         self.table = self.family.weights()
+        if spec.deterministic:
+            determinism.require(place.device, self.table.values())
         self.model = kind(transformer_config(spec, self.family), self.family, place).to(place.device)
         load_hf(self.model, self.table, self.folder, place)
         self.wrapped = optim.wrap(spec, self.model)

@@ -69,6 +69,7 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
         "bf16": dtype == torch.bfloat16,
         "calculate_per_token_loss": True,  # gradients are a sum over the optimizer step over one count of tokens
         "variable_seq_lengths": layout.pp > 1,  # packed rows differ in length
+        "deterministic_mode": spec.deterministic,
     }
     chosen: dict[str, Any] = {
         "moe_token_dispatcher_type": "alltoall",  # the default refuses rows that differ in length, even without experts

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like import exact
+
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
@@ -37,6 +39,8 @@ class _Scores(torch.autograd.Function):
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
+        if _size(part) == 1 and part.real:
+            return _whole_vocabulary(ctx, hidden_NH, weight_VH, target_N, part, temperature, chunk, entropy)
         n = len(hidden_NH)
         stats_N3 = hidden_NH.new_zeros((n, 3), dtype=torch.float32)
         top_N = hidden_NH.new_full((n,), float("-inf"), dtype=torch.float32)
@@ -87,6 +91,32 @@ class _Scores(torch.autograd.Function):
         return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None
 
 
+def _whole_vocabulary(
+    ctx: Any,
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    target_N: Tensor,
+    part: VocabularyPart,
+    temperature: float,
+    chunk: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Forward where one rank holds all tokens: the engine's own formula, so that bits can agree."""
+    n = len(hidden_NH)
+    logprob_N, lse_N = (hidden_NH.new_empty(n, dtype=torch.float32) for _ in range(2))
+    entropy_N = torch.empty_like(logprob_N) if entropy else None
+    for rows in _chunks(n, chunk):
+        logits = _logits(hidden_NH[rows], weight_VH, part, temperature)
+        logprobs, chosen = torch.log_softmax(logits, -1), target_N[rows, None]
+        logprob_N[rows] = logprobs.gather(1, chosen)[:, 0]
+        lse_N[rows] = logits.gather(1, chosen)[:, 0] - logprob_N[rows]
+        if entropy_N is not None:
+            entropy_N[rows] = -(logits.copy_(logprobs).exp_().mul_(logprobs)).sum(-1)
+    ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N, entropy_N)
+    ctx.part, ctx.temperature, ctx.chunk = part, temperature, chunk
+    return logprob_N, entropy_N
+
+
 def vocab_scores(
     hidden_NH: Tensor,
     weight_VH: Tensor,
@@ -107,7 +137,7 @@ def vocab_scores(
 
 def _logits(hidden_nH: Tensor, weight_VH: Tensor, part: VocabularyPart, temperature: float) -> Tensor:
     """Scaled float32 logits [n, real] of this rank's tokens; padding rows of the vocabulary take no part."""
-    logits = (hidden_nH @ weight_VH[: part.real].T).float()
+    logits = exact.linear(hidden_nH, weight_VH[: part.real]).float()
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
@@ -122,6 +152,10 @@ def _chunks(n: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, n)) for start in range(0, n, size))
 
 
+def _size(part: VocabularyPart) -> int:
+    return 1 if part.group is None else int(part.group.size())
+
+
 def _all_reduce(x: Tensor, part: VocabularyPart, op: Any) -> None:
-    if part.group is not None and part.group.size() > 1:
+    if _size(part) > 1:
         dist.all_reduce(x, op=op, group=part.group)

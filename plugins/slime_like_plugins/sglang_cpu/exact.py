@@ -1,0 +1,55 @@
+"""An engine whose bits do not depend on the batch: prefill, decode and prefix-cache hits give a token the same logits.
+
+On with ``exact`` in ``SLIME_LIKE_SGLANG`` beside ``cpu`` (``run.deterministic=true``). The arithmetic is that of
+``slime_like.exact``, which the trainer uses as well. Shortcuts of this package must not replace a hooked function
+while ``enabled("exact")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from slime_like import exact
+from slime_like_plugins.sglang_cpu import EXACT
+from slime_like_plugins.sglang_hooks import Hook, stop_on
+from slime_like_plugins.sglang_hooks import install as install_hooks
+
+EXACT_ATTENTION = "slime_like_exact"
+
+
+def apply_linear(original: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Any = None) -> Tensor:
+    """Around ``UnquantizedLinearMethod.apply``: never fewer rows than keep products apart."""
+    return original(method, layer, exact.padded_rows(x), bias)[: x.shape[0]]
+
+
+def compute_lm_head(
+    original: Callable[..., Tensor], processor: Any, hidden: Tensor, head: Any, bias: Any = None, *, out: Any = None
+) -> Tensor:
+    """Around ``LogitsProcessor._compute_lm_head``: the same for the vocabulary."""
+    if hidden.shape[0] >= exact.ROWS:
+        return original(processor, hidden, head, bias, out=out)
+    return original(processor, exact.padded_rows(hidden), head, bias)[: hidden.shape[0]]
+
+
+HOOKS = (
+    Hook("sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply", "around", apply_linear),
+    Hook("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", "around", compute_lm_head),
+)
+
+
+def install() -> None:
+    """Apply the hooks in this process; they are verified, or the engine stops."""
+    from sglang.srt.arg_groups import choices
+
+    choices.add_attention_backend_choices([EXACT_ATTENTION])
+    install_hooks(EXACT, HOOKS)
+
+
+def check(model: Any) -> None:
+    """Stop the engine on a machine whose matrix products do not have the property that all this rests on."""
+    shapes = [tuple(w.shape) for name, w in model.named_parameters() if w.ndim == 2 and name.endswith("weight")]
+    if problem := exact.check_machine(shapes):
+        stop_on(EXACT, [f"{problem}; run.deterministic=true cannot hold here"])

@@ -1,0 +1,36 @@
+"""The batched attention backend with sums of fixed order. Imported in a worker, when its model runner is."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from torch import Tensor
+
+from slime_like import exact
+from slime_like_plugins.sglang_cpu.attention import BatchedAttention, Bucket
+from slime_like_plugins.sglang_cpu.exact import EXACT_ATTENTION
+
+
+class ExactAttention(BatchedAttention):
+    """The batched backend with sums of fixed order."""
+
+    def _attend(self, bucket: Bucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """q [b, Q, H, D], KV pool [slots, K, D] -> [b, Q, H, D]."""
+        b, q, heads, dim = q_bQHD.shape
+        kv_heads = keys.shape[1]
+        group = heads // kv_heads
+        folded = q_bQHD.view(b, q, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, group * q, dim)
+        visible_bQL = bucket.visible_bQL
+        if visible_bQL is None:
+            visible_bQL = torch.ones(b, 1, bucket.slots_bL.shape[1], dtype=torch.bool)
+        if q > 1:
+            visible_bQL = visible_bQL.repeat(1, group, 1)
+        k_bKLD = self._gather("k", keys, bucket.slots_bL).transpose(1, 2)
+        v_bKLD = self._gather("v", values, bucket.slots_bL).transpose(1, 2)
+        out = exact.attention(folded, k_bKLD, v_bKLD, visible_bQL, scale)
+        return out.view(b, kv_heads, group, q, dim).permute(0, 3, 1, 2, 4).reshape(b, q, heads, dim)
+
+
+def register() -> None:
+    """Make the backend known to SGLang."""
+    register_attention_backend(EXACT_ATTENTION)(ExactAttention)

@@ -1,0 +1,34 @@
+"""What ``run.deterministic=true`` rests on, and what breaks it."""
+
+from __future__ import annotations
+
+from slime_like.config.root import TrainConfig
+from slime_like.errors import ConfigError
+
+FAMILIES = ("qwen3",)  # whose engine and trainer have been seen to agree in every bit
+
+
+def check_bits(cfg: TrainConfig, family: str, dtype: str) -> None:
+    """Raise ``ConfigError`` where engine and trainer could not have the same bits on a CPU."""
+    whole = "sums over a tensor that is split have another order than sums over the whole"
+    for key, value, wanted, reason in (
+        ("model.dtype", dtype, "float32", "bfloat16 products round by shape"),
+        ("parallel.tp", cfg.parallel.tp, 1, whole),
+        ("parallel.cp", cfg.parallel.cp, 1, whole),
+        ("rollout.tp", cfg.rollout.tp, 1, whole),
+    ):
+        if value != wanted:
+            raise ConfigError(
+                f"{key}={value} with run.deterministic=true on a CPU: {reason}, and engine and trainer must agree in "
+                f"every bit; set {key}={wanted} (data and pipeline parallelism keep the bits), or run.deterministic=false"
+            )
+    if family not in (*FAMILIES, "auto"):
+        raise ConfigError(
+            f"run.deterministic=true with a model of family {family!r} on a CPU: engine and trainer are known to agree in "
+            f"every bit for {', '.join(FAMILIES)} only; set run.deterministic=false"
+        )
+    if cfg.weights.probe_tolerance:
+        raise ConfigError(
+            f"weights.probe_tolerance={cfg.weights.probe_tolerance:g} with run.deterministic=true: on a CPU the probe "
+            "allows no difference at all; set weights.probe_tolerance=null"
+        )

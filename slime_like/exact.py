@@ -1,0 +1,103 @@
+"""Arithmetic whose bits do not depend on what stands beside a row: for engine and trainer alike, on a CPU.
+
+A matrix product in float32 by MKL gives a row the same bits whatever the other rows are, as long as there are at
+least ``ROWS`` rows, ``COLUMNS`` columns and one thread: below that, and on several threads, other kernels sum in
+another order. So products are padded to those sizes, and attention sums over keys in blocks of fixed size at fixed
+positions. float64 products do not have the property, whatever the shape. None of this is promised by MKL:
+``check_machine`` looks whether it holds here.
+
+Axes: b batch, K KV heads, R query rows (all query heads of a KV head, all positions), L keys, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROWS = 4
+COLUMNS = 16
+BLOCK = 64  # keys summed by one matrix product
+SCORES = 1 << 22  # attention scores held at once
+CHECKED = 4_096  # columns of a product that ``check_machine`` looks at
+
+
+def padded_rows(x_TI: Tensor) -> Tensor:
+    """``x`` with its last row repeated up to ``ROWS`` rows; what comes of the copies is to be cut off."""
+    missing = ROWS - x_TI.shape[0]
+    return x_TI if missing <= 0 or x_TI.shape[0] == 0 else torch.cat([x_TI, x_TI[-1:].expand(missing, -1)])
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """``x @ weight.T`` [T, O], each row independent of the others."""
+    return (padded_rows(x_TI) @ weight_OI.T)[: x_TI.shape[0]]
+
+
+def attention(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tensor, scale: float) -> Tensor:
+    """Softmax attention [b, K, R, D] over the keys that ``visible`` shows; each row sees the first key at least.
+
+    Each row's bits follow from its query and its visible keys and their positions alone: masked keys add exact zeros,
+    and the products of the blocks are added in float64, in order.
+    """
+    rows, length = q_bKRD.shape[2], k_bKLD.shape[2]
+    more = -length % BLOCK
+    k_bKLD, v_bKLD = F.pad(k_bKLD, (0, 0, 0, more)).contiguous(), F.pad(v_bKLD, (0, 0, 0, more)).contiguous()
+    visible_bRL = F.pad(visible_bRL, (0, more), value=False)
+    missing = max(0, ROWS - rows)
+    if missing:
+        q_bKRD = torch.cat([q_bKRD, q_bKRD[:, :, -1:].expand(-1, -1, missing, -1)], 2)
+        if visible_bRL.shape[1] > 1:
+            visible_bRL = torch.cat([visible_bRL, visible_bRL[:, -1:].expand(-1, missing, -1)], 1)
+    at_once = max(ROWS, SCORES // (q_bKRD.shape[0] * q_bKRD.shape[1] * k_bKLD.shape[2]))
+    parts: list[Tensor] = []
+    for start, stop in _spans(q_bKRD.shape[2], at_once):
+        shown = visible_bRL if visible_bRL.shape[1] == 1 else visible_bRL[:, start:stop]
+        parts.append(_attend(q_bKRD[:, :, start:stop].contiguous(), k_bKLD, v_bKLD, shown, scale))
+    return torch.cat(parts, 2)[:, :, :rows]
+
+
+def _attend(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tensor, scale: float) -> Tensor:
+    blocks = k_bKLD.shape[2] // BLOCK
+    scores_bKRL = (q_bKRD @ k_bKLD.transpose(-1, -2)).double() * scale
+    scores_bKRL = scores_bKRL.masked_fill(~visible_bRL[:, None], float("-inf"))
+    weights_bKRL = torch.exp(scores_bKRL - scores_bKRL.amax(-1, keepdim=True).detach())
+    total_bKRN = weights_bKRL.unflatten(-1, (blocks, BLOCK)).sum(-1)
+    narrow_bKRL = weights_bKRL.to(v_bKLD.dtype)
+    out, total = 0.0, 0.0
+    for block in range(blocks):
+        keys = slice(block * BLOCK, (block + 1) * BLOCK)
+        out = out + (narrow_bKRL[..., keys].contiguous() @ v_bKLD[:, :, keys].contiguous()).double()
+        total = total + total_bKRN[..., block]
+    assert isinstance(out, Tensor) and isinstance(total, Tensor)
+    return (out / total[..., None]).to(v_bKLD.dtype)
+
+
+def _spans(count: int, at_once: int) -> Iterable[tuple[int, int]]:
+    """Cuts of ``range(count)`` into parts of ``at_once``, the last one no shorter than ``ROWS``."""
+    starts = list(range(0, count, at_once))
+    if len(starts) > 1 and count - starts[-1] < ROWS:
+        starts.pop()
+    return zip(starts, [*starts[1:], count], strict=True)
+
+
+def log_softmax(logits_NV: Tensor, temperature_N1: Tensor) -> Tensor:
+    """Log-probabilities [N, V] at a temperature: the one formula of engine and trainer."""
+    return torch.log_softmax(logits_NV.float() / temperature_N1, dim=-1)
+
+
+def check_machine(shapes: Iterable[tuple[int, int]]) -> str | None:
+    """Why products of these (output, input) sizes depend on their other rows on this machine; None when they do not."""
+    generator = torch.Generator().manual_seed(0)
+    for outputs, inputs in sorted({(min(outputs, CHECKED), inputs) for outputs, inputs in shapes}):
+        weight = torch.randn(outputs, inputs, generator=generator)
+        x = torch.randn(67, inputs, generator=generator)
+        whole = linear(x, weight)
+        for rows in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 33, 64):
+            if not torch.equal(linear(x[-rows:], weight), whole[-rows:]):
+                return (
+                    f"a product of {rows} rows with a [{outputs}, {inputs}] matrix differs from the same rows among 67 "
+                    f"({torch.get_num_threads()} threads): the BLAS of this machine does not keep rows apart"
+                )
+    return None
