@@ -153,6 +153,26 @@ class Diagnostics(Protocol):
         ...
 
 
+class Sequences(Protocol):
+    """The sequences of a micro-batch, though a rank holds only a part of each under context parallelism.
+
+    N of this rank's tokens, S sequences. Sums are differentiable collectives over the ranks that share the sequences:
+    every such rank calls the same ones in the same order, also one that holds no token of them.
+    """
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[N] -> [S]: over each whole sequence's trained tokens."""
+        ...
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[N] -> [S]: over each whole sequence's trained tokens."""
+        ...
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[S] -> [N]: each token gets its sequence's value."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LossView:
     """What a token loss reads. [T] columns at the predicted token; under context parallelism this rank's part of them."""
@@ -164,6 +184,7 @@ class LossView:
     old_logprobs: Tensor | None  # F32 [T]; None: the update is its own old policy
     rollout_logprobs: Tensor  # F32 [T]
     ref_logprobs: Tensor | None  # F32 [T]
+    sequences: Sequences | None = None  # for what speaks of whole sequences
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,3 +34,17 @@ def dr_grpo(rewards_G: F32) -> F32:
         return np.zeros_like(rewards_G, dtype=np.float32)
     exact_G = rewards_G.astype(np.float64)
     return (exact_G - exact_G.mean()).astype(np.float32)
+
+
+def rloo(rewards_G: F32) -> F32:
+    """Reward minus the mean of the other samples' rewards: a baseline that does not depend on the sample itself.
+
+    Equal to ``G / (G - 1)`` times the reward minus the group's mean.
+    Source: Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740, section 3.2 (from Kool et al. 2019).
+    """
+    size = len(rewards_G)
+    if size < 2 or np.ptp(rewards_G) == 0:
+        return np.zeros_like(rewards_G, dtype=np.float32)
+    exact_G = rewards_G.astype(np.float64)
+    others_G = (exact_G.sum() - exact_G) / (size - 1)
+    return (exact_G - others_G).astype(np.float32)

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-import torch
 from torch import Tensor
 
-from slime_like.algo.kl import MAX_LOG_RATIO
-from slime_like.algo.off_policy import truncated_importance
-from slime_like.config.algo import AlgoConfig, PolicyGradientConfig
+from slime_like.algo.off_policy import correction
+from slime_like.algo.surrogate import Surrogate, per_sequence, per_token, weighted
 from slime_like.config.names import KL_ESTIMATORS
+from slime_like.config.policy import AlgoConfig, PolicyConfig, PolicyGradientConfig
 from slime_like.interfaces import LossFn, LossOutput, LossView
 from slime_like.registry import resolve
 
 
 @dataclass(slots=True)
-class PolicyGradientLoss:
-    """PPO's clipped surrogate, with TIS, KL to the reference and an entropy bonus where their keys ask for them."""
+class PolicyLoss:
+    """A surrogate, with off-policy corrections, KL to the reference and an entropy bonus where their keys ask for them."""
 
-    config: PolicyGradientConfig
+    config: PolicyConfig
+    surrogate: Callable[[LossView, Tensor], Surrogate]
     kl: Callable[[Tensor, Tensor], Tensor]
     needs_entropy: bool
 
@@ -35,43 +36,27 @@ class PolicyGradientLoss:
         gradient counts.
         """
         cfg = self.config
-        assert view.advantages is not None, "a policy gradient needs advantages"
         old = view.logprobs.detach() if view.old_logprobs is None else view.old_logprobs
-        loss, means = self._surrogate(view.logprobs, old, view.advantages)
-        if cfg.use_tis:
-            tis = truncated_importance(old, view.rollout_logprobs, cfg.tis_clip)
-            loss = loss * tis.weight
-            means["tis"] = tis.raw
-            means["tis_abs"] = (tis.raw - 1).abs()
-            means["tis_clipfrac"] = (tis.raw > cfg.tis_clip).to(loss.dtype)
+        drift = (old - view.rollout_logprobs).abs()
+        found = self.surrogate(view, view.rollout_logprobs if cfg.use_rollout_logprobs else old)
+        corrected = correction(cfg, old, view.rollout_logprobs, view.sequences)
+        means = found.means | corrected.means
+        loss = found.loss if corrected.weight is None else found.loss * corrected.weight
+        if corrected.keep is not None:
+            loss = loss * corrected.keep
         means["pg_loss"] = loss.detach()
         if cfg.kl_loss_coef > 0:
             assert view.ref_logprobs is not None, "algo.kl_loss_coef > 0 needs reference scores"
             kl = self.kl(view.logprobs, view.ref_logprobs)
-            loss = loss + cfg.kl_loss_coef * kl
+            loss = loss + cfg.kl_loss_coef * (kl if corrected.keep is None else kl * corrected.keep)
             means["kl_loss"] = kl.detach()
         if view.entropy is not None:
-            loss = loss - cfg.entropy_coef * view.entropy
+            bonus = cfg.entropy_coef * view.entropy
+            loss = loss - (bonus if corrected.keep is None else bonus * corrected.keep)
             means["entropy_loss"] = view.entropy.detach()
-        drift = (old - view.rollout_logprobs).abs()
         means["train_rollout_logprob_abs_diff"] = drift
-        return LossOutput(loss=loss, means=means, maxima={"train_rollout_logprob_abs_diff_max": drift})
-
-    def _surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Pessimistic one of the plain and the clipped objective. Source: Schulman et al. 2017, arXiv:1707.06347."""
-        cfg = self.config
-        high = cfg.eps_clip if cfg.eps_clip_high is None else cfg.eps_clip_high
-        log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        ratio = log_ratio.exp()
-        plain = -ratio * advantages
-        clipped = -ratio.clamp(1 - cfg.eps_clip, 1 + high) * advantages
-        loss = torch.maximum(plain, clipped)
-        means = {
-            "pg_clipfrac": (clipped > plain).to(loss.dtype),
-            "ppo_kl": (old - logprobs).detach(),
-            "ois": ratio.detach(),
-        }
-        return loss, means
+        maxima = found.maxima | {"train_rollout_logprob_abs_diff_max": drift}
+        return LossOutput(loss=loss, means=means, maxima=maxima)
 
 
 @dataclass(slots=True)
@@ -87,9 +72,23 @@ class SftLoss:
 
 
 def policy_gradient(cfg: PolicyGradientConfig) -> LossFn:
-    """The clipped policy-gradient loss under ``cfg``."""
+    """PPO's clipped policy gradient, token by token."""
+    return _policy_loss(cfg, partial(per_token, cfg))
+
+
+def gspo(cfg: PolicyGradientConfig) -> LossFn:
+    """The clipped policy gradient with one ratio per sequence."""
+    return _policy_loss(cfg, partial(per_sequence, cfg))
+
+
+def cispo(cfg: PolicyConfig) -> LossFn:
+    """Log-likelihood weighted by advantage and clipped ratio."""
+    return _policy_loss(cfg, partial(weighted, cfg))
+
+
+def _policy_loss(cfg: PolicyConfig, surrogate: Callable[[LossView, Tensor], Surrogate]) -> LossFn:
     kl = resolve("algo.kl_loss_type", cfg.kl_loss_type, KL_ESTIMATORS)
-    return PolicyGradientLoss(config=cfg, kl=kl, needs_entropy=cfg.entropy_coef != 0)
+    return PolicyLoss(config=cfg, surrogate=surrogate, kl=kl, needs_entropy=cfg.entropy_coef != 0)
 
 
 def sft(cfg: AlgoConfig) -> LossFn:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slime_like.config.algo import AlgoConfig, ReinforcePlusPlusConfig
+from slime_like.config.algo import ReinforcePlusPlusBaselineConfig, ReinforcePlusPlusConfig
 from slime_like.config.names import KL_ESTIMATORS
+from slime_like.config.policy import AlgoConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import Reduce, TokenView
 from slime_like.registry import resolve
@@ -50,9 +51,7 @@ class ReinforcePlusPlus:
     def _returns(self, view: TokenView) -> Tensor:
         """[T] discounted sum of the rewards at and after each trained token of its sequence."""
         mask_T = view.loss_weight > 0
-        lengths_S = view.cu_seqlens.diff().long()
-        segment_T = torch.repeat_interleave(torch.arange(len(lengths_S), device=mask_T.device), lengths_S)
-        segment_A = segment_T[mask_T]
+        segment_A = _sequence_of(view)[mask_T]
         rewards_A = view.rewards[segment_A] * _last_of_segment(segment_A)
         if self._kl_coef > 0:
             assert view.old_logprobs is not None and view.ref_logprobs is not None, (
@@ -62,6 +61,47 @@ class ReinforcePlusPlus:
         returns_T = torch.zeros_like(view.loss_weight, dtype=rewards_A.dtype)
         returns_T[mask_T] = discounted_returns(rewards_A, segment_A, self._gamma)
         return returns_T
+
+
+class ReinforcePlusPlusBaseline:
+    """REINFORCE++-baseline: the group advantage at each trained token, less ``kl_coef * KL(old || ref)``, whitened over
+    the whole batch.
+
+    Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262, section 3.2.
+    """
+
+    def __init__(self, config: AlgoConfig) -> None:
+        if not isinstance(config, ReinforcePlusPlusBaselineConfig):
+            raise ConfigError(
+                "algo.token_advantage='reinforce_pp_baseline' needs the keys of algo=reinforce_pp_baseline, "
+                f"and algo is {config.name!r}"
+            )
+        self._kl_coef = config.kl_coef
+        self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
+
+    @property
+    def required_scores(self) -> frozenset[str]:
+        """Columns of ``TokenView`` that must be filled before the call."""
+        return frozenset({"old_logprobs", "ref_logprobs"}) if self._kl_coef > 0 else frozenset()
+
+    def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
+        """F32 [T] per view, 0 where not trained. Mean 0 and variance 1 over the trained tokens of all ranks."""
+        masks = [view.loss_weight > 0 for view in views]
+        return whiten([self._advantages(view) for view in views], masks, reduce)
+
+    def _advantages(self, view: TokenView) -> Tensor:
+        assert view.advantages is not None, "group advantages come with the rows"
+        spread_T = view.advantages[_sequence_of(view)]
+        if self._kl_coef == 0:
+            return spread_T
+        assert view.old_logprobs is not None and view.ref_logprobs is not None, "old and ref scores are not annotated"
+        return spread_T - self._kl_coef * self._kl(view.old_logprobs, view.ref_logprobs)
+
+
+def _sequence_of(view: TokenView) -> Tensor:
+    """[T] sequence of each token."""
+    lengths_S = view.cu_seqlens.diff().long()
+    return torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
 
 
 def _last_of_segment(segment_A: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from slime_like.cluster.trainer_group import TrainerGroup
 from slime_like.cluster.trainer_worker import EngineAddress
 from slime_like.cluster.wait import wait_all, wait_one
 from slime_like.config.names import GROUP_ADVANTAGES
+from slime_like.config.policy import PolicyConfig
 from slime_like.config.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.deadline import Deadline
@@ -179,6 +180,7 @@ class _Cluster:
             dp=self.plan.actor.layout.dp,
             max_tokens_per_rank=cfg.parallel.max_tokens_per_rank * cfg.parallel.cp,  # which share each row
             max_response_len=cfg.rollout.max_response_len,
+            mask_truncated=isinstance(cfg.algo, PolicyConfig) and cfg.algo.mask_truncated,
         )
 
     def _checkpoints(self) -> Path:

@@ -4,43 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config.base import Config, key, within
-
-KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
-AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
-
-
-@dataclass(kw_only=True)
-class AlgoConfig(Config):
-    """What every algorithm has: names into the tables of ``config.names`` and how token losses add up."""
-
-    name: str = key("grpo", "Algorithm.")
-    loss: str = key("policy_gradient", "Token loss (table LOSSES).")
-    group_advantage: str | None = key(None, "Advantage from the rewards of a group (table GROUP_ADVANTAGES).")
-    token_advantage: str | None = key(None, "Advantage per token, computed on the ranks (table TOKEN_ADVANTAGES).")
-    aggregation: str = key(
-        "token_mean",
-        "How token losses add up: token_mean, sequence_mean or dr_grpo (sum over max_response_len).",
-        choices=AGGREGATIONS,
-    )
-
-
-@dataclass(kw_only=True)
-class PolicyGradientConfig(AlgoConfig):
-    """Keys of the clipped policy-gradient loss."""
-
-    eps_clip: float = key(0.2, "Lower clip range of the ratio to the old policy.")
-    eps_clip_high: float | None = key(None, "Upper clip range; null: eps_clip.")
-    entropy_coef: float = key(0.0, "Weight of the entropy bonus.")
-    kl_loss_coef: float = key(0.0, "Weight of the KL to the reference in the loss; 0: no reference is loaded for it.")
-    kl_loss_type: str = key("k3", "KL estimator in the loss (low_var_kl is k3).", choices=KL_TYPES)
-    use_tis: bool = key(False, "Truncated importance sampling between rollout and old policy.")
-    tis_clip: float = key(2.0, "Largest importance weight under use_tis.")
-
-    def check(self, prefix: str) -> None:
-        super().check(prefix)
-        within(prefix, self, 0.0, 10.0, "eps_clip", "eps_clip_high", "kl_loss_coef")
-        within(prefix, self, 1.0, 1e6, "tis_clip")
+from slime_like.config.base import key, within
+from slime_like.config.policy import AGGREGATIONS, KL_TYPES, AlgoConfig, PolicyConfig, PolicyGradientConfig
+from slime_like.errors import ConfigError
 
 
 @dataclass(kw_only=True)
@@ -61,6 +27,54 @@ class DrGrpoConfig(PolicyGradientConfig):
 
 
 @dataclass(kw_only=True)
+class RlooConfig(PolicyGradientConfig):
+    """RLOO: reward minus the mean of the others in its group."""
+
+    name: str = key("rloo", "Algorithm.")
+    group_advantage: str | None = key("rloo", "Advantage from the rewards of a group.")
+
+
+@dataclass(kw_only=True)
+class DapoConfig(PolicyGradientConfig):
+    """DAPO: GRPO with a wider upper clip range and a token-level loss; its other parts are options of every algorithm."""
+
+    name: str = key("dapo", "Algorithm.")
+    group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")
+    eps_clip_high: float | None = key(0.28, "Upper clip range; null: eps_clip.")
+
+
+@dataclass(kw_only=True)
+class GspoConfig(PolicyGradientConfig):
+    """GSPO: one ratio per sequence, the geometric mean of its tokens', clipped in a range of its own."""
+
+    name: str = key("gspo", "Algorithm.")
+    loss: str = key("gspo", "Token loss.")
+    group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")
+    aggregation: str = key("sequence_mean", "How token losses add up: GSPO's loss is one of sequences.")
+    eps_clip: float = key(3e-4, "Lower clip range of the sequence ratio.")
+    eps_clip_high: float | None = key(4e-4, "Upper clip range of the sequence ratio; null: eps_clip.")
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        if self.aggregation != "sequence_mean":
+            raise ConfigError(
+                f"{prefix}aggregation={self.aggregation!r} with algo=gspo: ratio and loss are those of whole sequences, "
+                f"each of which counts once; set {prefix}aggregation=sequence_mean"
+            )
+
+
+@dataclass(kw_only=True)
+class CispoConfig(PolicyConfig):
+    """CISPO: the clipped ratio is a weight without gradient, so that no token loses its gradient."""
+
+    name: str = key("cispo", "Algorithm.")
+    loss: str = key("cispo", "Token loss.")
+    group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")
+    eps_clip: float = key(1.0, "Lower clip range of the weight; from 1 on there is none.")
+    eps_clip_high: float | None = key(4.0, "Upper clip range: the largest weight is 1 + this; null: eps_clip.")
+
+
+@dataclass(kw_only=True)
 class ReinforcePlusPlusConfig(PolicyGradientConfig):
     """REINFORCE++: KL in the reward, returns per token, whitened over the whole batch."""
 
@@ -73,6 +87,17 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
     def check(self, prefix: str) -> None:
         super().check(prefix)
         within(prefix, self, 0.0, 1.0, "gamma")
+
+
+@dataclass(kw_only=True)
+class ReinforcePlusPlusBaselineConfig(PolicyGradientConfig):
+    """REINFORCE++-baseline: reward minus the group's mean, less the KL at each token, whitened over the whole batch."""
+
+    name: str = key("reinforce_pp_baseline", "Algorithm.")
+    group_advantage: str | None = key("dr_grpo", "Advantage from the rewards of a group, before whitening.")
+    token_advantage: str | None = key("reinforce_pp_baseline", "Advantage per token, computed on the ranks.")
+    kl_coef: float = key(0.0, "Weight of the KL to the reference taken off the advantage of each token.")
+    kl_reward_type: str = key("k1", "KL estimator in the advantage.", choices=KL_TYPES)
 
 
 @dataclass(kw_only=True)

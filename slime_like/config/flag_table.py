@@ -12,8 +12,14 @@ Convert = Callable[[str, str], Value]  # (flag, text) -> value
 ESTIMATORS = {
     "grpo": "grpo",
     "dr_grpo": "dr_grpo",
+    "rloo": "rloo",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "dapo": "dapo",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_pp": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "reinforce_pp_baseline": "reinforce_pp_baseline",
 }
 SLIME_FILTERS = {
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "nonzero_std",
@@ -109,8 +115,10 @@ VALUES: dict[str, tuple[str, Convert]] = {
     "--entropy-coef": ("algo.entropy_coef", number),
     "--eps-clip": ("algo.eps_clip", number),
     "--eps-clip-high": ("algo.eps_clip_high", number),
+    "--eps-clip-c": ("algo.eps_clip_c", number),
     "--gamma": ("algo.gamma", number),
     "--tis-clip": ("algo.tis_clip", number),
+    "--tis-clip-low": ("algo.tis_clip_low", number),
     "--lr": ("optim.lr", number),
     "--min-lr": ("optim.min_lr", number),
     "--lr-decay-style": ("optim.schedule", one_of("constant", "linear", "cosine")),
@@ -148,6 +156,7 @@ SWITCHES: dict[str, tuple[str, Value]] = {
     "--rollout-shuffle": ("data.shuffle", True),
     "--skip-eval-before-train": ("evaluation.before_train", False),
     "--use-tis": ("algo.use_tis", True),
+    "--use-rollout-logprobs": ("algo.use_rollout_logprobs", True),
     "--calculate-per-token-loss": ("algo.aggregation", "token_mean"),
     "--disable-grpo-std-normalization": ("algo.group_advantage", "dr_grpo"),
     "--sequence-parallel": ("parallel.sequence_parallel", True),
@@ -184,6 +193,7 @@ ALWAYS: dict[str, tuple[str | None, str]] = {
     "--attention-dropout": ("0.0", "models are trained without dropout"),
     "--hidden-dropout": ("0.0", "models are trained without dropout"),
     "--update-weight-mode": ("full", "every push sends all weights"),
+    "--get-mismatch-metrics": (None, "the mismatch of trainer and engine is always measured"),
     "--update-weights-interval": ("1", "weights are pushed after every rollout that was trained on"),
 }
 """Flags that name what this project does anyway: accepted with the one value given here."""
@@ -202,9 +212,9 @@ REFUSED: dict[str, str] = {
     "--rollout-seed": "one seed serves the whole run: --seed",
     "--rollout-function-path": "a generate function per group is the seam: --custom-generate-function-path",
     "--custom-loss-function-path": "",
+    "--custom-tis-function-path": "algo.use_mis=true with algo.mis_low and algo.mis_high is IcePop; algo.rejection drops whole sequences",
     "--custom-advantage-function-path": "",
     "--normalize-advantages": "",
-    "--use-rollout-logprobs": "",
     "--use-routing-replay": "",
     "--use-rollout-routing-replay": "",
     "--enable-mtp-training": "",

@@ -48,18 +48,30 @@ def _all(groups: list[str]) -> Iterator[str]:
 
 
 def _group(group: str) -> Iterator[str]:
-    yield f"{group}.*" if group != "algo" else "algo.*  (algo=<name> chooses; each name has its own keys)"
+    yield (
+        f"{group}.*"
+        if group != "algo"
+        else "algo.*  (algo=<name> chooses, grpo by default; each name has its own keys: see docs/algorithms.md)"
+    )
     for key, item in known_keys().items():
         if key.partition(".")[0] != group:
             continue
         default = default_of(item)
         shown = "required" if default == MISSING else format_value(default)
-        owners = [name for name in ALGORITHMS if key in known_keys(name)] if group == "algo" else []
-        only = f" [{', '.join(owners)}]" if owners and len(owners) < len(ALGORITHMS) else ""
+        only = _owners(key, shown) if group == "algo" else ""
         choices = item.metadata.get("choices", ())
         kind = " | ".join(choices) if choices else type_of(item)
         help_text = str(item.metadata.get("help", ""))
         yield from _entry(key, f"{help_text} ({kind}; {shown}){only}")
+
+
+def _owners(key: str, shown: str) -> str:
+    """Which algorithms have ``key``, when not all do, and where its default is another than ``shown``."""
+    owners = [name for name in ALGORITHMS if key in known_keys(name)]
+    only = f" [{', '.join(owners)}]" if len(owners) < len(ALGORITHMS) else ""
+    defaults = {name: format_value(default_of(known_keys(name)[key])) for name in owners}
+    others = [f"{name}: {value}" for name, value in defaults.items() if value != shown]
+    return only + (f" [{', '.join(others)}]" if others and key != "algo.name" else "")
 
 
 def _flags() -> Iterator[str]:

@@ -8,18 +8,34 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields
 from typing import Any, cast
 
-from slime_like.config.algo import AlgoConfig, DrGrpoConfig, GrpoConfig, ReinforcePlusPlusConfig, SftConfig
+from slime_like.config.algo import (
+    CispoConfig,
+    DapoConfig,
+    DrGrpoConfig,
+    GrpoConfig,
+    GspoConfig,
+    ReinforcePlusPlusBaselineConfig,
+    ReinforcePlusPlusConfig,
+    RlooConfig,
+    SftConfig,
+)
 from slime_like.config.base import MISSING, keys
+from slime_like.config.policy import AlgoConfig
 from slime_like.config.root import TrainConfig
 from slime_like.registry import nearest
 
 ALGORITHMS: dict[str, type[AlgoConfig]] = {
     "grpo": GrpoConfig,
     "dr_grpo": DrGrpoConfig,
+    "rloo": RlooConfig,
+    "gspo": GspoConfig,
+    "cispo": CispoConfig,
+    "dapo": DapoConfig,
     "reinforce_pp": ReinforcePlusPlusConfig,
+    "reinforce_pp_baseline": ReinforcePlusPlusBaselineConfig,
     "sft": SftConfig,
 }
-"""``algo=<name>`` -> schema. Each has a file configs/algo/<name>.yaml."""
+"""``algo=<name>`` -> schema, the default first. Each has a file configs/algo/<name>.yaml."""
 
 TYPE_WORDS = {
     "int": "a whole number",
@@ -35,10 +51,14 @@ TYPE_WORDS = {
 
 @functools.cache
 def known_keys(algo: str | None = None) -> dict[str, Field[Any]]:
-    """Dotted key -> dataclass field, with the algo.* keys of one algorithm, or of all when ``algo`` is None."""
+    """Dotted key -> dataclass field, with the algo.* keys of one algorithm, or of all when ``algo`` is None.
+
+    A key that several algorithms have is then that of the default algorithm, or of the first that has it.
+    """
     found = {name: item for name, item in keys(TrainConfig) if name != "algo"}
     for name in ALGORITHMS if algo is None else [algo]:
-        found.update(keys(ALGORITHMS[name], "algo."))
+        for key, item in keys(ALGORITHMS[name], "algo."):
+            found.setdefault(key, item)
     return found
 
 

@@ -2,14 +2,18 @@
 
 LOSSES = {
     "policy_gradient": "slime_like.algo.loss:policy_gradient",
+    "gspo": "slime_like.algo.loss:gspo",
+    "cispo": "slime_like.algo.loss:cispo",
     "sft": "slime_like.algo.loss:sft",
 }
 GROUP_ADVANTAGES = {
     "grpo": "slime_like.algo.advantage:grpo",
     "dr_grpo": "slime_like.algo.advantage:dr_grpo",
+    "rloo": "slime_like.algo.advantage:rloo",
 }
 TOKEN_ADVANTAGES = {
     "reinforce_pp": "slime_like.algo.token_advantage:ReinforcePlusPlus",
+    "reinforce_pp_baseline": "slime_like.algo.token_advantage:ReinforcePlusPlusBaseline",
 }
 KL_ESTIMATORS = {
     "k1": "slime_like.algo.kl:k1",

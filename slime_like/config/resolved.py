@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_like.config.algo import AlgoConfig
 from slime_like.config.model import ModelConfig, OptimConfig
+from slime_like.config.policy import AlgoConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,9 @@ class ActorSpec:
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether a forward pass before the update is needed: with one step per rollout the update's own forward serves."""
-        return self.steps_per_rollout > 1 or self.algo.token_advantage is not None
+        if self.algo.token_advantage is not None:
+            return True
+        return self.steps_per_rollout > 1 and not getattr(self.algo, "use_rollout_logprobs", False)
 
 
 @dataclass(frozen=True, slots=True)

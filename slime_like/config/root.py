@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config.algo import AlgoConfig
 from slime_like.config.base import MISSING, Config, key
 from slime_like.config.model import ModelConfig, OptimConfig, ParallelConfig
+from slime_like.config.policy import AlgoConfig
 from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig, MetricsConfig, PlacementConfig, RunConfig, WeightsConfig
 

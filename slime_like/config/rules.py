@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from slime_like.config import foreign, names
-from slime_like.config.algo import PolicyGradientConfig, SftConfig
+from slime_like.config.algo import SftConfig
 from slime_like.config.base import within
 from slime_like.config.known import ALGORITHMS
+from slime_like.config.policy import AlgoConfig, PolicyConfig
 from slime_like.config.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import check, resolve
@@ -97,7 +98,7 @@ def _ranges(cfg: TrainConfig) -> None:
     within("weights.", cfg.weights, 0, BIG, "probe_sequences", "debug_skip_push_at")
     within("run.", cfg.run, 0, 2**31 - 1, "seed")
     within("rollout.", cfg.rollout, 0.0, 1.0, "top_p")
-    if isinstance(cfg.algo, PolicyGradientConfig):
+    if isinstance(cfg.algo, PolicyConfig):
         within("algo.", cfg.algo, -10.0, 10.0, "entropy_coef")
         if hasattr(cfg.algo, "kl_coef"):
             within("algo.", cfg.algo, 0.0, 10.0, "kl_coef")
@@ -136,6 +137,7 @@ def _algorithm(cfg: TrainConfig) -> None:
     chosen = next(name for name, schema in ALGORITHMS.items() if type(algo) is schema)
     if algo.name != chosen:
         raise ConfigError(f"algo.name={algo.name!r} cannot be set: choose the algorithm with algo={algo.name}")
+    _fixed_by_algorithm(algo, chosen)
     n = cfg.rollout.n_samples_per_prompt
     if isinstance(algo, SftConfig):
         if n != 1:
@@ -145,15 +147,34 @@ def _algorithm(cfg: TrainConfig) -> None:
                 "evaluation.datasets with algo=sft: no engine runs that could answer; set evaluation.datasets={}"
             )
         return
-    if (algo.group_advantage is None) == (algo.token_advantage is None):
-        raise ConfigError(
-            f"algo.group_advantage={algo.group_advantage!r} and algo.token_advantage={algo.token_advantage!r}: "
-            "exactly one of them says where advantages come from; set the other to null"
-        )
     if algo.group_advantage is not None and n < 2 and cfg.run.mode != "rollout_only":
         raise ConfigError(
             f"rollout.n_samples_per_prompt={n} with algo.group_advantage={algo.group_advantage}: every advantage "
             "would be 0, as a group is its own baseline; set at least 2, or algo=reinforce_pp"
+        )
+
+
+def _fixed_by_algorithm(algo: AlgoConfig, chosen: str) -> None:
+    """The loss, and where advantages come from, follow from the algorithm: its other keys are those that they read."""
+    default = ALGORITHMS[chosen]()
+    if algo.loss != default.loss:
+        others = [name for name, schema in ALGORITHMS.items() if schema().loss == algo.loss]
+        raise ConfigError(
+            f"algo.loss={algo.loss!r} under algo={chosen}: that loss would not read the keys of algo={chosen}; "
+            f"choose the algorithm with algo={' or '.join(others)}"
+        )
+    if algo.token_advantage != default.token_advantage:
+        others = [name for name, schema in ALGORITHMS.items() if schema().token_advantage == algo.token_advantage]
+        raise ConfigError(
+            f"algo.token_advantage={algo.token_advantage!r} under algo={chosen}: it would not read the keys of "
+            f"algo={chosen}; choose the algorithm with algo={' or '.join(others)}"
+        )
+    if (algo.group_advantage is None) != (default.group_advantage is None):
+        source = default.token_advantage or "none, as labels say what is right"
+        fix = f"set algo.group_advantage={default.group_advantage}" if default.group_advantage else "set it to null"
+        raise ConfigError(
+            f"algo.group_advantage={algo.group_advantage!r} under algo={chosen}, whose advantages are "
+            f"{default.group_advantage or source}: {fix}, or choose another algo"
         )
 
 

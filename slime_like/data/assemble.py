@@ -7,7 +7,8 @@ Decisions that the loss rests on:
   its trained tokens. Both sum to 1 over a step. ``dr_grpo``: each trained token 1/(E * max_response_len), as its paper
   has it; these sum to (mean length / max_response_len), not to 1, and are independent of packing all the same.
 - **Failed and aborted samples** stay in the batch, so that its shape does not depend on luck, with weight 0; they
-  stand in no baseline and in no denominator. Truncated samples are trained on.
+  stand in no baseline and in no denominator. Truncated samples are trained on unless ``mask_truncated``, which takes
+  their weight but leaves their rewards in the group's baseline.
 - **Baselines are per episode.** An episode that gave several samples counts once, with the mean of their rewards.
 - **Groups stay whole within an optimizer step** wherever there are at least as many groups as steps.
 """
@@ -26,7 +27,7 @@ from slime_like.data.columns import UNTRAINED, Column, column, filler, rows_of
 from slime_like.data.pack import pack_equal
 from slime_like.errors import ConfigError, DataError
 from slime_like.interfaces import GroupAdvantage
-from slime_like.types import Sample, SampleGroup
+from slime_like.types import Sample, SampleGroup, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class AssembleSpec:
     dp: int
     max_tokens_per_rank: int
     max_response_len: int
+    mask_truncated: bool = False
 
 
 def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int) -> TrainBatch:
@@ -50,7 +52,8 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
     """
     if not groups:
         return TrainBatch(rollout_id, ())
-    grouped = [[column(sample, advantage) for sample, advantage in _advantages(group, spec)] for group in groups]
+    masked = frozenset({Status.TRUNCATED} if spec.mask_truncated else ())
+    grouped = [[column(s, advantage, masked) for s, advantage in _advantages(group, spec)] for group in groups]
     steps = split_steps(grouped, spec.steps_per_rollout, spec.dp)
     names = [f"rollout {rollout_id}, optimizer step {i}" for i in range(len(steps))]
     return TrainBatch(rollout_id, tuple(_step(columns, spec, name) for columns, name in zip(steps, names, strict=True)))
@@ -101,6 +104,7 @@ def _step(columns: Sequence[Column], spec: AssembleSpec, name: str) -> StepBatch
         raise DataError(
             f"{name}: none of its {len(columns)} samples has a token to train on ({statuses}); "
             f"look at the engines' logs, at reward/timeouts and at rollout.request_deadline_s"
+            + ("; algo.mask_truncated=true leaves truncated samples out" if spec.mask_truncated else "")
         )
     weights = _token_weights(columns, spec)
     lengths = [len(c.sample.token_ids) for c in columns]

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slime_like.config.algo import AlgoConfig, PolicyGradientConfig, ReinforcePlusPlusConfig
+from slime_like.config.algo import (
+    CispoConfig,
+    GspoConfig,
+    ReinforcePlusPlusBaselineConfig,
+    ReinforcePlusPlusConfig,
+)
+from slime_like.config.policy import AlgoConfig, PolicyConfig, PolicyGradientConfig
 from slime_like.types import Sample, SampleGroup, Source, Status
 from tests.algo.simulate import Policies, Policy
 
@@ -21,7 +27,8 @@ def reference(
 ) -> tuple[float, Tensor]:
     """Loss and gradient of one optimizer step over all groups."""
     samples = [s for g in groups for s in g.samples if s.status not in (Status.FAILED, Status.ABORTED)]
-    actions = {s.sample_id: _actions(s) for s in samples}
+    cut = isinstance(config, PolicyConfig) and config.mask_truncated
+    actions = {s.sample_id: [] if cut and s.status is Status.TRUNCATED else _actions(s) for s in samples}
     advantages = _advantages(groups, samples, actions, config, policies)
     num_tokens = sum(len(a) for a in actions.values())
     num_sequences = sum(1 for a in actions.values() if a)
@@ -33,9 +40,9 @@ def reference(
             "sequence_mean": 1 / (num_sequences * max(len(mine), 1)),
             "dr_grpo": 1 / (num_sequences * max_response_len),
         }[config.aggregation]
-        for position in mine:
-            advantage = advantages.get((sample.sample_id, position), 0.0)
-            loss = loss + share * _token_loss(sample, position, advantage, config, policies)
+        found = [advantages.get((sample.sample_id, position), 0.0) for position in mine]
+        if mine:
+            loss = loss + share * sum(_sample_losses(sample, mine, found, config, policies), start=torch.zeros(()))
     parameters = [policies.actor.embedding, policies.actor.head]
     gradients = torch.autograd.grad(loss, parameters)
     return float(loss.detach()), torch.cat([g.flatten() for g in gradients])
@@ -60,13 +67,18 @@ def _advantages(
     policies: Policies,
 ) -> dict[Token, float]:
     if isinstance(config, ReinforcePlusPlusConfig):
-        return _reinforce(samples, actions, config, policies)
+        return _whitened(_returns(samples, actions, config, policies))
     found: dict[Token, float] = {}
-    kept = {s.sample_id for s in samples}
+    kept = {s.sample_id: s for s in samples}
     for group in groups:
         scores = {s.sample_id: s.reward.score for s in group.samples if s.sample_id in kept and s.reward}
         for sample_id, value in _baseline(scores, config).items():
             found |= {(sample_id, t): value for t in actions[sample_id]}
+    if isinstance(config, ReinforcePlusPlusBaselineConfig):
+        for sample_id, position in found:
+            log_ratio = _log_ratio_to_reference(kept[sample_id], position, policies)
+            found[sample_id, position] -= config.kl_coef * _kl(config.kl_reward_type, log_ratio)
+        return _whitened(found)
     return found
 
 
@@ -76,28 +88,37 @@ def _baseline(scores: dict[int, float], config: AlgoConfig) -> dict[int, float]:
     mean = statistics.fmean(scores.values())
     if len(set(scores.values())) == 1:
         return dict.fromkeys(scores, 0.0)
+    if config.group_advantage == "rloo":
+        total, others = sum(scores.values()), len(scores) - 1
+        return {sample_id: score - (total - score) / others for sample_id, score in scores.items()}
     scale = 1 / (statistics.stdev(scores.values()) + 1e-6) if config.group_advantage == "grpo" else 1.0
     return {sample_id: (score - mean) * scale for sample_id, score in scores.items()}
 
 
-def _reinforce(
+def _log_ratio_to_reference(sample: Sample, position: int, policies: Policies) -> float:
+    old = policies.old or policies.actor
+    return float((_logprob(old, sample, position)[0] - _logprob(policies.ref, sample, position)[0]).detach())
+
+
+def _returns(
     samples: Sequence[Sample], actions: dict[int, list[int]], config: ReinforcePlusPlusConfig, policies: Policies
 ) -> dict[Token, float]:
-    old = policies.old or policies.actor
     returns: dict[Token, float] = {}
     for sample in samples:
         assert sample.reward is not None
         later, mine = 0.0, actions[sample.sample_id]
         for position in reversed(mine):
             reward = sample.reward.score if position == mine[-1] else 0.0
-            log_ratio = float(
-                (_logprob(old, sample, position)[0] - _logprob(policies.ref, sample, position)[0]).detach()
-            )
+            log_ratio = _log_ratio_to_reference(sample, position, policies)
             later = reward - config.kl_coef * _kl(config.kl_reward_type, log_ratio) + config.gamma * later
             returns[sample.sample_id, position] = later
-    mean = statistics.fmean(returns.values())
-    deviation = math.sqrt(max(statistics.pvariance(returns.values()), 1e-8))
-    return {token: (value - mean) / deviation for token, value in returns.items()}
+    return returns
+
+
+def _whitened(values: dict[Token, float]) -> dict[Token, float]:
+    mean = statistics.fmean(values.values())
+    deviation = math.sqrt(max(statistics.pvariance(values.values()), 1e-8))
+    return {token: (value - mean) / deviation for token, value in values.items()}
 
 
 def _kl(name: str, log_ratio: float) -> float:
@@ -110,20 +131,61 @@ def _kl(name: str, log_ratio: float) -> float:
             return math.exp(-log_ratio) - 1 + log_ratio
 
 
-def _token_loss(sample: Sample, position: int, advantage: float, config: AlgoConfig, policies: Policies) -> Tensor:
-    logprob, entropy = _logprob(policies.actor, sample, position)
-    if not isinstance(config, PolicyGradientConfig):
-        return -logprob
-    old = float((logprob if policies.old is None else _logprob(policies.old, sample, position)[0]).detach())
-    ref = float(_logprob(policies.ref, sample, position)[0].detach())
-    ratio = torch.exp(logprob - old)
-    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-    plain = float(ratio.detach())
-    bounded = min(max(plain, 1 - config.eps_clip), 1 + high)
-    loss = -ratio * advantage if plain * advantage <= bounded * advantage else 0 * logprob - bounded * advantage
+def _sample_losses(
+    sample: Sample, positions: Sequence[int], advantages: Sequence[float], config: AlgoConfig, policies: Policies
+) -> list[Tensor]:
+    """Loss of each trained token of one sequence, which is all there, so that its ratio is a plain mean or sum."""
+    scored = [_logprob(policies.actor, sample, t) for t in positions]
+    if not isinstance(config, PolicyConfig):
+        return [-logprob for logprob, _ in scored]
+    old = [
+        float((now if policies.old is None else _logprob(policies.old, sample, t)[0]).detach())
+        for t, (now, _) in zip(positions, scored, strict=True)
+    ]
+    rollout = [float(sample.logprobs[t]) for t in positions]
+    anchor = rollout if config.use_rollout_logprobs else old
+    log_ratios = [now - then for (now, _), then in zip(scored, anchor, strict=True)]
+    if isinstance(config, GspoConfig):
+        log_ratios = [sum(log_ratios, start=torch.zeros(())) / len(log_ratios)] * len(log_ratios)
+    kept = _is_kept(config, sum(old) - sum(rollout), len(old))
+    losses: list[Tensor] = []
+    for i, (logprob, entropy) in enumerate(scored):
+        loss = _surrogate(config, log_ratios[i].exp(), logprob, advantages[i])
+        loss = loss * _importance(config, math.exp(old[i] - rollout[i]))
+        log_ratio = logprob - float(_logprob(policies.ref, sample, positions[i])[0].detach())
+        kl = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": torch.exp(-log_ratio) - 1 + log_ratio}
+        name = "k3" if config.kl_loss_type == "low_var_kl" else config.kl_loss_type
+        losses.append(kept * (loss + config.kl_loss_coef * kl[name] - config.entropy_coef * entropy))
+    return losses
+
+
+def _is_kept(config: PolicyConfig, log_product: float, length: int) -> float:
+    if config.rejection == "none":
+        return 1.0
+    ratio = math.exp(log_product / length if config.rejection == "geometric" else log_product)
+    above = config.rejection_low is None or ratio >= config.rejection_low
+    return float(above and (config.rejection_high is None or ratio <= config.rejection_high))
+
+
+def _importance(config: PolicyConfig, ratio: float) -> float:
     if config.use_tis:
-        loss = loss * min(math.exp(old - float(sample.logprobs[position])), config.tis_clip)
-    log_ratio = logprob - ref
-    kl = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": torch.exp(-log_ratio) - 1 + log_ratio}
-    name = "k3" if config.kl_loss_type == "low_var_kl" else config.kl_loss_type
-    return loss + config.kl_loss_coef * kl[name] - config.entropy_coef * entropy
+        return max(min(ratio, config.tis_clip), config.tis_clip_low)
+    if config.use_mis:
+        return ratio if config.mis_low <= ratio <= config.mis_high else 0.0
+    return 1.0
+
+
+def _surrogate(config: PolicyConfig, ratio: Tensor, logprob: Tensor, advantage: float) -> Tensor:
+    """The ratio counts up to one bound above 1 for what should grow, and down to one below 1 for what should shrink."""
+    low = 1 - config.eps_clip
+    high = 1 + (config.eps_clip if config.eps_clip_high is None else config.eps_clip_high)
+    plain = float(ratio.detach())
+    if isinstance(config, CispoConfig):
+        return -max(low, min(plain, high)) * advantage * logprob
+    assert isinstance(config, PolicyGradientConfig)
+    if advantage >= 0:
+        effective = ratio if plain <= high else 0 * logprob + high
+    else:
+        ceiling = math.inf if config.eps_clip_c is None else config.eps_clip_c
+        effective = ratio if low <= plain <= ceiling else 0 * logprob + (low if plain < low else ceiling)
+    return -effective * advantage

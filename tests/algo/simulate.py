@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.algo.token_advantage import ReinforcePlusPlus
+from slime_like.algo.sequences import PackedSequences
 from slime_like.batch import Rows, TrainBatch
-from slime_like.config.algo import AlgoConfig, ReinforcePlusPlusConfig
-from slime_like.config.names import LOSSES
-from slime_like.interfaces import LossFn, LossView, Reduce, TokenView
+from slime_like.config.names import LOSSES, TOKEN_ADVANTAGES
+from slime_like.config.policy import AlgoConfig
+from slime_like.interfaces import LossFn, LossView, Reduce, TokenAdvantage, TokenView
 from slime_like.registry import resolve
+from slime_like.train.megatron.layout import token_layout
 from tests.algo.samples import VOCAB
 
 WIDTH = 4
@@ -90,6 +93,38 @@ class ThreadReduce:
         return _Rank()
 
 
+class _ThreadSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, exchange: Reduce) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.sum(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.sum(gradients[0]), None
+
+
+@dataclass(frozen=True)
+class DifferentiableThreadSum:
+    """A sum over threads whose gradient is summed over them too."""
+
+    exchange: Reduce
+
+    def sum(self, value: Tensor) -> Tensor:
+        total: Any = _ThreadSum.apply(value, self.exchange)
+        return total
+
+
+@dataclass(frozen=True)
+class ForwardOnlySum:
+    """The planted fault: each rank keeps the gradient of its own loss to itself."""
+
+    exchange: Reduce
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value + (self.exchange.sum(value.detach()) - value.detach())
+
+
 class LocalReduce:
     """The planted fault: a rank that sums only what it holds."""
 
@@ -97,51 +132,117 @@ class LocalReduce:
         return value
 
 
-def simulate(batch: TrainBatch, config: AlgoConfig, policies: Policies, *, local_reduce: bool = False) -> list[Result]:
-    """Loss and gradient of each optimizer step at the same weights."""
+SequenceReduce = Callable[[Reduce], Reduce]
+
+
+def simulate(
+    batch: TrainBatch,
+    config: AlgoConfig,
+    policies: Policies,
+    *,
+    cp: int = 1,
+    local_reduce: bool = False,
+    sequence_reduce: SequenceReduce = DifferentiableThreadSum,
+) -> list[Result]:
+    """Loss and gradient of each optimizer step at the same weights, each row split over ``cp`` ranks."""
     loss_fn: LossFn = resolve("algo.loss", config.loss, LOSSES)(config)
     dp = len(batch.steps[0].rows)
     advantages = _token_advantages(batch, config, policies, dp, local_reduce)
     results: list[Result] = []
-    for s, step in enumerate(batch.steps):
-        rows = [(row, advantages.get((s, d, m))) for d, rank in enumerate(step.rows) for m, row in enumerate(rank)]
-        results.append(_step(rows, loss_fn, policies))
+    with ThreadPoolExecutor(cp) as threads:
+        for s, step in enumerate(batch.steps):
+            rows = [(row, advantages.get((s, d, m))) for d, rank in enumerate(step.rows) for m, row in enumerate(rank)]
+            meeting = ThreadReduce(cp)
+            ranks = [(meeting.rank(r) if cp > 1 else LocalReduce(), r) for r in range(cp)]
+            parts = threads.map(
+                lambda place: _step(rows, loss_fn, policies, sequence_reduce(place[0]), (cp, place[1])),  # noqa: B023
+                ranks,
+            )
+            results.append(_total(list(parts)))
     return results
 
 
-def _step(rows: Sequence[tuple[Rows, Tensor | None]], loss_fn: LossFn, policies: Policies) -> Result:
+@dataclass(frozen=True)
+class _Part:
+    """What one context parallel rank adds to a step."""
+
+    loss: float
+    weight: float
+    gradient: Tensor
+    sums: dict[str, float]
+
+
+def _total(parts: Sequence[_Part]) -> Result:
+    weight = sum(part.weight for part in parts)
+    means = {name: sum(part.sums[name] for part in parts) / weight for name in parts[0].sums}
+    return Result(sum(p.loss for p in parts), torch.stack([p.gradient for p in parts]).sum(0), means)
+
+
+def _step(
+    rows: Sequence[tuple[Rows, Tensor | None]],
+    loss_fn: LossFn,
+    policies: Policies,
+    reduce: Reduce,
+    place: tuple[int, int],
+) -> _Part:
     parameters = [policies.actor.embedding, policies.actor.head]
     gradient = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
-    loss_sum, weight_sum, means = 0.0, 0.0, dict[str, float]()
+    loss_sum, weight_sum, sums = 0.0, 0.0, dict[str, float]()
     for row, token_advantages in rows:
-        logprobs, entropy = score_rows(policies.actor, row)
-        group_T = None if row.advantages is None else spread(row, torch.tensor(row.advantages, dtype=torch.float64))
-        weight = torch.tensor(row.loss_weight, dtype=torch.float64)
-        view = LossView(
-            logprobs=logprobs,
-            entropy=entropy if loss_fn.needs_entropy else None,
-            loss_weight=weight,
-            advantages=group_T if token_advantages is None else token_advantages,
-            old_logprobs=None if policies.old is None else score_rows(policies.old, row)[0].detach(),
-            rollout_logprobs=torch.tensor(row.rollout_logprobs, dtype=torch.float64),
-            ref_logprobs=score_rows(policies.ref, row)[0].detach(),
-        )
+        view = loss_view(row, token_advantages, policies, reduce, place, entropy=loss_fn.needs_entropy)
         output = loss_fn(view)
-        loss = (output.loss * weight).sum()
+        loss = (output.loss * view.loss_weight).sum()
         gradient += torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
         loss_sum += float(loss.detach())
-        weight_sum += float(weight.sum())
+        weight_sum += float(view.loss_weight.sum())
         for name, value in output.means.items():
-            means[name] = means.get(name, 0.0) + float((value * weight).sum())
-    return Result(loss_sum, gradient, {name: value / weight_sum for name, value in means.items()})
+            sums[name] = sums.get(name, 0.0) + float((value * view.loss_weight).sum())
+    return _Part(loss_sum, weight_sum, gradient, sums)
+
+
+def loss_view(
+    row: Rows,
+    token_advantages: Tensor | None,
+    policies: Policies,
+    reduce: Reduce,
+    place: tuple[int, int],
+    *,
+    entropy: bool,
+) -> LossView:
+    """A row as rank ``place[1]`` of ``place[0]`` sees it: all of its tokens without context parallelism, else the
+    trained ones of the rank's chunks, by the trainer's own layout."""
+    cp, rank = place
+    layout = token_layout(row.cu_seqlens, cp=cp, cp_rank=rank)
+    trained = row.loss_weight > 0
+    chosen = layout.predictions(trained).target if cp > 1 else np.arange(len(row.token_ids))
+    index = torch.tensor(chosen)
+    logprobs, entropies = score_rows(policies.actor, row)
+    weight = torch.tensor(row.loss_weight, dtype=torch.float64)[index]
+    group_T = None if row.advantages is None else spread(row, torch.tensor(row.advantages, dtype=torch.float64))
+    advantages = group_T if token_advantages is None else token_advantages
+    return LossView(
+        logprobs=logprobs[index],
+        entropy=entropies[index] if entropy else None,
+        loss_weight=weight,
+        advantages=None if advantages is None else advantages[index],
+        old_logprobs=None if policies.old is None else score_rows(policies.old, row)[0].detach()[index],
+        rollout_logprobs=torch.tensor(row.rollout_logprobs, dtype=torch.float64)[index],
+        ref_logprobs=score_rows(policies.ref, row)[0].detach()[index],
+        sequences=PackedSequences(
+            index=torch.tensor(layout.sequence_of(chosen)),
+            trained=weight > 0,
+            num_trained=torch.tensor(layout.segment_sum(trained.astype(np.float64), np.arange(len(trained)))),
+            reduce=reduce,
+        ),
+    )
 
 
 def _token_advantages(
     batch: TrainBatch, config: AlgoConfig, policies: Policies, dp: int, local_reduce: bool
 ) -> dict[tuple[int, int, int], Tensor]:
-    if not isinstance(config, ReinforcePlusPlusConfig):
+    if config.token_advantage is None:
         return {}
-    estimator = ReinforcePlusPlus(config)
+    estimator: TokenAdvantage = resolve("algo.token_advantage", config.token_advantage, TOKEN_ADVANTAGES)(config)
     reduce = ThreadReduce(dp)
 
     def rank(d: int) -> dict[tuple[int, int, int], Tensor]:
@@ -162,7 +263,7 @@ def token_view(row: Rows, policies: Policies) -> TokenView:
         cu_seqlens=torch.tensor(row.cu_seqlens),
         loss_weight=torch.tensor(row.loss_weight, dtype=torch.float64),
         rewards=torch.tensor(row.rewards, dtype=torch.float64),
-        advantages=None,
+        advantages=None if row.advantages is None else torch.tensor(row.advantages, dtype=torch.float64),
         rollout_logprobs=torch.tensor(row.rollout_logprobs, dtype=torch.float64),
         old_logprobs=score_rows(old, row)[0].detach(),
         ref_logprobs=score_rows(policies.ref, row)[0].detach(),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.algo.advantage import dr_grpo, grpo
+from slime_like.algo.advantage import dr_grpo, grpo, rloo
 from slime_like.config.names import GROUP_ADVANTAGES
 from slime_like.interfaces import GroupAdvantage
 from slime_like.registry import resolve
@@ -21,6 +21,17 @@ def test_grpo_by_hand() -> None:
 
 def test_dr_grpo_by_hand() -> None:
     np.testing.assert_allclose(dr_grpo(np.array([0, 1, 1, 2], dtype=np.float32)), [-1, 0, 0, 1])
+
+
+def test_rloo_by_hand() -> None:
+    np.testing.assert_allclose(rloo(np.array([0, 1, 2], dtype=np.float32)), [-1.5, 0, 1.5])
+
+
+@given(rewards=REWARDS)
+def test_rloo_is_the_mean_baseline_rescaled(rewards: list[float]) -> None:
+    rewards_G = np.array(rewards, dtype=np.float32)
+    expected = dr_grpo(rewards_G) * len(rewards) / (len(rewards) - 1)
+    np.testing.assert_allclose(rloo(rewards_G), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", GROUP_ADVANTAGES)

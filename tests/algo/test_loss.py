@@ -7,9 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slime_like.algo.loss import policy_gradient, sft
-from slime_like.config.algo import GrpoConfig, SftConfig
+from slime_like.algo.loss import cispo, gspo, policy_gradient, sft
+from slime_like.algo.sequences import PackedSequences
+from slime_like.config.algo import CispoConfig, GrpoConfig, GspoConfig, SftConfig
+from slime_like.config.names import LOSSES
+from slime_like.config.policy import PolicyConfig
 from slime_like.interfaces import LossOutput, LossView
+from slime_like.registry import resolve
+from tests.algo.simulate import LocalReduce
 
 
 def view(ratios: list[float], advantages: list[float]) -> LossView:
@@ -20,8 +25,8 @@ def view(ratios: list[float], advantages: list[float]) -> LossView:
     return LossView(logprobs, None, ones, torch.tensor(advantages, dtype=torch.float64), zeros, zeros, zeros)
 
 
-def run(config: GrpoConfig, given: LossView) -> tuple[LossOutput, torch.Tensor]:
-    output = policy_gradient(config)(given)
+def run(config: PolicyConfig, given: LossView) -> tuple[LossOutput, torch.Tensor]:
+    output: LossOutput = resolve("algo.loss", config.loss, LOSSES)(config)(given)
     return output, torch.autograd.grad(output.loss.sum(), given.logprobs)[0]
 
 
@@ -53,14 +58,62 @@ def test_tis_weights_are_truncated_and_carry_no_gradient() -> None:
     assert output.means["tis_clipfrac"].tolist() == [1, 0]
 
 
+def test_dual_clip_bounds_what_a_negative_advantage_costs() -> None:
+    output, gradient = run(GrpoConfig(eps_clip_c=3.0), view([5.0, 2.0, 5.0], [-1.0, -1.0, 1.0]))
+    torch.testing.assert_close(output.loss, torch.tensor([3.0, 2.0, -1.2], dtype=torch.float64))
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64))
+    assert output.means["pg_clipfrac_lower"].tolist() == [1, 0, 0]
+
+
+def in_sequences(given: LossView, index: list[int]) -> LossView:
+    sequences = PackedSequences(
+        index=torch.tensor(index),
+        trained=given.loss_weight > 0,
+        num_trained=torch.bincount(torch.tensor(index)).double(),
+        reduce=LocalReduce(),
+    )
+    return replace(given, sequences=sequences)
+
+
+def test_gspo_has_one_ratio_per_sequence_whose_gradient_every_token_shares() -> None:
+    given = in_sequences(view([4.0, 1.0, 0.5], [1.0, 1.0, -1.0]), [0, 0, 1])
+    output, gradient = run(GspoConfig(eps_clip=0.2, eps_clip_high=2.0), given)
+    torch.testing.assert_close(output.loss, torch.tensor([-2.0, -2.0, 0.8], dtype=torch.float64))
+    torch.testing.assert_close(gradient, torch.tensor([-2.0, -2.0, 0.0], dtype=torch.float64))  # (2 + 2) / 2 each
+    torch.testing.assert_close(output.maxima["seq_ratio_max"], torch.tensor([2.0, 2.0, 0.5], dtype=torch.float64))
+
+
+def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
+    output, gradient = run(CispoConfig(eps_clip=0.5, eps_clip_high=1.0), view([4.0, 0.1, 1.0], [1.0, -1.0, 2.0]))
+    torch.testing.assert_close(gradient, torch.tensor([-2.0, 0.5, -2.0], dtype=torch.float64))
+    assert output.means["pg_clipfrac"].tolist() == [1, 1, 0]
+
+
+def test_rejected_sequences_lose_every_term_of_the_loss() -> None:
+    given = in_sequences(replace(view([1.0, 1.0], [1.0, 1.0]), entropy=torch.ones(2, dtype=torch.float64)), [0, 1])
+    given = replace(given, rollout_logprobs=torch.tensor([0.0, -3.0], dtype=torch.float64))
+    config = GrpoConfig(rejection="product", rejection_high=2.0, kl_loss_coef=0.1, entropy_coef=0.1)
+    output, gradient = run(config, given)
+    assert float(output.loss[0].detach()) == pytest.approx(-1.1)
+    assert (float(output.loss[1].detach()), float(gradient[1])) == (0.0, 0.0)
+
+
 def test_entropy_is_asked_for_only_when_it_counts() -> None:
     assert not policy_gradient(GrpoConfig()).needs_entropy
-    assert policy_gradient(GrpoConfig(entropy_coef=0.01)).needs_entropy
+    for needed in (
+        policy_gradient(GrpoConfig(entropy_coef=0.01)),
+        gspo(GspoConfig(entropy_coef=0.01)),
+        cispo(CispoConfig(entropy_coef=0.01)),
+    ):
+        assert needed.needs_entropy
     assert not sft(SftConfig()).needs_entropy
 
 
 @pytest.mark.parametrize("old", [None, -1e5])
-def test_untrained_tokens_stay_finite_however_far_the_policies_are(old: float | None) -> None:
+@pytest.mark.parametrize("schema", [GrpoConfig, GspoConfig, CispoConfig])
+def test_untrained_tokens_stay_finite_however_far_the_policies_are(
+    schema: type[PolicyConfig], old: float | None
+) -> None:
     """Padding and prompts may hold anything: 0 * inf would be nan."""
     column = torch.full((3,), -1e5)
     given = LossView(
@@ -72,7 +125,8 @@ def test_untrained_tokens_stay_finite_however_far_the_policies_are(old: float | 
         rollout_logprobs=torch.zeros(3),
         ref_logprobs=column,
     )
-    output, gradient = run(GrpoConfig(use_tis=True, kl_loss_coef=0.1, entropy_coef=0.1), given)
+    config = schema(use_mis=True, kl_loss_coef=0.1, entropy_coef=0.1, rejection="product", rejection_low=0.5)
+    output, gradient = run(config, in_sequences(given, [0, 0, 1]))
     assert output.loss.isfinite().all() and gradient.isfinite().all()
 
 

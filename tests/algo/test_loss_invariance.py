@@ -1,4 +1,4 @@
-"""Loss and gradient do not depend on packing order, micro-batching or dp, and equal a float64 reference.
+"""Loss and gradient do not depend on packing order, micro-batching, dp or cp, and equal a float64 reference.
 
 Invariance is to 1e-9: the weights are the same float32 numbers whatever the packing. The reference is to 2e-6: it
 never rounds weights and advantages to float32.
@@ -17,20 +17,24 @@ from hypothesis import strategies as st
 
 from slime_like.batch import TrainBatch
 from slime_like.config.algo import (
-    AlgoConfig,
+    CispoConfig,
+    DapoConfig,
     DrGrpoConfig,
     GrpoConfig,
-    PolicyGradientConfig,
+    GspoConfig,
+    ReinforcePlusPlusBaselineConfig,
     ReinforcePlusPlusConfig,
+    RlooConfig,
     SftConfig,
 )
 from slime_like.config.names import GROUP_ADVANTAGES
+from slime_like.config.policy import AlgoConfig, PolicyGradientConfig
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.registry import resolve
 from slime_like.types import SampleGroup, Status
 from tests.algo.reference import reference
 from tests.algo.samples import Shape, batches, groups_of
-from tests.algo.simulate import Policies, Policy, Result, simulate
+from tests.algo.simulate import ForwardOnlySum, LocalReduce, Policies, Policy, Result, simulate
 
 MAX_RESPONSE_LEN = 16
 ALGORITHMS: dict[str, AlgoConfig] = {
@@ -41,7 +45,26 @@ ALGORITHMS: dict[str, AlgoConfig] = {
     ),
     "grpo_k1": GrpoConfig(kl_loss_coef=0.2, kl_loss_type="k1"),
     "grpo_k2": GrpoConfig(kl_loss_coef=0.2, kl_loss_type="k2"),
+    "grpo_mis": GrpoConfig(use_mis=True, mis_low=0.3, mis_high=2.0),
+    "grpo_product": GrpoConfig(rejection="product", rejection_low=0.1, rejection_high=8.0, kl_loss_coef=0.1),
+    "grpo_rollout": GrpoConfig(use_rollout_logprobs=True, eps_clip=0.6),
     "dr_grpo": DrGrpoConfig(entropy_coef=0.02),
+    "rloo": RlooConfig(eps_clip_c=1.5, use_tis=True, tis_clip=1.5, tis_clip_low=0.5),
+    "dapo": DapoConfig(mask_truncated=True),
+    "gspo": GspoConfig(),
+    "gspo_everything": GspoConfig(
+        eps_clip=0.2,
+        eps_clip_high=0.6,
+        eps_clip_c=1.8,
+        entropy_coef=0.01,
+        kl_loss_coef=0.1,
+        rejection="geometric",
+        rejection_low=0.6,
+        rejection_high=3.0,
+        use_mis=True,
+    ),
+    "cispo": CispoConfig(eps_clip=0.3, eps_clip_high=0.4),
+    "reinforce_pp_baseline": ReinforcePlusPlusBaselineConfig(kl_coef=0.1, kl_reward_type="k1"),
     "reinforce_pp": ReinforcePlusPlusConfig(),
     "reinforce_pp_kl": ReinforcePlusPlusConfig(gamma=0.9, kl_coef=0.1, kl_reward_type="k2", use_tis=True),
     "sft": SftConfig(),
@@ -54,7 +77,9 @@ def batch_of(
 ) -> TrainBatch:
     name = config.group_advantage
     advantage = None if name is None else resolve("algo.group_advantage", name, GROUP_ADVANTAGES)
-    spec = AssembleSpec(advantage, config.aggregation, steps, dp, budget, MAX_RESPONSE_LEN)
+    spec = AssembleSpec(
+        advantage, config.aggregation, steps, dp, budget, MAX_RESPONSE_LEN, getattr(config, "mask_truncated", False)
+    )
     return assemble(groups, spec, rollout_id=0)
 
 
@@ -79,14 +104,21 @@ def shuffled(groups: Sequence[SampleGroup], seed: int) -> list[SampleGroup]:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @FEW
-@given(groups=batches(), dp=st.integers(1, 3), budget=st.integers(1, 30), seed=st.integers(0, 99), old=st.booleans())
-def test_packing_and_dp_change_nothing(
-    name: str, groups: list[SampleGroup], dp: int, budget: int, seed: int, old: bool
+@given(
+    groups=batches(),
+    dp=st.integers(1, 3),
+    cp=st.integers(1, 3),
+    budget=st.integers(1, 30),
+    seed=st.integers(0, 99),
+    old=st.booleans(),
+)
+def test_packing_dp_and_cp_change_nothing(
+    name: str, groups: list[SampleGroup], dp: int, cp: int, budget: int, seed: int, old: bool
 ) -> None:
     config, three = ALGORITHMS[name], policies(old)
     dp = min(dp, sum(len(g.samples) for g in groups))
     plain = simulate(batch_of(groups, config), config, three)
-    spread = simulate(batch_of(shuffled(groups, seed), config, dp, budget), config, three)
+    spread = simulate(batch_of(shuffled(groups, seed), config, dp, budget), config, three, cp=cp)
     assert_same(spread[0], plain[0])
 
 
@@ -158,3 +190,24 @@ def test_whitening_on_each_rank_alone_would_show() -> None:
     batch = batch_of(UNEVEN, config, dp=2)
     assert differs(simulate(batch, config, three, local_reduce=True)[0], gradient)
     assert not differs(simulate(batch, config, three)[0], gradient)
+
+
+SEQUENCE_RATIO = GspoConfig(eps_clip=2.0, eps_clip_high=9.0)  # clips nothing: every fault reaches the gradient
+REJECTION = GrpoConfig(rejection="product", rejection_high=5.0)  # between a whole sequence and its two parts
+
+
+@pytest.mark.parametrize("config", [SEQUENCE_RATIO, REJECTION], ids=["gspo", "rejection"])
+def test_a_sequence_summed_on_one_context_parallel_rank_only_would_show(config: PolicyGradientConfig) -> None:
+    three = policies(with_old=True)
+    _, gradient = reference(UNEVEN, config, three, MAX_RESPONSE_LEN)
+    batch = batch_of(UNEVEN, config)
+    assert not differs(simulate(batch, config, three, cp=2)[0], gradient)
+    assert differs(simulate(batch, config, three, cp=2, sequence_reduce=lambda _: LocalReduce())[0], gradient)
+
+
+def test_a_sequence_sum_without_the_other_ranks_gradient_would_show() -> None:
+    three = policies(with_old=True)
+    _, gradient = reference(UNEVEN, SEQUENCE_RATIO, three, MAX_RESPONSE_LEN)
+    faulty = simulate(batch_of(UNEVEN, SEQUENCE_RATIO), SEQUENCE_RATIO, three, cp=2, sequence_reduce=ForwardOnlySum)[0]
+    assert differs(faulty, gradient)
+    assert abs(faulty.loss - simulate(batch_of(UNEVEN, SEQUENCE_RATIO), SEQUENCE_RATIO, three)[0].loss) < 1e-9

@@ -79,6 +79,16 @@ ONE_BY_ONE = {
     "--update-weight-buffer-size 536870912": "weights.bucket_mb=512.0",
     "--skip-eval-before-train": "evaluation.before_train=false",
     "--advantage-estimator reinforce_plus_plus": "algo=reinforce_pp",
+    "--advantage-estimator gspo": "algo=gspo",
+    "--advantage-estimator cispo": "algo=cispo",
+    "--advantage-estimator rloo": "algo=rloo",
+    "--advantage-estimator reinforce_plus_plus_baseline": "algo=reinforce_pp_baseline",
+    "--eps-clip-high 0.28": "algo.eps_clip_high=0.28",
+    "--eps-clip-c 3": "algo.eps_clip_c=3.0",
+    "--use-tis": "algo.use_tis=true",
+    "--tis-clip 5": "algo.tis_clip=5.0",
+    "--tis-clip-low 0.2": "algo.tis_clip_low=0.2",
+    "--use-rollout-logprobs": "algo.use_rollout_logprobs=true",
     "--kl-coef 0.1": "algo.kl_coef=0.1",
     "--use-kl-loss --kl-loss-coef 0.01": "algo.kl_loss_coef=0.01",
     "--debug-rollout-only": "run.mode='rollout_only'",
@@ -189,6 +199,13 @@ def test_help_names_every_key_flag_and_recipe() -> None:
     assert "rollout.tp" not in render_help("placement")
     with pytest.raises(ConfigError, match=r"--help rolout.*'rollout'"):
         render_help("rolout")
+
+
+def test_help_shows_the_algo_keys_of_the_default_algorithm() -> None:
+    lines = " ".join(render_help("algo").split())
+    assert "algo.name Algorithm. (str; grpo)" in lines
+    assert "policy_gradient) [gspo: gspo, cispo: cispo, sft: sft]" in lines
+    assert "(float | None; null) [grpo, dr_grpo, rloo, gspo, dapo, reinforce_pp, reinforce_pp_baseline]" in lines
 
 
 def test_flag_of_a_key() -> None:

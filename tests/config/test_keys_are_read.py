@@ -13,6 +13,7 @@ from slime_like.config.root import TrainConfig
 PACKAGE = Path(__file__).parents[2] / "slime_like"
 GROUPS = {item.name for item in fields(TrainConfig)}
 CLASSES = {
+    "PolicyConfig": "algo",
     "PolicyGradientConfig": "algo",
     **{schema.__name__: "algo" for schema in ALGORITHMS.values()},
     **{str(item.type): item.name for item in fields(TrainConfig)},

@@ -14,12 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime_like.algo.sequences import PackedSequences
 from slime_like.interfaces import LossFn, LossView
 from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.train.megatron.forward import Micro, Scoring, run_schedule, to_device
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.model import Policy
+from slime_like.train.megatron.reduce import DifferentiableSum
 from slime_like.train.megatron.reports import StepReport
+from slime_like.types import I64
 
 
 class OptimizerStep:
@@ -72,7 +75,6 @@ class OptimizerStep:
         """Sum of weight * loss over the micro-batch's trained tokens on this rank, and how many they are."""
         rows, device = micro.rows, hidden.device
         found = micro.layout.predictions(rows.loss_weight > 0)
-        target = to_device(found.target, device)
         logprobs, entropy = self._model.scores(
             hidden,
             to_device(found.source, device),
@@ -81,23 +83,35 @@ class OptimizerStep:
             chunk=self._scoring.chunk,
             entropy=self._loss.needs_entropy,
         )
-        weight = to_device(rows.loss_weight[found.target], device)
-        rollout = to_device(rows.rollout_logprobs[found.target], device)
-        pick = lambda column: None if column is None else column[target]  # noqa: E731
-        out = self._loss(
-            LossView(
-                logprobs=logprobs,
-                entropy=entropy,
-                loss_weight=weight,
-                advantages=pick(micro.advantages),
-                old_logprobs=pick(micro.old_logprobs),
-                rollout_logprobs=rollout,
-                ref_logprobs=pick(micro.ref_logprobs),
-            )
-        )
-        report.add(out, weight, {} if entropy is None else {"entropy": entropy})
+        view = self._view(micro, found.target, logprobs, entropy)
+        out = self._loss(view)
+        report.add(out, view.loss_weight, {} if entropy is None else {"entropy": entropy})
         if version is not None:
             versions = rows.versions[found.target]
-            report.diffs.append((logprobs.detach() - rollout)[to_device(versions == version, device)])
+            report.diffs.append((logprobs.detach() - view.rollout_logprobs)[to_device(versions == version, device)])
             report.sampled += int((versions >= 0).sum())
-        return (weight * out.loss).sum(), len(found.target)
+        return (view.loss_weight * out.loss).sum(), len(found.target)
+
+    def _view(self, micro: Micro, target_N: I64, logprobs: Tensor, entropy: Tensor | None) -> LossView:
+        """This rank's trained tokens, which are rows ``target_N``, as the loss sees them."""
+        rows, device = micro.rows, logprobs.device
+        target = to_device(target_N, device)
+        weight = to_device(rows.loss_weight[target_N], device)
+        trained_T = rows.loss_weight > 0
+        num_trained = micro.layout.segment_sum(trained_T.astype(np.float32), np.arange(len(trained_T)))
+        pick = lambda column: None if column is None else column[target]  # noqa: E731
+        return LossView(
+            logprobs=logprobs,
+            entropy=entropy,
+            loss_weight=weight,
+            advantages=pick(micro.advantages),
+            old_logprobs=pick(micro.old_logprobs),
+            rollout_logprobs=to_device(rows.rollout_logprobs[target_N], device),
+            ref_logprobs=pick(micro.ref_logprobs),
+            sequences=PackedSequences(
+                index=to_device(micro.layout.sequence_of(target_N), device),
+                trained=weight > 0,
+                num_trained=to_device(num_trained, device),
+                reduce=DifferentiableSum(self._place.cp_group),
+            ),
+        )
