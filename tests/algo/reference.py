@@ -147,11 +147,11 @@ def _sample_losses(
     log_ratios = [now - then for (now, _), then in zip(scored, anchor, strict=True)]
     if isinstance(config, GspoConfig):
         log_ratios = [sum(log_ratios, start=torch.zeros(())) / len(log_ratios)] * len(log_ratios)
-    kept = _is_kept(config, sum(old) - sum(rollout), len(old))
+    kept = is_kept(config, sum(old) - sum(rollout), len(old))
     losses: list[Tensor] = []
     for i, (logprob, entropy) in enumerate(scored):
-        loss = _surrogate(config, log_ratios[i].exp(), logprob, advantages[i])
-        loss = loss * _importance(config, math.exp(old[i] - rollout[i]))
+        loss = surrogate(config, log_ratios[i].exp(), logprob, advantages[i])
+        loss = loss * importance(config, math.exp(old[i] - rollout[i]))
         log_ratio = logprob - float(_logprob(policies.ref, sample, positions[i])[0].detach())
         kl = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": torch.exp(-log_ratio) - 1 + log_ratio}
         name = "k3" if config.kl_loss_type == "low_var_kl" else config.kl_loss_type
@@ -159,7 +159,8 @@ def _sample_losses(
     return losses
 
 
-def _is_kept(config: PolicyConfig, log_product: float, length: int) -> float:
+def is_kept(config: PolicyConfig, log_product: float, length: int) -> float:
+    """1 unless rejection drops a sequence whose ratio of old to rollout policy is ``exp(log_product)``."""
     if config.rejection == "none":
         return 1.0
     ratio = math.exp(log_product / length if config.rejection == "geometric" else log_product)
@@ -167,7 +168,8 @@ def _is_kept(config: PolicyConfig, log_product: float, length: int) -> float:
     return float(above and (config.rejection_high is None or ratio <= config.rejection_high))
 
 
-def _importance(config: PolicyConfig, ratio: float) -> float:
+def importance(config: PolicyConfig, ratio: float) -> float:
+    """Weight of a token whose ratio of old to rollout policy is ``ratio``."""
     if config.use_tis:
         return max(min(ratio, config.tis_clip), config.tis_clip_low)
     if config.use_mis:
@@ -175,7 +177,7 @@ def _importance(config: PolicyConfig, ratio: float) -> float:
     return 1.0
 
 
-def _surrogate(config: PolicyConfig, ratio: Tensor, logprob: Tensor, advantage: float) -> Tensor:
+def surrogate(config: PolicyConfig, ratio: Tensor, logprob: Tensor, advantage: float) -> Tensor:
     """The ratio counts up to one bound above 1 for what should grow, and down to one below 1 for what should shrink."""
     low = 1 - config.eps_clip
     high = 1 + (config.eps_clip if config.eps_clip_high is None else config.eps_clip_high)

@@ -1,0 +1,80 @@
+"""What ranks do for test_algorithms: one step of every algorithm at the same weights, in one layout, and the losses that
+must come out."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime_like.config.algo import CispoConfig, DapoConfig, GrpoConfig, GspoConfig, RlooConfig
+from slime_like.config.names import LOSSES
+from slime_like.config.policy import AlgoConfig, PolicyConfig
+from slime_like.config.resolved import Layout
+from slime_like.metrics.types import reduce_metrics
+from slime_like.registry import resolve
+from tests.algo.reference import importance, is_kept, surrogate
+from tests.train.jobs import Shared, make_actor
+from tests.train.lifecycle import batch
+from tests.train.models import count_tokens
+from tests.train.parity import replaced
+from tests.train.ranks import World
+
+# make_rows draws rollout log-probabilities at random, so that ratios to them fall on both sides of every bound here.
+GEOMETRIC: dict[str, Any] = {"rejection": "geometric", "rejection_low": 0.8, "rejection_high": 1.2}
+ALGORITHMS: dict[str, PolicyConfig] = {
+    "gspo": GspoConfig(use_rollout_logprobs=True, eps_clip=0.1, eps_clip_high=0.2),
+    "cispo": CispoConfig(use_rollout_logprobs=True, eps_clip=0.5, eps_clip_high=0.5),
+    "dapo": DapoConfig(use_rollout_logprobs=True, eps_clip_c=1.5),
+    "tis": RlooConfig(use_tis=True, tis_clip=1.3, tis_clip_low=0.7),
+    "mis": GrpoConfig(use_mis=True, mis_low=0.7, mis_high=1.3),
+    "geometric": GrpoConfig(**GEOMETRIC),
+    "product": GrpoConfig(rejection="product", rejection_low=0.3),
+    "gspo rejection": GspoConfig(**GEOMETRIC),
+}
+
+
+def every_algorithm(
+    world: World, shared: Shared, layout: Layout, fault: bool = False
+) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Metrics of a step of each algorithm, and the losses that must come out, on the reporter; {} elsewhere. At lr 0 all
+    meet the same weights. With ``fault`` a sequence is summed over what its rank holds of it."""
+    from slime_like.train.megatron.reduce import DifferentiableSum
+
+    actor = make_actor(world, shared.models["tied"], layout, optim={"lr": 0.0})
+    scores = [actor.score(rows) for rows in batch(1)]
+    with replaced(DifferentiableSum, "sum", lambda self, value: value) if fault else contextlib.nullcontext():
+        found = {name: _step(actor, layout, config) for name, config in ALGORITHMS.items()}
+    if not actor.is_reporter:
+        return {}, {}
+    known = [score for score in scores if score is not None]
+    return found, {name: reference(config, known) for name, config in ALGORITHMS.items()}
+
+
+def _step(actor: Any, layout: Layout, config: AlgoConfig) -> dict[str, float]:
+    actor.trainer.optimizer_step._loss = resolve("algo.loss", config.loss, LOSSES)(config)
+    rows = batch(1)
+    return reduce_metrics(actor.step([rows[actor.dp_rank :: layout.dp]], [count_tokens(rows)]))
+
+
+def reference(config: PolicyConfig, scores: list[np.ndarray]) -> float:
+    """The loss of one step in Python floats, sequence by sequence, from the trainer's log-probabilities."""
+    total = 0.0
+    for rows, score in zip(batch(1), scores, strict=True):
+        assert rows.advantages is not None
+        for s, (start, stop) in enumerate(itertools.pairwise(rows.cu_seqlens.tolist())):
+            tokens = [t for t in range(start, stop) if rows.loss_weight[t] > 0]
+            drift = [float(score[t]) - float(rows.rollout_logprobs[t]) for t in tokens]
+            logs = drift if config.use_rollout_logprobs else [0.0] * len(tokens)
+            if isinstance(config, GspoConfig):
+                logs = [math.fsum(logs) / len(logs)] * len(logs)
+            kept = is_kept(config, math.fsum(drift), len(drift))
+            for i, t in enumerate(tokens):
+                ratio, logprob = torch.tensor(math.exp(logs[i])), torch.tensor(float(score[t]))
+                loss = float(surrogate(config, ratio, logprob, float(rows.advantages[s])))
+                total += float(rows.loss_weight[t]) * kept * importance(config, math.exp(drift[i])) * loss
+    return total

@@ -1,0 +1,62 @@
+"""Every loss that reads more than its own token: the same loss and gradient norm in every layout, and the loss is that
+of a reference in Python floats. What a sequence has on another context parallel rank counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime_like.config.resolved import Layout
+from tests.train.algorithms import ALGORITHMS
+from tests.train.jobs import SP, Job, Results
+
+pytestmark = pytest.mark.ranks
+
+BOUND = 1e-5
+LAYOUTS: dict[int, dict[str, Layout]] = {
+    1: {"single": Layout()},
+    2: {"tp2 sp": Layout(**SP), "pp2": Layout(pp=2), "dp2": Layout(dp=2)},
+}
+TARGET = "tests.train.algorithms:every_algorithm"
+JOBS = {
+    size: [Job(f"algorithms {name}", TARGET, (layout,)) for name, layout in layouts.items()]
+    for size, layouts in LAYOUTS.items()
+}
+NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
+
+
+def reported(results: Results, name: str) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    (found,) = [rank for rank in results[f"algorithms {name}"] if rank[0]]  # exactly one rank reports
+    return found
+
+
+@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_loss_and_gradient_do_not_depend_on_the_layout(algo: str, layout: str, results: Results) -> None:
+    single, _ = reported(results, "single")
+    found, expected = reported(results, layout)
+    assert found[algo]["train/loss"] == pytest.approx(expected[algo], rel=BOUND, abs=BOUND)
+    for metric, value in single[algo].items():
+        if metric.startswith("train/") and "_p99" not in metric:
+            assert found[algo][metric] == pytest.approx(value, rel=BOUND, abs=BOUND), metric
+
+
+def test_every_bound_is_met_from_both_sides(results: Results) -> None:
+    """Otherwise equality would say little."""
+    found, _ = reported(results, "single")
+    shares: dict[str, Any] = {
+        "gspo": "pg_clipfrac",
+        "cispo": "pg_clipfrac",
+        "dapo": "pg_clipfrac_lower",
+        "tis": "tis_clipfrac",
+        "mis": "mis_maskfrac_high",
+        "geometric": "rejection_frac",
+        "product": "rejection_frac",
+        "gspo rejection": "rejection_frac",
+    }
+    assert set(shares) == set(ALGORITHMS)
+    for algo, metric in shares.items():
+        assert 0.05 < found[algo][f"train/{metric}"] < 0.95, (algo, found[algo])
+    assert found["mis"]["train/mis_maskfrac_low"] > 0.05
+    assert len({metrics["train/grad_norm"] for metrics in found.values()}) == len(ALGORITHMS)
