@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from ray.util import get_node_ip_address
@@ -18,8 +19,9 @@ VISIBLE_DEVICES = "SLIME_LIKE_ENGINE_GPUS"  # set by the placement on an engine'
 class EngineActor:
     """Starts the server when made; ``ready`` waits for it."""
 
-    def __init__(self, name: str, spec: EngineSpec, admin_key: str, stacks_dir: str) -> None:
+    def __init__(self, name: str, spec: EngineSpec, admin_key: str, stacks_dir: str, env: Mapping[str, str]) -> None:
         """The server listens where Ray does: on loopback in a cluster of this machine alone, else at the node's address."""
+        os.environ.update(env)  # the server inherits it
         dump_stacks_on_signal(Path(stacks_dir), name.replace(" ", "_"))
         self._name = name
         self._spec = spec

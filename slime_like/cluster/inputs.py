@@ -15,6 +15,7 @@ from slime_like.config.root import TrainConfig
 from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import rollout_path
 from slime_like.data.prompts import SourceContext
+from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import CheckpointError, ConfigError, DataError
 from slime_like.registry import resolve
 from slime_like.reward.check import check_reward, label_rule
@@ -84,10 +85,8 @@ def _always(rm_type: str | None) -> bool:
 
 def load_tokenizer(folder: str) -> Any:
     """The HF tokenizer of a checkpoint folder."""
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return open_tokenizer(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.hf_checkpoint={folder!r}: its tokenizer cannot be loaded ({one_line(error)}); copy the tokenizer files there"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from slime_like.cluster.folder import claimed
 from slime_like.cluster.inputs import Inputs, load_inputs
 from slime_like.cluster.placement import Placement
 from slime_like.cluster.plan import Plan, make_plan, probe_machine
+from slime_like.cluster.progress import Progress
 from slime_like.cluster.resume import checkpoint_folder, first_rollout
 from slime_like.cluster.rollouts import DemonstrationRollout, EngineRollout, ReplayRollout, Rollout
 from slime_like.cluster.run import Run, StopRequest
@@ -54,14 +55,13 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
     with claimed(cfg, run_dir):
         sink = open_sinks(cfg.metrics, run_dir, first_step=first, num_steps=cfg.loop.num_rollout, settings=asdict(cfg))
         stop = StopRequest()
-        cluster = _Cluster(cfg, plan, run_dir)
+        cluster = _Cluster(cfg, plan, run_dir, Progress(partial(_say, cfg)))
         stop.install()
         try:
-            started = time.monotonic()
             dump_stacks_on_signal(run_dir / "stacks", "driver")
             _say(cfg, f"{plan.summary}; everything goes to {run_dir}")
             run = cluster.start(inputs, first, sink, stop)
-            _say(cfg, f"ready after {time.monotonic() - started:.0f} s")
+            cluster.progress.ready("ready")
             yield run
         except Exception as error:
             deaths = cluster.causes_of_death(suspected=isinstance(error, EngineError))
@@ -79,6 +79,7 @@ class _Cluster:
     cfg: TrainConfig
     plan: Plan
     run_dir: Path
+    progress: Progress
     placement: Placement | None = None
     manager: Any = None
     engines: tuple[Any, ...] = ()
@@ -87,8 +88,10 @@ class _Cluster:
         """Start everything the mode needs; trainer and engines start side by side."""
         self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"))
         self.placement.open()
+        self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
         if self.plan.needs_engines:
             self.engines = tuple(self.placement.engines(secrets.token_urlsafe(32)))
+            self.manager = self.placement.manager()
         trainer = self._start_trainer(first)
         addresses = self._wait_for_engines()
         rollout = self._start_rollout(inputs, addresses, first)
@@ -115,7 +118,8 @@ class _Cluster:
             return FrozenTrainer(first)
         workers, local_ranks = self.placement.trainers()
         trainer = TrainerGroup(workers, self.plan.actor, local_ranks)
-        trainer.connect()
+        trainer.connect(self.progress.waiting)
+        self.progress.ready("trainer is up", "engines" if self.engines else "")
         if first > 0:
             loaded = trainer.load(self._checkpoints())
             if loaded != first:
@@ -127,7 +131,7 @@ class _Cluster:
     def _wait_for_engines(self) -> tuple[EngineAddress, ...]:
         refs = {f"engine {i}": actor.ready.remote() for i, actor in enumerate(self.engines)}
         deadline = Deadline("driver", "engine start", self.cfg.rollout.start_deadline_s + 30)
-        return tuple(wait_all(refs, deadline).values())
+        return tuple(wait_all(refs, deadline, self.progress.waiting).values())
 
     def _start_rollout(self, inputs: Inputs, addresses: tuple[EngineAddress, ...], first: int) -> Rollout:
         cfg = self.cfg
@@ -136,8 +140,6 @@ class _Cluster:
         if not self.plan.needs_engines:
             assert inputs.source is not None, "a run without engines or dumps trains on demonstrations"
             return DemonstrationRollout(inputs.source, cfg.rollout.batch_size)
-        assert self.placement is not None, "start comes first"
-        self.manager = self.placement.manager()
         spec = ManagerSpec(
             rollout=cfg.rollout,
             reward=cfg.reward,

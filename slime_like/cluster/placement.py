@@ -24,6 +24,7 @@ from slime_like.deadline import Deadline
 from slime_like.errors import ConfigError
 
 # Set before torch is imported: OpenMP threads that spin while they wait starve the other processes of a small machine.
+# By the actors themselves: a Ray runtime_env would wait for Ray's agent and pass over the workers it has already started.
 CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 # What cuBLAS and NCCL need, before they start, to sum in the same order each time; read on GPUs only.
 DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
@@ -116,7 +117,8 @@ class Placement:
         world = self._plan.actor.layout.world_size
         remote: Any = ray.remote(TrainerWorker)
         workers = [
-            remote.options(**self._trainer_options(rank)).remote(rank, world, self._stacks_dir) for rank in range(world)
+            remote.options(**self._trainer_options(rank)).remote(rank, world, self._stacks_dir, self._env())
+            for rank in range(world)
         ]
         self._actors += workers
         return workers, [0] * world
@@ -128,30 +130,28 @@ class Placement:
         actors: list[Any] = []
         for index, spec in enumerate(self._plan.engines):
             bundles = range(first + index * spec.tp, first + (index + 1) * spec.tp)
-            options = self._engine_options(bundles)
-            actors.append(remote.options(**options).remote(f"engine {index}", spec, admin_key, self._stacks_dir))
+            options, env = self._engine_options(bundles)
+            actors.append(remote.options(**options).remote(f"engine {index}", spec, admin_key, self._stacks_dir, env))
         self._actors += actors
         return actors
 
     def manager(self) -> Any:
         """The rollout manager."""
         remote: Any = ray.remote(RolloutActor)
-        actor = remote.options(num_cpus=0, max_concurrency=1000, runtime_env={"env_vars": CPU_ENV}).remote(
-            self._stacks_dir
-        )
+        actor = remote.options(num_cpus=0, max_concurrency=1000).remote(self._stacks_dir, CPU_ENV)
         self._actors.append(actor)
         return actor
 
     def _trainer_options(self, rank: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": self._env()}}
+        options: dict[str, Any] = {"num_cpus": 0}
         if self._plan.device == "cuda":
             options |= {"num_gpus": 1, "scheduling_strategy": self._in_bundle(rank)}
         return options
 
-    def _engine_options(self, bundles: range) -> dict[str, Any]:
-        """An engine asks Ray for no GPU: its GPUs are reserved by the bundles, and may be the trainer's too."""
+    def _engine_options(self, bundles: range) -> tuple[dict[str, Any], dict[str, str]]:
+        """Ray's options and the environment. An engine asks Ray for no GPU: the bundles reserve them, maybe for the trainer too."""
         env = self._env()
-        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": env}}
+        options: dict[str, Any] = {"num_cpus": 0}
         if self._plan.device == "cuda":
             nodes = {self._gpus[i][0] for i in bundles}
             if len(nodes) > 1:
@@ -160,7 +160,7 @@ class Placement:
                 )
             env |= {VISIBLE_DEVICES: ",".join(self._gpus[i][1] for i in bundles)}
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(nodes.pop(), soft=False)
-        return options
+        return options, env
 
     def _env(self) -> dict[str, str]:
         fixed = DETERMINISTIC_ENV if self._plan.actor.deterministic else {}

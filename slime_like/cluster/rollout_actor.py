@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from slime_like.types import Prompt
 class RolloutActor:
     """A thin shell: everything it does is in ``RolloutManager``."""
 
-    def __init__(self, stacks_dir: str) -> None:
+    def __init__(self, stacks_dir: str, env: Mapping[str, str]) -> None:
+        os.environ.update(env)
         dump_stacks_on_signal(Path(stacks_dir), "rollout_manager")
 
     async def connect(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,16 @@ class TrainerGroup:
         self._dp_ranks: dict[str, int] = {}
         self.version = 0
 
-    def connect(self) -> None:
-        """Join the ranks and build the model on each."""
+    def connect(self, waiting: Callable[[str], None] | None = None) -> None:
+        """Join the ranks and build the model on each; ``waiting`` as in ``wait_all``."""
         deadline = self._deadline("connect")
         first = next(iter(self._workers.values()))
-        master = wait_all({"trainer rank 0": first.rendezvous.remote()}, deadline)["trainer rank 0"]
+        master = wait_all({"trainer rank 0": first.rendezvous.remote()}, deadline, waiting)["trainer rank 0"]
         refs = {
             name: worker.connect.remote(self._spec, master, local_rank)
             for (name, worker), local_rank in zip(self._workers.items(), self._local_ranks, strict=True)
         }
-        self._dp_ranks = wait_all(refs, deadline)
+        self._dp_ranks = wait_all(refs, deadline, waiting)
 
     def step(self, batch: TrainBatch) -> StepStats:
         """Ship each dp shard once, take every optimizer step, return the reporter's metrics."""

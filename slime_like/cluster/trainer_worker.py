@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from slime_like.batch import Rows
 from slime_like.cluster.stacks import dump_stacks_on_signal
 from slime_like.config.names import TRANSPORTS
 from slime_like.config.resolved import ActorSpec, TransportSpec
+from slime_like.imports import heavy_imports
 from slime_like.interfaces import TensorMeta, WeightReceiver, WeightSender
 from slime_like.metrics.types import Metric
 from slime_like.ports import free_port
@@ -40,7 +42,9 @@ class TrainerWorker:
     No method is a coroutine: Ray would run them all in an event loop, where collectives of two calls could interleave.
     """
 
-    def __init__(self, rank: int, world_size: int, stacks_dir: str) -> None:
+    def __init__(self, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
+        """``env`` is set before torch is imported, which reads it."""
+        os.environ.update(env)
         dump_stacks_on_signal(Path(stacks_dir), f"trainer_rank{rank}")
         self._rank = rank
         self._world_size = world_size
@@ -55,16 +59,17 @@ class TrainerWorker:
 
     def connect(self, spec: ActorSpec, master: tuple[str, int], local_rank: int) -> int:
         """Join the other ranks and build the model; returns the data-parallel rank."""
-        from slime_like.train.megatron.actor import MegatronActor
+        with heavy_imports():
+            from slime_like.train.megatron.actor import MegatronActor
 
-        self._actor = MegatronActor(
-            spec,
-            rank=self._rank,
-            world_size=self._world_size,
-            master_addr=master[0],
-            master_port=master[1],
-            local_rank=local_rank,
-        )
+            self._actor = MegatronActor(
+                spec,
+                rank=self._rank,
+                world_size=self._world_size,
+                master_addr=master[0],
+                master_port=master[1],
+                local_rank=local_rank,
+            )
         return self._actor.dp_rank
 
     @property

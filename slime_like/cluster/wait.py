@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -16,8 +16,10 @@ POLL_S = 1.0
 GRACE_S = 2.0  # for the peers of a failed process to say what they know
 
 
-def wait_all(refs: Mapping[str, ray.ObjectRef[Any]], deadline: Deadline) -> dict[str, Any]:
-    """The results of all ``refs`` by name, as they come.
+def wait_all(
+    refs: Mapping[str, ray.ObjectRef[Any]], deadline: Deadline, waiting: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """The results of all ``refs`` by name, as they come; ``waiting`` hears who is waited for, every second of silence.
 
     Raises what a remote call raised, as the type it raised it; ``WorkerError`` naming the process that died;
     ``DeadlineExceeded`` naming who has not answered.
@@ -27,6 +29,8 @@ def wait_all(refs: Mapping[str, ray.ObjectRef[Any]], deadline: Deadline) -> dict
     while pending:
         waits_for = ", ".join(sorted(pending.values()))
         ready, _ = ray.wait(list(pending), num_returns=1, timeout=min(POLL_S, deadline.remaining(waits_for)))
+        if waiting is not None and not ready:
+            waiting(waits_for)
         for ref in ready:
             name = pending.pop(ref)
             try:

@@ -19,6 +19,7 @@ from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.data.leftover import split_leftover
+from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import DataSource, GenerateContext, GenerateFn, GroupFilter, Sampling
 from slime_like.metrics.types import Last, Metric, Sum
@@ -72,8 +73,6 @@ class RolloutManager:
         heldout: Mapping[str, Sequence[Prompt]],
         engines: Sequence[EngineClient],
     ) -> None:
-        from transformers import AutoTokenizer
-
         self._spec = spec
         self._source = source
         self._heldout = heldout
@@ -83,7 +82,7 @@ class RolloutManager:
         self._filters: list[tuple[str, GroupFilter]] = [
             (name, resolve("rollout.filters", name, names.FILTERS)) for name in spec.rollout.filters
         ]
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(spec.tokenizer_path)
+        self._tokenizer: Any = open_tokenizer(spec.tokenizer_path)
         self._producer = self._new_producer(spec.first_rollout)
         self._cursors: dict[int, dict[str, Any]] = {}
         self._leftover: tuple[SampleGroup, ...] = ()

@@ -30,6 +30,7 @@ from urllib.request import urlopen
 from slime_like.config.resolved import EngineSpec
 from slime_like.deadline import Deadline
 from slime_like.errors import EngineError
+from slime_like.imports import heavy_imports
 from slime_like.ports import PORTS
 from slime_like.rollout.startup import other_models
 
@@ -290,10 +291,11 @@ def main() -> None:
 def serve(arguments: dict[str, Any]) -> None:
     """Run SGLang in this process. Its plugins load first: they add choices that the arguments are checked against."""
     sys.modules["megatron"] = None  # pyright: ignore[reportArgumentType]  SGLang's dumper takes a second to import it
-    plugins: Any = importlib.import_module("sglang.srt.plugins")
-    plugins.load_plugins()
-    server_args: Any = importlib.import_module("sglang.srt.server_args")
-    http_server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
+    with heavy_imports():
+        plugins: Any = importlib.import_module("sglang.srt.plugins")
+        plugins.load_plugins()
+        server_args: Any = importlib.import_module("sglang.srt.server_args")
+        http_server: Any = importlib.import_module("sglang.srt.entrypoints.http_server")
     http_server.launch_server(server_args.ServerArgs(**arguments))
 
 

@@ -1,0 +1,23 @@
+"""What a start says while it waits."""
+
+from __future__ import annotations
+
+from slime_like.cluster.progress import QUIET_S, Progress
+
+
+def test_it_names_what_is_ready_and_breaks_long_silences_only() -> None:
+    now, said = [0.0], list[str]()
+    progress = Progress(said.append, clock=lambda: now[0])
+    now[0] = 3.0
+    progress.ready("Ray is up", "trainer and engines")
+    progress.waiting("engine 0")
+    now[0] += QUIET_S
+    progress.waiting("engine 0")
+    progress.waiting("engine 0")
+    now[0] += 1
+    progress.ready("ready")
+    assert said == [
+        "Ray is up after 3 s; waiting for trainer and engines",
+        "still waiting for engine 0 after 13 s",
+        "ready after 14 s",
+    ]

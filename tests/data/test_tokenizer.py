@@ -1,0 +1,77 @@
+"""A folder's tokenizer without transformers says what transformers says, or transformers is asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from slime_like.data.tokenizer import PlainTokenizer, open_tokenizer
+from slime_like.quickstart.model import write_tokenizer
+from tests.data.character_tokenizer import TEMPLATE, characters
+
+TEXTS = ["12+3=", "a<b [EOS] c", "", "[UNK]x\n", "tabs\tand  spaces"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    characters(template=TEMPLATE).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_ids_text_and_template_are_those_of_transformers(folder: Path) -> None:
+    plain, whole = open_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    assert isinstance(plain, PlainTokenizer)
+    kwargs = {"add_special_tokens": False, "return_attention_mask": False}
+    ids = whole(TEXTS, **kwargs)["input_ids"]
+    assert plain(TEXTS, **kwargs)["input_ids"] == ids
+    assert plain.eos_token_id == whole.eos_token_id is not None
+    assert plain.chat_template == whole.chat_template
+    for row in ids:
+        for skip in (True, False):
+            assert plain.decode(row, skip_special_tokens=skip) == whole.decode(row, skip_special_tokens=skip)
+    messages = [{"role": "user", "content": "1+1"}]
+    asked = {"tokenize": False, "add_generation_prompt": True}
+    assert plain.apply_chat_template(messages, **asked) == whole.apply_chat_template(messages, **asked)
+    assert plain.vocab_size == whole.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer_config.json", lambda c: c.update(tokenizer_class="Qwen2Tokenizer")),
+        ("tokenizer_config.json", lambda c: c.update(clean_up_tokenization_spaces=True)),
+        ("tokenizer_config.json", lambda c: c.update(pad_token="~")),
+        ("tokenizer.json", lambda c: c.update(truncation={"max_length": 2})),
+        ("tokenizer.json", lambda c: c.update(post_processor=None)),
+    ],
+)
+def test_whatever_could_change_the_result_is_left_to_transformers(
+    folder: Path, file: str, change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: f"asked for {path}")
+    edit(folder / file, change)
+    assert open_tokenizer(str(folder)) == f"asked for {folder}"
+
+
+def test_the_quickstart_tokenizer_needs_no_torch(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    code = (
+        "import sys; from slime_like.data.tokenizer import open_tokenizer; "
+        f"t = open_tokenizer({str(tmp_path)!r}); assert t.decode([2, 12, 1], skip_special_tokens=True) == '0+'; "
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
