@@ -29,6 +29,7 @@ from slime_like.config.names import GROUP_ADVANTAGES
 from slime_like.config.policy import PolicyConfig
 from slime_like.config.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
+from slime_like.data.overlong import Overlong
 from slime_like.deadline import Deadline
 from slime_like.errors import CheckpointError, DeadlineExceeded, EngineError, SlimeLikeError, WorkerError
 from slime_like.interfaces import MetricSink, Trainer
@@ -183,7 +184,14 @@ class _Cluster:
             max_tokens_per_rank=cfg.parallel.max_tokens_per_rank * cfg.parallel.cp,  # which share each row
             max_response_len=cfg.rollout.max_response_len,
             mask_truncated=isinstance(cfg.algo, PolicyConfig) and cfg.algo.mask_truncated,
+            overlong=self._overlong(),
         )
+
+    def _overlong(self) -> Overlong | None:
+        reward, longest = self.cfg.reward, self.cfg.rollout.max_response_len
+        if reward.overlong_buffer_len is None:
+            return None
+        return Overlong(longest, reward.overlong_buffer_len, reward.overlong_penalty_factor)
 
     def _checkpoints(self) -> Path:
         return checkpoint_folder(self.cfg, self.run_dir)

@@ -101,6 +101,8 @@ class Run:
             save_groups(rollout_path(self.run_dir / "rollouts", rollout_id), collected.groups)
         done = rollout_id + 1
         metrics = [*group_metrics(collected.groups, stats.version - 1), *collected.metrics, *stats.metrics, *probed]
+        if self.assembly.overlong is not None:
+            metrics += self.assembly.overlong.metrics(collected.groups)
         if self.engine_ranks:
             tokens = sum(sample.num_response_tokens for group in collected.groups for sample in group.samples)
             seconds = max(collected.stopped - collected.started, 1e-9)

@@ -236,6 +236,8 @@ def _combine(seen: Mapping[str, list[str]]) -> Iterator[str]:
             raise ConfigError(f"--advantage-estimator {name} is not supported yet: one of {', '.join(ESTIMATORS)}")
         yield f"algo={ESTIMATORS[name]}"
     yield from _engines(seen)
+    # slime replaces what its filter drops for as long as it takes.
+    yield from (["rollout.max_refills=100"] if "--dynamic-sampling-filter-path" in seen else [])
     if (path := _one(seen, "--load")) is not None:
         # slime resumes by --load and --save naming one folder; run.resume=auto looks in run.dir.
         yield f"run.resume={render('auto' if path == _one(seen, '--save') else path)}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_like.config.base import MISSING, Config, key, positive, within
+from slime_like.errors import ConfigError
 
 
 @dataclass(kw_only=True)
@@ -24,6 +25,12 @@ class RolloutConfig(Config):
     tp: int = key(1, "Tensor parallel size of each engine (slime: --rollout-num-gpus-per-engine).")
     generate: str = key("single_turn", "Generate function: a name of table GENERATE or a dotted path.")
     filters: list[str] = key([], "Group filters in order: names of table FILTERS or dotted paths.")
+    max_refills: int = key(
+        0, "Rounds of further prompts that replace groups which filters dropped, at most; 0: they are not replaced."
+    )
+    over_sampling_batch_size: int | None = key(
+        None, "Prompts per round where filters drop groups; null: batch_size, then as many as are missing."
+    )
     max_running_requests: int | None = key(None, "Requests an engine decodes together; null: SGLang chooses.")
     start_deadline_s: float = key(600.0, "Longest wait for an engine to start.")
     request_deadline_s: float = key(1800.0, "Longest wait for one group's answers.")
@@ -35,6 +42,18 @@ class RolloutConfig(Config):
             prefix, self, "batch_size", "n_samples_per_prompt", "max_response_len", "max_context_len", "temperature"
         )
         positive(prefix, self, "num_engines", "tp", "max_running_requests", "start_deadline_s", "request_deadline_s")
+        within(prefix, self, 0, 1e6, "max_refills")
+        for name, off in (("max_refills", 0), ("over_sampling_batch_size", None)):
+            if getattr(self, name) != off and not self.filters:
+                raise ConfigError(
+                    f"{prefix}{name}={getattr(self, name)} has no effect without {prefix}filters, as nothing is dropped: "
+                    f"set {prefix}filters=[nonzero_std], or remove it"
+                )
+        if self.over_sampling_batch_size is not None and self.over_sampling_batch_size < self.batch_size:
+            raise ConfigError(
+                f"{prefix}over_sampling_batch_size={self.over_sampling_batch_size} is below "
+                f"{prefix}batch_size={self.batch_size}: a first round could never fill a rollout; raise it"
+            )
 
 
 @dataclass(kw_only=True)
@@ -44,11 +63,20 @@ class RewardConfig(Config):
     name: str = key("math", "Default reward: a name of table REWARDS or a dotted path; a row's rm_type overrides it.")
     workers: int = key(2, "Processes of the reward pool.")
     timeout_s: float = key(30.0, "Longest time one call may take; the sample then fails with reward 0 and is counted.")
+    overlong_buffer_len: int | None = key(
+        None, "Tokens before rollout.max_response_len over which a penalty grows (DAPO); null: no penalty."
+    )
+    overlong_penalty_factor: float = key(1.0, "Penalty of a response as long as rollout.max_response_len.")
     shuffle: bool = key(False, "Control experiment: permute rewards over the batch, so that nothing can be learnt.")
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        positive(prefix, self, "workers", "timeout_s")
+        positive(prefix, self, "workers", "timeout_s", "overlong_buffer_len", "overlong_penalty_factor")
+        if self.overlong_buffer_len is None and self.overlong_penalty_factor != 1.0:
+            raise ConfigError(
+                f"{prefix}overlong_penalty_factor={self.overlong_penalty_factor} has no effect without "
+                f"{prefix}overlong_buffer_len: set that too, or remove it"
+            )
 
 
 @dataclass(kw_only=True)

@@ -200,6 +200,14 @@ def _mode(cfg: TrainConfig) -> None:
 
 
 def _lengths(cfg: TrainConfig) -> None:
+    buffer = cfg.reward.overlong_buffer_len
+    if buffer is not None and isinstance(cfg.algo, SftConfig):
+        raise ConfigError(f"reward.overlong_buffer_len={buffer} with algo=sft, which reads no reward: remove it")
+    if buffer is not None and buffer > cfg.rollout.max_response_len:
+        raise ConfigError(
+            f"reward.overlong_buffer_len={buffer} is above rollout.max_response_len={cfg.rollout.max_response_len}, "
+            "so that no length would be free of a penalty: lower it"
+        )
     longest = cfg.rollout.max_context_len
     for key, value in (
         ("rollout.max_response_len", cfg.rollout.max_response_len),

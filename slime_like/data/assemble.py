@@ -24,6 +24,7 @@ import numpy as np
 
 from slime_like.batch import Rows, StepBatch, TrainBatch
 from slime_like.data.columns import UNTRAINED, Column, column, filler, rows_of
+from slime_like.data.overlong import Overlong
 from slime_like.data.pack import pack_equal
 from slime_like.errors import ConfigError, DataError
 from slime_like.interfaces import GroupAdvantage
@@ -41,6 +42,7 @@ class AssembleSpec:
     max_tokens_per_rank: int
     max_response_len: int
     mask_truncated: bool = False
+    overlong: Overlong | None = None  # None: rewards count as they are
 
 
 def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int) -> TrainBatch:
@@ -52,6 +54,7 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
     """
     if not groups:
         return TrainBatch(rollout_id, ())
+    groups = groups if spec.overlong is None else spec.overlong.shaped(groups)
     masked = frozenset({Status.TRUNCATED} if spec.mask_truncated else ())
     grouped = [[column(s, advantage, masked) for s, advantage in _advantages(group, spec)] for group in groups]
     steps = split_steps(grouped, spec.steps_per_rollout, spec.dp)

@@ -30,6 +30,7 @@ from slime_like.rollout.client import EngineClient
 from slime_like.rollout.evaluate import eval_metrics
 from slime_like.rollout.probe import ProbeScores
 from slime_like.rollout.producer import Produced, Producer, now
+from slime_like.rollout.refill import Refill, fill
 from slime_like.rollout.router import Router
 from slime_like.rollout.seeds import sample_seeds
 from slime_like.types import I32, Prompt, SampleGroup
@@ -108,6 +109,8 @@ class RolloutManager:
             *self._rewards.metrics(),
             Last("rollout/carried_groups", len(self._leftover)),
             Sum("rollout/dropped_samples", split.num_dropped),
+            Sum("rollout/generated_groups", produced.num_generated),
+            Sum("rollout/refills", produced.num_refills),
         ]
         return Collected(groups, produced.started, produced.stopped, tuple(metrics))
 
@@ -124,19 +127,23 @@ class RolloutManager:
 
     async def _make(self, rollout_id: int) -> Produced:
         self._cursors[rollout_id] = self._source.state()
-        prompts = self._source.next(self._spec.rollout.batch_size)
         started = now()
-        base = rollout_id * self._spec.rollout.batch_size
+        cfg = self._spec.rollout
+        how = Refill(cfg.batch_size, cfg.over_sampling_batch_size, cfg.max_refills)
         sampling = Sampling(
             temperature=self._spec.temperature,
-            max_new_tokens=self._spec.rollout.max_response_len,
-            top_p=self._spec.rollout.top_p,
-            top_k=self._spec.rollout.top_k,
+            max_new_tokens=cfg.max_response_len,
+            top_p=cfg.top_p,
+            top_k=cfg.top_k,
             stop_token_ids=self._spec.stop_token_ids,
         )
-        scored = await self._answer_all(prompts, sampling, base, self._spec.rollout.n_samples_per_prompt, "train")
-        kept = [group for group in scored if self._keep(group)]
-        return Produced(rollout_id, tuple(kept), started, now())
+
+        async def ask(before: int, count: int) -> list[SampleGroup]:
+            base = rollout_id * how.most + before
+            return await self._answer_all(self._source.next(count), sampling, base, cfg.n_samples_per_prompt, "train")
+
+        filled = await fill(ask, self._keep, how, rollout_id)
+        return Produced(rollout_id, filled.groups, started, now(), filled.num_generated, filled.num_refills)
 
     async def _answer_all(
         self, prompts: Sequence[Prompt], sampling: Sampling, base: int, n: int, stream: str

@@ -23,6 +23,8 @@ class Produced:
     groups: tuple[SampleGroup, ...]
     started: float  # unix seconds
     stopped: float
+    num_generated: int = 0  # groups asked for, those that filters dropped included
+    num_refills: int = 0  # rounds of further prompts
 
 
 class Producer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from slime_like.config.algo import CispoConfig, GrpoConfig, GspoConfig, SftConfi
 from slime_like.config.names import LOSSES
 from slime_like.config.policy import PolicyConfig
 from slime_like.interfaces import LossOutput, LossView
+from slime_like.metrics.dictionary import unknown
 from slime_like.registry import resolve
 from tests.algo.simulate import LocalReduce
 
@@ -138,3 +140,21 @@ def test_names_are_those_of_slime() -> None:
         "train_rollout_logprob_abs_diff",
     }  # fmt: skip
     assert not any(value.requires_grad for value in output.means.values())
+
+
+def test_every_metric_of_a_loss_is_in_the_dictionary() -> None:
+    given = in_sequences(replace(view([1.0], [-1.0]), entropy=torch.zeros(1, dtype=torch.float64)), [0])
+    everything: dict[str, Any] = {
+        "kl_loss_coef": 0.1,
+        "entropy_coef": 0.1,
+        "rejection": "product",
+        "rejection_low": 0.5,
+    }
+    for config in (
+        GrpoConfig(use_tis=True, eps_clip_c=2.0, **everything),
+        GspoConfig(use_mis=True, **everything),
+        CispoConfig(**everything),
+        SftConfig(),
+    ):
+        output: LossOutput = resolve("algo.loss", config.loss, LOSSES)(config)(given)
+        assert unknown(f"train/{name}" for name in [*output.means, *output.maxima]) == []

@@ -69,7 +69,7 @@ ALGORITHMS: dict[str, AlgoConfig] = {
     "reinforce_pp_kl": ReinforcePlusPlusConfig(gamma=0.9, kl_coef=0.1, kl_reward_type="k2", use_tis=True),
     "sft": SftConfig(),
 }
-FEW = settings(max_examples=12, deadline=None)
+FEW = settings(max_examples=8, deadline=None)
 
 
 def batch_of(

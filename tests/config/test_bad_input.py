@@ -106,6 +106,32 @@ RULES = {
         "algo.use_rollout_logprobs=true",
         "algo.use_tis",
     ),
+    "refill without filter": ("rollout.max_refills=3", "rollout.max_refills=3", "rollout.filters=[nonzero_std]"),
+    "oversampling without filter": (
+        "rollout.over_sampling_batch_size=64",
+        "rollout.over_sampling_batch_size=64",
+        "rollout.filters",
+    ),
+    "oversampling too little": (
+        "rollout.filters=[nonzero_std] rollout.over_sampling_batch_size=8",
+        "rollout.over_sampling_batch_size=8",
+        "rollout.batch_size=32",
+    ),
+    "overlong factor alone": (
+        "reward.overlong_penalty_factor=0.5",
+        "reward.overlong_penalty_factor=0.5",
+        "reward.overlong_buffer_len",
+    ),
+    "overlong buffer": (
+        "reward.overlong_buffer_len=2000",
+        "reward.overlong_buffer_len=2000",
+        "rollout.max_response_len=1024",
+    ),
+    "overlong under sft": (
+        "algo=sft rollout.n_samples_per_prompt=1 reward.overlong_buffer_len=9",
+        "reward.overlong_buffer_len=9",
+        "algo=sft",
+    ),
     "dual clip": ("algo.eps_clip_c=1", "algo.eps_clip_c=1.0", "above 1"),
     "lonely sample": ("rollout.n_samples_per_prompt=1", "rollout.n_samples_per_prompt=1", "at least 2"),
     "reward": ("reward.name=mth", "reward.name='mth'", "'math'"),

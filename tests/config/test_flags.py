@@ -76,6 +76,8 @@ ONE_BY_ONE = {
     "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": (
         "rollout.filters=['nonzero_std']"
     ),
+    "--dynamic-sampling-filter-path a.b": "rollout.max_refills=100",
+    "--over-sampling-batch-size 64": "rollout.over_sampling_batch_size=64",
     "--update-weight-buffer-size 536870912": "weights.bucket_mb=512.0",
     "--skip-eval-before-train": "evaluation.before_train=false",
     "--advantage-estimator reinforce_plus_plus": "algo=reinforce_pp",

@@ -129,12 +129,16 @@ def test_rollout_only_with_parts_of_ones_own(warm: Warm, tmp_path: Path) -> None
         "reward.name=tests.e2e.custom:length",
         "rollout.generate=tests.e2e.custom:generate",
         "rollout.filters=[tests.e2e.custom:even_prompts]",
+        "rollout.max_refills=20",
         log=tmp_path / "rollout_only.log",
     )
     assert done.code == 0, done.output
     rows = metrics(tmp_path / "run")[-2:]
     groups = load_groups(rollout_path(tmp_path / "run" / "rollouts", 0))
-    assert len(groups) + rows[0]["rollout/dropped_groups/tests.e2e.custom:even_prompts"] == 16
+    dropped = rows[0]["rollout/dropped_groups/tests.e2e.custom:even_prompts"]
+    assert len(groups) == 16  # what the filter drops is replaced
+    assert rows[0]["rollout/generated_groups"] == 16 + dropped > 16
+    assert rows[0]["rollout/refills"] > 0
     assert all(group.prompt.prompt_id % 2 == 0 and len(group.samples) == 2 for group in groups)
     assert {s.reward.score for g in groups for s in g.samples if s.reward} == {
         float(len(s.text)) for g in groups for s in g.samples

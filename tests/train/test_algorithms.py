@@ -16,13 +16,15 @@ pytestmark = pytest.mark.ranks
 BOUND = 1e-5
 LAYOUTS: dict[int, dict[str, Layout]] = {
     1: {"single": Layout()},
-    2: {"tp2 sp": Layout(**SP), "pp2": Layout(pp=2), "dp2": Layout(dp=2)},
+    2: {"tp2 sp": Layout(**SP), "pp2": Layout(pp=2), "dp2": Layout(dp=2), "cp2": Layout(cp=2)},
+    4: {"tp2 cp2": Layout(cp=2, **SP)},
 }
 TARGET = "tests.train.algorithms:every_algorithm"
 JOBS = {
     size: [Job(f"algorithms {name}", TARGET, (layout,)) for name, layout in layouts.items()]
     for size, layouts in LAYOUTS.items()
 }
+JOBS[2].append(Job("algorithms local sums", TARGET, (Layout(cp=2), True)))
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
 
 
@@ -40,6 +42,17 @@ def test_loss_and_gradient_do_not_depend_on_the_layout(algo: str, layout: str, r
     for metric, value in single[algo].items():
         if metric.startswith("train/") and "_p99" not in metric:
             assert found[algo][metric] == pytest.approx(value, rel=BOUND, abs=BOUND), metric
+
+
+def test_a_sequence_summed_on_one_context_parallel_rank_only_would_show(results: Results) -> None:
+    single, _ = reported(results, "single")
+    faulty, _ = reported(results, "local sums")
+    wrong = {
+        algo
+        for algo in ALGORITHMS
+        if faulty[algo]["train/grad_norm"] != pytest.approx(single[algo]["train/grad_norm"], rel=100 * BOUND)
+    }
+    assert wrong == {"gspo", "geometric", "product", "gspo rejection"}
 
 
 def test_every_bound_is_met_from_both_sides(results: Results) -> None:

@@ -1,0 +1,47 @@
+"""A soft punishment for responses that come near the length limit, taken off the reward before advantages are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from slime_like.data.columns import UNTRAINED
+from slime_like.metrics.types import Mean, Metric
+from slime_like.types import Sample, SampleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Overlong:
+    """Nothing is taken off up to ``max_len - buffer_len`` response tokens; from there it grows linearly to ``factor`` at
+    ``max_len``.
+
+    The groups that filters judge, dumps and ``rollout/raw_reward`` keep the reward as it was given.
+    Source: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13.
+
+    Example: ``Overlong(100, 20, 1.0)`` takes 0.5 off a response of 90 tokens and 1 off one of 100.
+    """
+
+    max_len: int  # tokens, rollout.max_response_len
+    buffer_len: int  # tokens
+    factor: float
+
+    def penalty(self, sample: Sample) -> float:
+        """What is taken off the score, at least 0."""
+        over = sample.num_response_tokens - (self.max_len - self.buffer_len)
+        return self.factor * min(max(over / self.buffer_len, 0.0), 1.0)
+
+    def shaped(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+        """The same groups with lower scores; accuracies stay."""
+        return [replace(group, samples=tuple(self._shaped(sample) for sample in group.samples)) for group in groups]
+
+    def metrics(self, groups: Sequence[SampleGroup]) -> list[Metric]:
+        """``rollout/overlong_penalty``, mean over the samples that count."""
+        found = [self.penalty(s) for group in groups for s in group.samples if s.status not in UNTRAINED]
+        return [Mean("rollout/overlong_penalty", float(np.mean(found)))] if found else []
+
+    def _shaped(self, sample: Sample) -> Sample:
+        if sample.reward is None or sample.status in UNTRAINED:
+            return sample
+        return replace(sample, reward=replace(sample.reward, score=sample.reward.score - self.penalty(sample)))
