@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slime_like.cluster.checkpoints import Checkpoints, remove_leftovers
 from slime_like.cluster.crash import one_line, write_bundle
 from slime_like.cluster.folder import claimed
 from slime_like.cluster.inputs import Inputs, load_inputs
@@ -31,7 +32,7 @@ from slime_like.config.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.data.overlong import Overlong
 from slime_like.deadline import Deadline
-from slime_like.errors import CheckpointError, DeadlineExceeded, EngineError, SlimeLikeError, WorkerError
+from slime_like.errors import DeadlineExceeded, EngineError, SlimeLikeError, WorkerError
 from slime_like.interfaces import MetricSink, Trainer
 from slime_like.metrics.sinks import open_sinks
 from slime_like.metrics.spans import Spans
@@ -54,6 +55,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
     first = first_rollout(cfg, run_dir)
     inputs = load_inputs(cfg, plan)
     with claimed(cfg, run_dir):
+        remove_leftovers(run_dir)
         sink = open_sinks(cfg.metrics, run_dir, first_step=first, num_steps=cfg.loop.num_rollout, settings=asdict(cfg))
         stop = StopRequest()
         cluster = _Cluster(cfg, plan, run_dir, Progress(partial(_say, cfg)))
@@ -111,6 +113,14 @@ class _Cluster:
             stop=stop,
             first_rollout=first,
             engine_ranks=sum(address.tp for address in addresses),
+            checkpoints=Checkpoints(
+                folder=self.run_dir / "checkpoints",
+                trainer=trainer,
+                rollout=rollout,
+                config=self.cfg.run,
+                enabled=self.plan.needs_trainer,
+                last=first,
+            ),
         )
 
     def _start_trainer(self, first: int) -> Trainer:
@@ -122,11 +132,7 @@ class _Cluster:
         trainer.connect(self.progress.waiting)
         self.progress.ready("trainer is up", "engines" if self.engines else "")
         if first > 0:
-            loaded = trainer.load(self._checkpoints())
-            if loaded != first:
-                raise CheckpointError(
-                    f"{self._checkpoints()} says iteration {first}, its content says {loaded}: resume from another checkpoint"
-                )
+            trainer.load(self._checkpoints(), first)
         return trainer
 
     def _wait_for_engines(self) -> tuple[EngineAddress, ...]:
@@ -239,12 +245,16 @@ class FrozenTrainer:
         """Never asked: there is no push to prove."""
         raise SlimeLikeError("run.mode=rollout_only has no trainer to score with")
 
-    def save(self, folder: Path, iteration: int) -> None:
+    def begin_save(self, folder: Path, iteration: int) -> None:
         """Nothing was trained."""
 
-    def load(self, folder: Path) -> int:
+    def finish_save(self, *, wait: bool) -> bool:
+        """Nothing was begun."""
+        del wait
+        return True
+
+    def load(self, folder: Path, iteration: int) -> None:
         """Nothing was trained."""
-        return self.version
 
     def export_hf(self, folder: Path) -> None:
         """Nothing was trained."""

@@ -6,11 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slime_like.checkpoint_files import LATEST, iteration_folder, latest_iteration, read_manifest
+from slime_like.cluster.rollouts import read_state
+from slime_like.config.hf import read_json
 from slime_like.config.load import from_yaml
 from slime_like.config.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
 
-MARKER = "latest_checkpointed_iteration.txt"
 # What may change between the parts of one run without making it another experiment.
 FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights")
 FIXED_KEYS = ("run.seed", "run.deterministic")
@@ -38,20 +40,28 @@ def first_rollout(cfg: TrainConfig, run_dir: Path) -> int:
     Raises ``CheckpointError`` where there is none to be read, ``ConfigError`` where ``run.resume=auto`` would go on with
     another experiment than the folder holds, ``RunComplete`` where nothing is left to train.
     """
-    marker = checkpoint_folder(cfg, run_dir) / MARKER
-    if not marker.exists():
+    folder, own = checkpoint_folder(cfg, run_dir), run_dir / "checkpoints"
+    if not (folder / LATEST).exists():
         if cfg.run.resume not in ("auto", "never"):
             raise CheckpointError(
-                f"run.resume={cfg.run.resume!r}: no {MARKER} in {marker.parent}; give the folder that holds the iter_* folders"
+                f"run.resume={cfg.run.resume!r}: no {LATEST} in {folder}; give the folder that holds the iter_* folders"
             )
         return 0
+    if folder.resolve() != own and (own / LATEST).exists():
+        raise ConfigError(
+            f"run.resume={cfg.run.resume!r}, but run.dir={cfg.run.dir!r} has checkpoints of its own (iteration "
+            f"{latest_iteration(own)}): run.resume=auto goes on with those; to start from the others choose another run.dir"
+        )
     if cfg.run.resume == "never":
         raise CheckpointError(
             f"run.resume=never, but run.dir={cfg.run.dir!r} holds checkpoints: choose another run.dir, or run.resume=auto"
         )
     if cfg.run.resume == "auto":
         _check_same_experiment(cfg, run_dir)
-    done = _read_marker(marker)
+    done = latest_iteration(folder)
+    check_content(cfg, iteration_folder(folder, done))
+    if cfg.run.replay_from is None:
+        read_state(folder, done)
     exported = not cfg.run.save_hf or (run_dir / "hf").exists()
     if done >= cfg.loop.num_rollout and exported:
         raise RunComplete(
@@ -61,13 +71,22 @@ def first_rollout(cfg: TrainConfig, run_dir: Path) -> int:
     return done
 
 
-def _read_marker(marker: Path) -> int:
-    text = marker.read_text().strip()
-    if not text.isdigit():
+def check_content(cfg: TrainConfig, source: Path) -> None:
+    """Raise ``CheckpointError`` unless ``source`` is whole and of the model that the run trains."""
+    manifest = read_manifest(source)
+    config = read_json("model.hf_checkpoint", Path(cfg.model.hf_checkpoint) / "config.json")
+    for name, found in manifest.model.items():
+        if config.get(name) is not None and config[name] != found:
+            raise CheckpointError(
+                f"{source}: of another model: {name} is {found} there and {config[name]} in "
+                f"model.hf_checkpoint={cfg.model.hf_checkpoint!r}; give the checkpoint the model it was trained from"
+            )
+    mine = cfg.parallel.distributed_optimizer
+    if manifest.distributed_optimizer != mine:
         raise CheckpointError(
-            f"{marker} says {text!r}, which is not an iteration: write the number of an iter_* folder beside it into it"
+            f"{source}: saved with parallel.distributed_optimizer={manifest.distributed_optimizer}, "
+            f"which cannot be loaded with {mine}: set it as it was"
         )
-    return int(text)
 
 
 def _check_same_experiment(cfg: TrainConfig, run_dir: Path) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime_like.checkpoint_files import sync
 from slime_like.cluster.stacks import dump_stacks_on_signal
 from slime_like.cluster.trainer_worker import EngineAddress
+from slime_like.errors import CheckpointError
 from slime_like.interfaces import DataSource
 from slime_like.metrics.types import Metric
 from slime_like.rollout.client import EngineClient
@@ -68,7 +70,11 @@ class RolloutActor:
 
     async def save_state(self, next_rollout: int, leftover: str) -> dict[str, Any]:
         """The state of the next rollout; leftover groups go to the file ``leftover``."""
-        self._manager.save_leftover(Path(leftover))
+        try:
+            self._manager.save_leftover(Path(leftover))
+            sync(Path(leftover))
+        except OSError as error:
+            raise CheckpointError(f"{leftover}: the save failed ({error.strerror}); is the disk full?") from error
         return self._manager.state(next_rollout)
 
     async def load_state(self, state: Mapping[str, Any], leftover: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime_like.checkpoint_files import write_text
 from slime_like.cluster.wait import wait_one
 from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import load_groups, rollout_path
@@ -48,7 +49,7 @@ class EngineRollout:
 
     def load(self, folder: Path, next_rollout: int) -> None:
         """Continue from what ``save`` wrote."""
-        self._call("load_state", _read_state(folder, next_rollout), str(_leftover(folder, next_rollout)))
+        self._call("load_state", read_state(folder, next_rollout), str(_leftover(folder, next_rollout)))
 
     def _call(self, verb: str, *args: Any) -> Any:
         return wait_one(
@@ -101,7 +102,7 @@ class DemonstrationRollout:
 
     def load(self, folder: Path, next_rollout: int) -> None:
         """Continue from what ``save`` wrote."""
-        self.demonstrations.load_state(_read_state(folder, next_rollout)["cursor"])
+        self.demonstrations.load_state(read_state(folder, next_rollout)["cursor"])
 
 
 def _leftover(folder: Path, next_rollout: int) -> Path:
@@ -114,13 +115,14 @@ def _state_path(folder: Path, next_rollout: int) -> Path:
 
 def _write_state(folder: Path, next_rollout: int, state: dict[str, Any]) -> None:
     path = _state_path(folder, next_rollout)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(state))
-    partial.replace(path)
+    try:
+        write_text(path, json.dumps(state))
+    except OSError as error:
+        raise CheckpointError(f"{path}: the save failed ({error.strerror}); is the disk full?") from error
 
 
-def _read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
+def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
+    """The rollout side of a checkpoint. Raises ``CheckpointError`` where it is missing or garbled."""
     path = _state_path(folder, next_rollout)
     try:
         return json.loads(path.read_text())

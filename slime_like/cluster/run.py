@@ -6,11 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from slime_like.cluster.checkpoints import Checkpoints
 from slime_like.cluster.rollouts import Rollout
 from slime_like.cluster.sync import Sync
 from slime_like.config.root import TrainConfig
@@ -63,7 +64,7 @@ class Run:
     stop: StopRequest
     first_rollout: int
     engine_ranks: int  # 0 where nothing is generated
-    saved_at: int = field(default=-1)
+    checkpoints: Checkpoints
 
     def start(self) -> None:
         """The first push, and the first evaluation of a fresh run."""
@@ -82,7 +83,8 @@ class Run:
                 break
             yield rollout_id
             done = rollout_id + 1
-        self.save(done)
+        with self.timer("save"):
+            self.checkpoints.save(done, final=True)
         if done < self.cfg.loop.num_rollout:
             raise KeyboardInterrupt(f"stopped after {done} rollouts; continue with the same command (run.resume=auto)")
         if self.cfg.run.save_hf:
@@ -110,18 +112,18 @@ class Run:
         if self._eval_due(done):
             metrics += self._evaluate()
         self._log(done, metrics)
-        interval = self.cfg.run.save_interval
-        if interval is not None and done % interval == 0:
-            self.save(done)
+        self._save_due(done)
 
-    def save(self, done: int) -> None:
-        """Checkpoint after ``done`` rollouts: the rollout side first, so that the trainer's marker makes it count."""
-        if self.saved_at == done or done == self.first_rollout:
-            return
-        folder = self.run_dir / "checkpoints"
-        self.rollout.save(folder, done)
-        self.trainer.save(folder, done)
-        self.saved_at = done
+    def _save_due(self, done: int) -> None:
+        """Checkpoint and export, each when it is due; a checkpoint that is being written is named when it is whole."""
+        run = self.cfg.run
+        with self.timer("save"):
+            if run.save_interval is not None and done % run.save_interval == 0:
+                self.checkpoints.save(done)
+            else:
+                self.checkpoints.poll()
+            if run.save_hf_interval is not None and done % run.save_hf_interval == 0:
+                self.trainer.export_hf(hf_folder(self.run_dir, done))
 
     def _eval_due(self, done: int) -> bool:
         interval = self.cfg.evaluation.interval
@@ -142,3 +144,8 @@ class Run:
                 Last("perf/step_time", max(stop for _, stop in loop_spans) - min(start for start, _ in loop_spans))
             )
         self.sink.log(step, reduce_metrics(metrics), spans)
+
+
+def hf_folder(run_dir: Path, done: int) -> Path:
+    """Where ``run.save_hf_interval`` writes the weights after ``done`` rollouts."""
+    return run_dir / f"hf_iter_{done:07d}"

@@ -59,19 +59,22 @@ class TrainerGroup:
             raise WorkerError(f"{len(scored)} trainer ranks reported log-probabilities, one should")
         return np.asarray(scored[0], dtype=np.float32)
 
-    def save(self, folder: Path, iteration: int) -> None:
-        """Write a distributed checkpoint."""
-        self._on_all("save", str(folder), iteration)
+    def begin_save(self, folder: Path, iteration: int) -> None:
+        """Copy everything on the ranks and let them write it to ``folder/iter_<iteration>``."""
+        self._on_all("begin_save", str(folder), iteration)
 
-    def load(self, folder: Path) -> int:
-        """Read the newest checkpoint of ``folder``; returns its iteration, which is also the version."""
-        iterations = set(self._on_all("load", str(folder)).values())
-        if len(iterations) != 1:
+    def finish_save(self, *, wait: bool) -> bool:
+        """Whether what was begun is whole; without ``wait`` only if no rank still writes."""
+        return all(self._on_all("finish_save", wait).values())
+
+    def load(self, folder: Path, iteration: int) -> None:
+        """Read ``folder/iter_<iteration>``."""
+        versions = set(self._on_all("load", str(folder), iteration).values())
+        if len(versions) != 1:
             raise WorkerError(
-                f"trainer ranks read different iterations from {folder}: {sorted(iterations)}; is the folder shared by all nodes?"
+                f"trainer ranks read different versions from {folder}: {sorted(versions)}; is the folder shared by all nodes?"
             )
-        self.version = int(iterations.pop())
-        return self.version
+        self.version = int(versions.pop())
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights in HF format."""

@@ -86,13 +86,18 @@ class TrainerWorker:
         """[T] log-probabilities, on the reporter."""
         return self.actor.score(rows)
 
-    def save(self, folder: str, iteration: int) -> None:
-        """Write this rank's part of a checkpoint."""
-        self.actor.save(Path(folder), iteration)
+    def begin_save(self, folder: str, iteration: int) -> None:
+        """Begin to write this rank's part of a checkpoint."""
+        self.actor.begin_save(Path(folder), iteration)
 
-    def load(self, folder: str) -> int:
-        """Read this rank's part of the newest checkpoint; returns its iteration."""
-        return self.actor.load(Path(folder))
+    def finish_save(self, wait: bool) -> bool:
+        """Whether the checkpoint that was begun is whole."""
+        return self.actor.finish_save(wait=wait)
+
+    def load(self, folder: str, iteration: int) -> int:
+        """Read this rank's part of a checkpoint; returns its version."""
+        self.actor.load(Path(folder), iteration)
+        return self.actor.version
 
     def export_hf(self, folder: str) -> None:
         """Write the weights in HF format."""

@@ -100,7 +100,15 @@ class RunConfig(Config):
         "auto: continue from dir's newest checkpoint if there is one; never: refuse to reuse a used folder; or a checkpoint's path.",
     )
     save_interval: int | None = key(None, "Checkpoint every N rollouts; null: only at the end and on Ctrl-C.")
+    async_save: bool = key(True, "Write checkpoints beside training, from a copy (Megatron: --async-save).")
+    keep_checkpoints: int | None = key(None, "Keep the newest N checkpoints; null: all.")
+    on_failed_save: str = key(
+        "stop",
+        "When a checkpoint cannot be written (a full disk): stop the run, or continue with a warning; the last one always stops.",
+        choices=("stop", "continue"),
+    )
     save_hf: bool = key(False, "Export the final weights in HF format to dir/hf.")
+    save_hf_interval: int | None = key(None, "Export weights in HF format every N rollouts to dir/hf_iter_<N>.")
     dump_rollouts: bool = key(False, "Write each rollout's groups to dir/rollouts.")
     replay_from: str | None = key(None, "Folder of dumped rollouts to train on instead of generating.")
     prepare: str | None = key(
@@ -109,4 +117,4 @@ class RunConfig(Config):
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        positive(prefix, self, "save_interval")
+        positive(prefix, self, "save_interval", "keep_checkpoints", "save_hf_interval")

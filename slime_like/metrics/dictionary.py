@@ -163,6 +163,7 @@ ENTRIES = (
     Entry("perf/ref_log_probs_time", "the pass for reference log-probabilities", "s"),
     Entry("perf/update_weights_time", "a push, its probe included", "s"),
     Entry("perf/eval_time", "evaluation", "s"),
+    Entry("perf/save_time", "training held up by the checkpoint or export after the step before", "s"),
     Entry("perf/tokens_per_gpu_per_sec", "sampled tokens per second and engine rank", "tokens/s"),
 )
 

@@ -1,15 +1,31 @@
+"""Where a run starts is settled, and what it would start from looked through, before any process starts."""
+
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.resume import MARKER, first_rollout
+from slime_like.checkpoint_files import (
+    LATEST,
+    Manifest,
+    iteration_folder,
+    iterations,
+    prune,
+    write_manifest,
+    write_text,
+)
+from slime_like.cluster.checkpoints import remove_leftovers
+from slime_like.cluster.resume import first_rollout
 from slime_like.config.algo import GrpoConfig
 from slime_like.config.load import to_yaml
 from slime_like.config.model import OptimConfig
 from slime_like.config.root import TrainConfig
 from slime_like.config.run import LoopConfig, RunConfig
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
+
+HF = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 250}
 
 
 def config(run_dir: Path, *, resume: str = "auto", lr: float = 1e-3, num_rollout: int = 10) -> TrainConfig:
@@ -21,16 +37,26 @@ def config(run_dir: Path, *, resume: str = "auto", lr: float = 1e-3, num_rollout
     )
     return replace(
         made,
-        model=replace(made.model, hf_checkpoint="m"),
+        model=replace(made.model, hf_checkpoint=str(run_dir / "model")),
         data=replace(made.data, train="t"),
         evaluation=made.evaluation,
     )
 
 
-def used_folder(run_dir: Path, marker: str = "4") -> Path:
-    (run_dir / "checkpoints").mkdir(parents=True)
-    (run_dir / "checkpoints" / MARKER).write_text(marker)
+def used_folder(run_dir: Path, latest: str = "4") -> Path:
+    """A run folder with checkpoints of iterations 2 and 4, of which ``latest`` is named."""
+    checkpoints = run_dir / "checkpoints"
+    for iteration in (2, 4):
+        folder = iteration_folder(checkpoints, iteration)
+        folder.mkdir(parents=True)
+        (folder / "__0_0.distcp").write_bytes(b"x" * 100)
+        (folder / "metadata.json").write_text("{}")
+        write_manifest(folder, Manifest(iteration, iteration, iteration, 1e-3, 0.0, True, {"tp": 1}, HF))
+        write_text(checkpoints / "rollout" / f"state_{iteration}.json", "{}")
+    (checkpoints / LATEST).write_text(latest)
     (run_dir / "config.yaml").write_text(to_yaml(config(run_dir)))
+    (run_dir / "model").mkdir()
+    (run_dir / "model" / "config.json").write_text(json.dumps(HF))
     return run_dir
 
 
@@ -65,7 +91,7 @@ def test_never_refuses_a_used_folder(tmp_path: Path) -> None:
 
 
 def test_a_path_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=MARKER):
+    with pytest.raises(CheckpointError, match=LATEST):
         first_rollout(config(tmp_path, resume=str(tmp_path)), tmp_path)
 
 
@@ -73,3 +99,95 @@ def test_a_marker_that_is_no_number_is_refused(tmp_path: Path) -> None:
     run_dir = used_folder(tmp_path / "run", "release")
     with pytest.raises(CheckpointError, match="'release', which is not an iteration"):
         first_rollout(config(run_dir), run_dir)
+
+
+def test_a_foreign_path_is_refused_where_the_folder_has_its_own(tmp_path: Path) -> None:
+    """Else the same command, given again after a crash, would start over and write over what it had."""
+    other, run_dir = used_folder(tmp_path / "other"), used_folder(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"checkpoints of its own \(iteration 4\): run\.resume=auto"):
+        first_rollout(config(run_dir, resume=str(other / "checkpoints")), run_dir)
+
+
+def shard(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / "iter_0000004" / "__0_0.distcp"
+
+
+def manifest(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / "iter_0000004" / "checkpoint.json"
+
+
+def change_model(run_dir: Path) -> None:
+    (run_dir / "model" / "config.json").write_text(json.dumps({**HF, "num_hidden_layers": 6}))
+
+
+def change_format(run_dir: Path) -> None:
+    values = json.loads(manifest(run_dir).read_text())
+    manifest(run_dir).write_text(json.dumps({**values, "format": 99}))
+
+
+def rename_away(run_dir: Path) -> None:
+    shard(run_dir).parent.rename(run_dir / "elsewhere")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "shard cut": (lambda d: shard(d).write_bytes(b"x" * 60), r"__0_0\.distcp: torn, 60 bytes where 100 were written"),
+    "shard lost": (lambda d: shard(d).unlink(), r"__0_0\.distcp: missing"),
+    "metadata lost": (lambda d: shard(d).with_name("metadata.json").unlink(), r"metadata\.json: missing"),
+    "manifest lost": (lambda d: [manifest(d).unlink(), shard(d).with_name("metadata.json").unlink()], "incomplete"),
+    "manifest garbled": (lambda d: manifest(d).write_text("{"), r"checkpoint\.json: garbled"),
+    "manifest of something else": (lambda d: manifest(d).write_text("[1]"), r"checkpoint\.json: garbled"),
+    "another format": (change_format, r"checkpoint\.json: format 99, this version reads 1"),
+    "another trainer's": (lambda d: manifest(d).unlink(), r"another trainer .* model\.megatron_checkpoint"),
+    "folder lost": (rename_away, r"iter_0000004: missing, though .* names it"),
+    "another model": (change_model, r"num_hidden_layers is 4 there and 6 in model\.hf_checkpoint"),
+    "rollout side lost": (
+        lambda d: (d / "checkpoints" / "rollout" / "state_4.json").unlink(),
+        r"state_4\.json cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_named_before_anything_starts(name: str, tmp_path: Path) -> None:
+    run_dir = used_folder(tmp_path / "run")
+    damage, message = DAMAGES[name]
+    damage(run_dir)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        first_rollout(config(run_dir), run_dir)
+    if name in ("shard cut", "shard lost", "folder lost"):
+        assert "write an earlier iteration (2)" in str(raised.value)
+        (run_dir / "checkpoints" / LATEST).write_text("2")  # as the message says
+        assert first_rollout(config(run_dir), run_dir) == 2
+
+
+def test_a_plain_optimizer_cannot_read_a_distributed_one(tmp_path: Path) -> None:
+    run_dir = used_folder(tmp_path / "run")
+    cfg = config(run_dir)
+    cfg = replace(cfg, parallel=replace(cfg.parallel, distributed_optimizer=False))
+    with pytest.raises(
+        CheckpointError, match=r"parallel\.distributed_optimizer=True, which cannot be loaded with False"
+    ):
+        first_rollout(cfg, run_dir)
+
+
+def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
+    run_dir = used_folder(tmp_path / "run")
+    before = sorted(run_dir.rglob("*"))
+    for name in ("checkpoints/iter_0000006.tmp", "checkpoints/critic/iter_0000006.tmp", "hf_iter_0000006.tmp"):
+        (run_dir / name).mkdir(parents=True)
+        (run_dir / name / "__0_0.distcp").write_text("half")
+    (run_dir / "checkpoints" / "rollout" / "state_6.json.tmp").write_text("half")
+    remove_leftovers(run_dir)
+    (run_dir / "checkpoints" / "critic").rmdir()
+    assert sorted(run_dir.rglob("*")) == before
+    assert first_rollout(config(run_dir), run_dir) == 4
+
+
+def test_pruning_keeps_the_newest_and_the_one_that_is_named(tmp_path: Path) -> None:
+    checkpoints = used_folder(tmp_path / "run") / "checkpoints"
+    prune(checkpoints, 1)
+    assert iterations(checkpoints) == [4]
+    assert [path.name for path in (checkpoints / "rollout").iterdir()] == ["state_4.json"]
+    iteration_folder(checkpoints, 6).mkdir()  # whole, but not yet named
+    prune(checkpoints, 1)
+    assert iterations(checkpoints) == [4, 6]

@@ -61,9 +61,9 @@ def test_a_save_leaves_no_process_behind(results: Results) -> None:
     ("name", "names"),
     [
         ("nothing there", "latest_checkpointed_iteration.txt: missing"),
-        ("latest is not a number", "must hold one iteration number"),
-        ("metadata lost", "no metadata.json"),
-        ("shard cut", "iter_0000002: torn"),
+        ("latest is not a number", "'ten', which is not an iteration"),
+        ("metadata lost", "metadata.json: missing"),
+        ("shard cut", "distcp: torn"),
         ("other model", "tie_word_embeddings is True there and False"),
         ("plain optimizer", "parallel.distributed_optimizer=True"),
     ],

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slime_like.batch import Rows
+from slime_like.checkpoint_files import latest_iteration, name_latest
 from slime_like.config.resolved import ActorSpec
 from slime_like.interfaces import WeightSource
 from slime_like.metrics.types import Metric
 from slime_like.train.megatron import groups, host
 from slime_like.types import F32
+
+if TYPE_CHECKING:
+    from slime_like.train.megatron.checkpoint import PendingSave
 
 
 class MegatronActor:
@@ -38,6 +43,8 @@ class MegatronActor:
         from slime_like.train.megatron.trainer import RankTrainer
 
         self.version = 0
+        self.deadline_s = spec.deadline_s
+        self._pending: PendingSave | None = None
         self.dp_rank = place.dp_rank
         self.is_pipeline_last = place.is_last
         self.is_reporter = place.is_reporter
@@ -58,21 +65,42 @@ class MegatronActor:
         """The live weights in HF names and shapes."""
         return self.trainer.export()
 
-    def save(self, folder: Path, iteration: int) -> None:
-        """Write a distributed checkpoint to ``folder/iter_<iteration>`` and name it the latest."""
+    def begin_save(self, folder: Path, iteration: int) -> None:
+        """Copy everything as it is now and begin to write ``folder/iter_<iteration>``; training may go on."""
         from slime_like.train.megatron import checkpoint
 
-        checkpoint.save(self.trainer.checkpoint_parts(), folder, iteration, self.version)
+        assert self._pending is None, "finish_save comes first"
+        self._pending = checkpoint.begin(self.trainer.checkpoint_parts(), folder, iteration, self.version)
 
-    def load(self, folder: Path) -> int:
-        """Restore the latest checkpoint of ``folder``, of any layout, and return its iteration.
+    def finish_save(self, *, wait: bool) -> bool:
+        """Whether the checkpoint that was begun is whole and in its folder; without ``wait`` only if no rank still writes.
 
-        Raises ``CheckpointError`` when it is missing, torn or of another model.
+        Raises ``CheckpointError`` on every rank when a rank could not write its part.
+        """
+        pending = self._pending
+        if pending is not None and (wait or pending.is_written()):
+            self._pending = None
+            pending.finish(self.deadline_s)
+        return self._pending is None
+
+    def save(self, folder: Path, iteration: int) -> None:
+        """Write a checkpoint and name it the latest of ``folder``: for ranks without a driver."""
+        from slime_like.train.megatron.collective import on_rank_zero
+
+        self.begin_save(folder, iteration)
+        self.finish_save(wait=True)
+        on_rank_zero(lambda: name_latest(folder, iteration))
+
+    def load(self, folder: Path, iteration: int | None = None) -> int:
+        """Restore an iteration of ``folder`` (None: the latest), of any layout; returns which.
+
+        Raises ``CheckpointError`` when it is missing, torn, of another model, or of a layout that cannot become this one.
         """
         from slime_like.train.megatron import checkpoint
 
-        iteration, self.version = checkpoint.load(self.trainer.checkpoint_parts(), folder)
-        return iteration
+        chosen = latest_iteration(folder) if iteration is None else iteration
+        self.version = checkpoint.load(self.trainer.checkpoint_parts(), folder, chosen)
+        return chosen
 
     def export_hf(self, folder: Path) -> None:
         """Write an HF folder that transformers and SGLang load."""

@@ -1,9 +1,15 @@
-"""Megatron distributed checkpoints (torch_dist): model, optimizer, schedule, RNG and version, loadable in any layout."""
+"""Megatron distributed checkpoints (torch_dist): model, optimizer, schedule, RNG and version, loadable in any layout.
+
+A save has two halves. ``begin`` copies everything of one instant and lets a thread write it; ``PendingSave.finish``
+waits for the threads of all ranks and gives the folder its name. What is trained in between is not in it.
+"""
 
 from __future__ import annotations
 
-import os
 import pickle
+import shutil
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +22,25 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
-    load_common_state_dict,
 )
 from torch.distributed.checkpoint import CheckpointException
 
+from slime_like.checkpoint_files import (
+    SCRATCH,
+    Manifest,
+    Scalar,
+    iteration_folder,
+    publish,
+    read_manifest,
+    write_manifest,
+)
+from slime_like.deadline import Deadline
 from slime_like.errors import CheckpointError
-from slime_like.train.megatron.collective import make_empty, move_into_place, on_rank_zero
+from slime_like.train.megatron import patches
+from slime_like.train.megatron.collective import make_empty, on_rank_zero
 from slime_like.train.megatron.families.base import Family
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.model import Policy
-
-LATEST = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,95 +54,162 @@ class Parts:
     place: Place
 
 
-def iteration_folder(folder: Path, iteration: int) -> Path:
-    """Where megatron keeps an iteration."""
-    return folder / f"iter_{iteration:07d}"
+# ---- save ------------------------------------------------------------------------------------------------------------
+class PendingSave:
+    """A checkpoint of which this rank has a copy, and a thread that writes it. Methods are collective."""
+
+    def __init__(self, request: Any, target: Path, manifest: Manifest, place: Place) -> None:
+        self.target = target
+        self._scratch = _scratch(target)
+        self._manifest = manifest
+        self._place = place
+        self._finalize: list[Callable[[], None]] = list(request.finalize_fns)
+        self._error: str | None = None
+        self._thread: threading.Thread | None = None
+        if request.async_fn is not None:  # a rank may have nothing to write
+            arguments = [*request.async_fn_args]
+            arguments[1] = _copied(arguments[1], request.preload_fn())
+            keywords = dict(request.async_fn_kwargs)
+            self._thread = threading.Thread(
+                target=self._write, args=(request.async_fn, arguments, keywords), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+
+    def _write(self, write: Callable[..., None], arguments: list[Any], keywords: dict[str, Any]) -> None:
+        try:
+            write(*arguments, **keywords)
+        except BaseException as error:  # noqa: BLE001  the fault boundary of the thread: finish raises it on every rank
+            self._error = _reason(error)
+
+    def is_written(self) -> bool:
+        """Whether the threads of all ranks are through, so that ``finish`` does not wait for a disk."""
+        busy = torch.tensor([float(self._thread is not None and self._thread.is_alive())], device=self._place.device)
+        dist.all_reduce(busy, op=dist.ReduceOp.MAX)
+        return not busy.item()
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait for every rank's files and give the folder its name.
+
+        Raises ``CheckpointError`` on every rank when one failed, after removing what was written.
+        """
+        try:
+            self._join(deadline_s)
+            patches.UNREPORTED.clear()
+            for step in self._finalize:
+                step()
+            on_rank_zero(self._name)
+        except (
+            CheckpointError,
+            CheckpointException,
+        ) as error:  # the latter a BaseException: `except Exception` misses it
+            if dist.get_rank() == 0:
+                shutil.rmtree(self._scratch, ignore_errors=True)
+            if isinstance(error, CheckpointError):
+                raise
+            raise _failed(self.target, _reason(error)) from error
+
+    def _join(self, deadline_s: float) -> None:
+        if self._thread is not None:
+            deadline = Deadline(f"rank {dist.get_rank()}", "save", deadline_s)
+            self._thread.join(deadline.remaining("the disk"))
+            if self._thread.is_alive():
+                raise deadline.exceeded(f"the disk of {self._scratch}")
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, self._error)
+        if any(errors):
+            raise _failed(self.target, "; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error))
+
+    def _name(self) -> None:
+        if patches.UNREPORTED:
+            raise patches.UNREPORTED.pop()
+        write_manifest(self._scratch, self._manifest)
+        publish(self._scratch, self.target)
 
 
-def save(parts: Parts, folder: Path, iteration: int, version: int) -> None:
-    """Write ``folder/iter_<iteration>`` and then, when every rank is done, name it the latest.
-
-    A save that is cut off leaves the earlier checkpoint the latest one. Collective.
-    """
+def begin(parts: Parts, folder: Path, iteration: int, version: int) -> PendingSave:
+    """Copy everything as it is now and begin to write ``folder/iter_<iteration>``. Collective."""
     target = iteration_folder(folder, iteration)
-    scratch = target.with_name(target.name + ".tmp")
+    scratch = _scratch(target)
     on_rank_zero(lambda: make_empty(scratch))
     state = _sharded_state(parts, loading=False)
     state["rng"] = _rng_object(parts.place, _rng_state())
-    state["trainer"] = {
-        "iteration": iteration,
-        "version": version,
-        "schedule_steps": int(parts.schedule.num_steps),
-        "optim": {
-            "max_lr": parts.optimizer.param_groups[0]["max_lr"],
-            "min_lr": parts.optimizer.param_groups[0]["min_lr"],
-        },
-        "layout": _layout(parts.place),
-        "distributed_optimizer": parts.place.layout.distributed_optimizer,
-        "model": _fingerprint(parts.family),
-    }
+    group = parts.optimizer.param_groups[0]
+    manifest = Manifest(
+        iteration=iteration,
+        version=version,
+        schedule_steps=int(parts.schedule.num_steps),
+        max_lr=float(group["max_lr"]),
+        min_lr=float(group["min_lr"]),
+        distributed_optimizer=parts.place.layout.distributed_optimizer,
+        layout=_layout(parts.place),
+        model=_fingerprint(parts.family),
+    )
     try:
-        dist_checkpointing.save(
-            state, str(scratch), get_default_save_sharded_strategy("torch_dist"), content_metadata=_content()
+        request = dist_checkpointing.save(
+            state,
+            str(scratch),
+            get_default_save_sharded_strategy("torch_dist"),
+            async_sharded_save=True,
+            async_strategy="mcore",
+            content_metadata=_content(),
         )
-    except CheckpointException as error:  # a BaseException: `except Exception` would let a failed save pass
-        raise CheckpointError(f"{target}: the save failed on a rank ({_reason(error)}); is the disk full?") from error
-    dist.barrier()
-
-    def publish() -> None:
-        move_into_place(scratch, target)
-        _write_atomically(folder / LATEST, str(iteration))
-
-    on_rank_zero(publish)
+    except CheckpointException as error:
+        raise _failed(target, _reason(error)) from error
+    return PendingSave(request, target, manifest, parts.place)
 
 
-def load(parts: Parts, folder: Path) -> tuple[int, int]:
-    """Restore the latest checkpoint of ``folder``; returns (iteration, version). Collective.
+def _copied(buckets: list[Any], on_host: list[Any]) -> list[Any]:
+    """``on_host`` without a tensor that the next step writes to: megatron copies from devices, not from the host."""
+    out: list[Any] = []
+    for (_, _, (_, live)), (file, key, (data, tensors)) in zip(buckets, on_host, strict=True):
+        pairs = zip(live, tensors, strict=True)
+        copies = [
+            (item, tensor.detach().clone() if tensor.data_ptr() == source.data_ptr() else tensor)
+            for (_, source), (item, tensor) in pairs
+        ]
+        out.append((file, key, (data, copies)))
+    return out
 
-    Raises ``CheckpointError`` when it is missing, torn, or of another model.
+
+def _scratch(target: Path) -> Path:
+    return target.with_name(target.name + SCRATCH)
+
+
+def _failed(target: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{target}: the save failed ({reason}); is the disk full? The checkpoint before it is as it was"
+    )
+
+
+# ---- load ------------------------------------------------------------------------------------------------------------
+def load(parts: Parts, folder: Path, iteration: int) -> int:
+    """Restore ``folder/iter_<iteration>``, written in any layout; returns its version. Collective.
+
+    Raises ``CheckpointError`` when it is missing, torn, of another model, or of a layout that cannot become this one.
     """
-    iteration = latest_iteration(folder)
     source = iteration_folder(folder, iteration)
-    if not (source / "metadata.json").is_file():
-        raise CheckpointError(
-            f"{source}: missing or incomplete (no metadata.json) though {folder / LATEST} names it; "
-            f"write an earlier iteration into {LATEST}, or start without it"
-        )
+    manifest = read_manifest(source)
+    _check(manifest, parts, source)
     try:
-        trainer = load_common_state_dict(str(source))["trainer"]
-        _check(trainer, parts, source)
-        _restore(parts, source, trainer)
-    except CheckpointError:
-        raise
+        _restore(parts, source, manifest)
     except (CheckpointException, CheckpointingException, pickle.UnpicklingError, *_TORN) as error:
         raise CheckpointError(
             f"{source}: torn, or not a checkpoint of this trainer ({_reason(error)}); use an earlier iteration"
         ) from error
-    return int(trainer["iteration"]), int(trainer["version"])
+    return manifest.version
 
 
 # What torch's and megatron's readers raise on files that are cut short, missing or of another making.
 _TORN = (OSError, EOFError, KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError)
 
 
-def latest_iteration(folder: Path) -> int:
-    """The iteration that ``folder``'s latest file names."""
-    path = folder / LATEST
-    try:
-        return int(path.read_text(encoding="utf-8").strip())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing; {folder} holds no finished checkpoint") from None
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: must hold one iteration number ({error})") from error
-
-
-def _restore(parts: Parts, source: Path, trainer: dict[str, Any]) -> None:
+def _restore(parts: Parts, source: Path, manifest: Manifest) -> None:
     groups = parts.optimizer.param_groups
     own = [(group["max_lr"], group["min_lr"]) for group in groups]
     for group in groups:  # megatron finds a saved group by these values too: a resumed run may change them
-        group.update(trainer["optim"])
+        group.update(max_lr=manifest.max_lr, min_lr=manifest.min_lr)
     state = _sharded_state(parts, loading=True)
-    same_layout = trainer["layout"] == _layout(parts.place)
+    same_layout = manifest.layout == _layout(parts.place)
     if same_layout:  # RNG states belong to ranks
         state["rng"] = _rng_object(parts.place, None)
     loaded: Any = dist_checkpointing.load(state, str(source), get_default_load_sharded_strategy(str(source)))
@@ -137,7 +218,7 @@ def _restore(parts: Parts, source: Path, trainer: dict[str, Any]) -> None:
         parts.optimizer.load_state_dict(loaded["optimizer"])
     for group, (max_lr, min_lr) in zip(parts.optimizer.param_groups, own, strict=True):
         group["max_lr"], group["min_lr"] = max_lr, min_lr
-    parts.schedule.num_steps = int(trainer["schedule_steps"])
+    parts.schedule.num_steps = manifest.schedule_steps
     parts.schedule.step(0)
     if same_layout:
         _set_rng_state(loaded["rng"][0])
@@ -158,8 +239,8 @@ def _content() -> dict[str, Any]:
     }
 
 
-def _check(trainer: dict[str, Any], parts: Parts, source: Path) -> None:
-    wanted, found = _fingerprint(parts.family), trainer["model"]
+def _check(manifest: Manifest, parts: Parts, source: Path) -> None:
+    wanted, found = _fingerprint(parts.family), manifest.model
     for key in wanted:
         if wanted[key] != found.get(key):
             raise CheckpointError(
@@ -167,18 +248,21 @@ def _check(trainer: dict[str, Any], parts: Parts, source: Path) -> None:
                 "model.hf_checkpoint; give the checkpoint the model it was trained from"
             )
     mine = parts.place.layout.distributed_optimizer
-    if trainer["distributed_optimizer"] != mine:
+    if manifest.distributed_optimizer != mine:
         raise CheckpointError(
-            f"{source}: saved with parallel.distributed_optimizer={trainer['distributed_optimizer']}, "
+            f"{source}: saved with parallel.distributed_optimizer={manifest.distributed_optimizer}, "
             f"which cannot be loaded with {mine}: set it as it was"
         )
 
 
-def _fingerprint(family: Family) -> dict[str, Any]:
+def _fingerprint(family: Family) -> dict[str, Scalar]:
     hf = family.hf
     keys = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     more = ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
-    return {key: getattr(hf, key, None) for key in (*keys, *more)}
+    return {
+        **{key: getattr(hf, key, None) for key in (*keys, *more)},
+        "padded_vocabulary": family.padded_vocabulary,  # depends on parallel.tp where 128 is not a multiple of it
+    }
 
 
 def _layout(place: Place) -> dict[str, int]:
@@ -212,15 +296,6 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     _tracker().set_states(state["tracker"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    scratch = path.with_name(path.name + ".tmp")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
 
 
 def _reason(error: BaseException) -> str:

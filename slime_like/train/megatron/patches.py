@@ -107,19 +107,41 @@ def _recompute(module: ModuleType) -> None:
     replace(module, "_get_share_storage", lambda: _share_storage)
 
 
-def _checkpoint_queue(module: ModuleType) -> None:
+UNREPORTED: list[OSError] = []  # what rank 0 could not write of a checkpoint's own metadata
+
+
+def _keeping_errors(write: Callable[..., None]) -> Callable[..., None]:
+    """``write`` on rank 0, whose OSError waits in ``UNREPORTED``: raised, it would leave the others in a broadcast."""
+
+    def keeping(*args: Any, **kwargs: Any) -> None:
+        try:
+            write(*args, **kwargs)
+        except OSError as error:
+            UNREPORTED.append(error)
+
+    return keeping
+
+
+def _checkpoint_writer(module: ModuleType) -> None:
     """A save returns its results through a plain queue: the stock one spawns a Manager process that imports __main__."""
-    results: queue.Queue[Any] = queue.Queue()
 
     def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
-        return results
+        return queue.Queue()  # of this save alone: one that failed leaves its results behind
 
     replace(module, "get_write_results_queue", get_write_results_queue)
+    replace(module.FileSystemWriterAsync, "finish", _keeping_errors(module.FileSystemWriterAsync.finish))
+
+
+def _checkpoint_config(module: ModuleType) -> None:
+    replace(module, "save_config", _keeping_errors(module.save_config))
 
 
 def table() -> dict[str, Patch]:
     """Module name -> patch, for what this environment lacks."""
-    patches: dict[str, Patch] = {"megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_queue}
+    patches: dict[str, Patch] = {
+        "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
+        "megatron.core.dist_checkpointing.serialization": _checkpoint_config,
+    }
     if importlib.util.find_spec("transformer_engine") is None:
         patches["megatron.core.tensor_parallel.random"] = _recompute
         if importlib.util.find_spec("apex") is None:
