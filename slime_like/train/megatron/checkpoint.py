@@ -7,6 +7,7 @@ waits for the threads of all ranks and gives the folder its name. What is traine
 from __future__ import annotations
 
 import pickle
+import queue
 import shutil
 import threading
 from collections.abc import Callable
@@ -76,10 +77,16 @@ class PendingSave:
             self._thread.start()
 
     def _write(self, write: Callable[..., None], arguments: list[Any], keywords: dict[str, Any]) -> None:
+        patches.UNWRITTEN.clear()
         try:
             write(*arguments, **keywords)
+            results: queue.Queue[Any] = arguments[-1]
+            outcome = results.get_nowait()
+            if isinstance(outcome, Exception):
+                raise outcome
+            results.put(outcome)  # for the finalisation
         except BaseException as error:  # noqa: BLE001  the fault boundary of the thread: finish raises it on every rank
-            self._error = _reason(error)
+            self._error = _reason(patches.UNWRITTEN[0] if patches.UNWRITTEN else error)
 
     def is_written(self) -> bool:
         """Whether the threads of all ranks are through, so that ``finish`` does not wait for a disk."""
@@ -226,9 +233,18 @@ def _restore(parts: Parts, source: Path, manifest: Manifest) -> None:
 
 def _sharded_state(parts: Parts, *, loading: bool) -> dict[str, Any]:
     metadata = {**_content(), "dp_cp_group": parts.place.dp_cp_group}
+    if not loading:
+        _fill_state(parts.optimizer)
     state: dict[str, Any] = {"model": parts.model.sharded_state_dict(metadata=metadata)}
     state["optimizer"] = parts.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=metadata)
     return state
+
+
+def _fill_state(optimizer: Any) -> None:
+    """Zero moments where no step was taken yet, as when filters left nothing to train on: megatron takes them for given."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not part.optimizer.state:
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def _content() -> dict[str, Any]:

@@ -108,6 +108,7 @@ def _recompute(module: ModuleType) -> None:
 
 
 UNREPORTED: list[OSError] = []  # what rank 0 could not write of a checkpoint's own metadata
+UNWRITTEN: list[Exception] = []  # why this rank could not write its part: upstream passes on the class alone
 
 
 def _keeping_errors(write: Callable[..., None]) -> Callable[..., None]:
@@ -128,7 +129,16 @@ def _checkpoint_writer(module: ModuleType) -> None:
     def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
         return queue.Queue()  # of this save alone: one that failed leaves its results behind
 
+    stock: Callable[..., tuple[int, Any]] = module.FileSystemWriterAsync.write_preloaded_data
+
+    def write_preloaded_data(*args: Any, **kwargs: Any) -> tuple[int, Any]:
+        worker, outcome = stock(*args, **kwargs)
+        if isinstance(outcome, Exception):
+            UNWRITTEN.append(outcome)
+        return worker, outcome
+
     replace(module, "get_write_results_queue", get_write_results_queue)
+    replace(module.FileSystemWriterAsync, "write_preloaded_data", staticmethod(write_preloaded_data))
     replace(module.FileSystemWriterAsync, "finish", _keeping_errors(module.FileSystemWriterAsync.finish))
 
 
