@@ -43,7 +43,7 @@ def results(request: pytest.FixtureRequest, models: dict[str, Path], scratch: Pa
     references = {kind: parity.reference(folder) for kind, folder in models.items()}
     shared = Shared(models, references, scratch)
     out = Results()
-    for size, jobs in by_size.items():
+    for size, jobs in sorted(by_size.items()):  # what one rank saved, two may read
         ranks = run_ranks("tests.train.jobs:run_jobs", size, shared, jobs)
         out.update({job.name: [rank[job.name] for rank in ranks] for job in jobs})
     return out

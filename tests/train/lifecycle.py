@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import multiprocessing
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,16 @@ def resume(world: World, shared: Shared, saved_by: str, layout: Layout, lr: floa
         "lr": metrics[0].get("train/lr"),
         "weights": digest(actor),
     }
+
+
+def resume_from_each(world: World, shared: Shared, sources: Sequence[str], layout: Layout) -> dict[str, list[Any]]:
+    """The next two losses from the checkpoint of each source, on one actor: a load leaves nothing of what was there."""
+    actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
+    out: dict[str, list[Any]] = {}
+    for source in sources:
+        actor.load(shared.scratch.with_name(f"reshard_from_{source}"))
+        out[source] = [train(actor, layout, seed).get("train/loss") for seed in (3, 4)]
+    return out
 
 
 DAMAGES = ("nothing there", "latest is not a number", "metadata lost", "shard cut", "other model", "plain optimizer")
