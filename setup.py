@@ -13,7 +13,10 @@ setup(
     python_requires=">=3.12,<3.13",
     packages=[*find_packages(include=["slime_like", "slime_like.*"]), *find_packages(where="plugins")],
     package_dir={"slime_like": "slime_like", "slime_like_plugins": "plugins/slime_like_plugins"},
-    package_data={"slime_like.config": ["upstream/*.json"]},
+    package_data={
+        "slime_like.config": ["upstream/*.json"],
+        "slime_like_plugins.sglang_cpu": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
+    },
     # Where slime_like.config.paths looks outside a checkout.
     data_files=[(f"share/slime_like/{Path(path).parent}", [path]) for path in CONFIGS],
     install_requires=[

@@ -103,6 +103,11 @@ compile_all() {
         >/dev/null 2>&1 || true
 }
 
+# compile_kernels: engines on a CPU decode with them. Without a compiler torch's kernels serve; that is no failure.
+compile_kernels() {
+    (cd "$REPO" && "$PYTHON" -m slime_like_plugins.sglang_cpu.build) || true
+}
+
 main() {
     local start
     start=$(now)
@@ -124,6 +129,7 @@ main() {
     step "installing $(grep -c '==' "$LOCK") locked packages" install_locked
     [[ $# == 1 ]] || step "installing slime_like" install_package
     step "compiling bytecode" compile_all
+    [[ $# == 1 || $DEVICE != cpu ]] || step "compiling CPU kernels" compile_kernels
     [[ $# == 1 ]] || printf '%s\n%s\n' "$(identity)" "$(contents)" >"$STAMP"
     say "done: $(seconds_since "$start") s"
 }

@@ -26,6 +26,7 @@ REQUIREMENTS = Path(__file__).parents[2] / "scripts" / "requirements"
 MIN_GLIBC = (2, 34)
 MANY_WRONG = 12  # more than an upgrade by hand would leave
 GLOO_SECONDS = 90.0
+KERNEL_SECONDS = 300.0
 ENTRY_POINTS = {
     "sglang.srt.platforms": ("slime_like_cpu",),
     "sglang.srt.plugins": ("slime_like_cpu", "slime_like_rollout_sampling", "slime_like_weight_commit"),
@@ -233,16 +234,34 @@ def check_plugins() -> Iterator[Finding]:
         )
 
 
+def check_cpu_kernels() -> Iterator[Finding]:
+    """How an engine on this CPU would decode; compiles the C kernels if that was not done before."""
+    if gpu_names():
+        return
+    command = [sys.executable, "-m", "slime_like_plugins.sglang_cpu.build"]
+    try:
+        done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=KERNEL_SECONDS)
+        good, said = done.returncode == 0, (done.stdout or done.stderr).strip().splitlines()[-1:]
+    except subprocess.TimeoutExpired:
+        good, said = False, [f"the compiler took more than {KERNEL_SECONDS:.0f} s"]
+    text = said[0] if said else "no answer"
+    yield Finding(
+        Level.OK if good else Level.WARNING,
+        "cpu kernels",
+        f"C: {text}" if good else f"torch: {text}",
+        "" if good else "apt-get install gcc: engines on a CPU decode about twice as fast with C kernels",
+    )
+
+
 def check_collective() -> Iterator[Finding]:
     """Two processes all-reduce over gloo: what trainer ranks and weight broadcasts stand on."""
     deadline = Deadline("doctor", "gloo all_reduce", GLOO_SECONDS)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "slime_like.cluster.gloo_check", str(Path(folder) / "store")]
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         ranks = [
-            subprocess.Popen([*command, str(rank), "2"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            subprocess.Popen(
+                [*command, str(rank), "2"], env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
             for rank in range(2)
         ]
         try:
@@ -267,6 +286,13 @@ def check_collective() -> Iterator[Finding]:
     )
 
 
+def _environment() -> dict[str, str]:
+    """Of a process that imports this package, installed or not."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join(filter(None, [str(root), str(root / "plugins"), os.environ.get("PYTHONPATH", "")]))
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_system,
     check_versions,
@@ -274,5 +300,6 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_storage,
     check_network,
     check_plugins,
+    check_cpu_kernels,
     check_collective,
 )

@@ -220,6 +220,7 @@ def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[E
             request_deadline_s=rollout.request_deadline_s,
             max_running_requests=rollout.max_running_requests,
             deterministic=cfg.run.deterministic,
+            cpu_kernels=rollout.cpu_kernels,
             sglang=dict(rollout.sglang),
         )
         for index in range(rollout.num_engines)

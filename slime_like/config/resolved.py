@@ -79,6 +79,7 @@ class EngineSpec:
     request_deadline_s: float
     max_running_requests: int | None = None
     deterministic: bool = False  # bits that do not depend on the batch
+    cpu_kernels: str = "auto"  # auto | c | torch | off
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -34,6 +34,12 @@ class RolloutConfig(Config):
     max_running_requests: int | None = key(None, "Requests an engine decodes together; null: SGLang chooses.")
     start_deadline_s: float = key(600.0, "Longest wait for an engine to start.")
     request_deadline_s: float = key(1800.0, "Longest wait for one group's answers.")
+    cpu_kernels: str = key(
+        "auto",
+        "How an engine on a CPU decodes: c (compiled here by a C compiler), torch, off (SGLang's own forward); auto: c, "
+        "else torch.",
+        choices=("auto", "c", "torch", "off"),
+    )
     sglang: dict[str, Any] = key({}, "Extra SGLang ServerArgs fields; unknown ones are refused.")
 
     def check(self, prefix: str) -> None:

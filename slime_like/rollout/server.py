@@ -40,6 +40,8 @@ LOG_LINES = 12
 SCRATCH_PREFIX = "slime_like-engine-"
 SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project, as is
 THREADS = "SLIME_LIKE_ENGINE_THREADS"  # the number of threads of a model on a CPU
+CPU_KERNELS = "SLIME_LIKE_CPU_KERNELS"
+DECODE_LINE = "slime_like decodes with "
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,14 @@ class EngineServer:
             deadline.remaining(f"engine at {self.url} (log: {self._spec.log_path})")
             time.sleep(POLL_S)
 
+    def decodes_with(self) -> str:
+        """How an engine on a CPU decodes, in the words of its log; empty elsewhere and before it is ready."""
+        try:
+            found = re.findall(rf"{DECODE_LINE}(.*)", Path(self._spec.log_path).read_text(errors="replace"))
+        except OSError:
+            return ""
+        return found[-1] if found else ""
+
     def alive(self) -> bool:
         """Whether the server process runs."""
         return self._process is not None and self._process.poll() is None
@@ -211,7 +221,7 @@ def child_environment(spec: EngineSpec, scratch: str) -> dict[str, str]:
         if spec.deterministic:
             seams.append("exact")
             environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"  # scores by log-softmax, as samples are
-        environment |= {"SGLANG_PLATFORM": "slime_like_cpu", "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"SGLANG_PLATFORM": "slime_like_cpu", "CUDA_VISIBLE_DEVICES": "", CPU_KERNELS: spec.cpu_kernels}
         environment["TORCHDYNAMO_DISABLE"] = "1"  # SGLang compiles a few small functions: seconds, and a C++ compiler
         # One thread up to the workers' start, so that they can be forked; the model's worker then takes what was meant.
         environment[THREADS] = environment.get("OMP_NUM_THREADS", "1")

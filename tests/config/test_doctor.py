@@ -49,6 +49,17 @@ def test_entry_points_that_are_not_registered_are_missing(monkeypatch: pytest.Mo
     assert "pip install" in finding.fix
 
 
+def test_without_a_c_compiler_torch_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (finding,) = doctor.check_cpu_kernels()
+    assert (finding.level, finding.subject) == (Level.WARNING, "cpu kernels")
+    assert finding.text.startswith("torch: ")
+    assert "no C compiler" in finding.text
+    assert "apt-get install gcc" in finding.fix
+
+
 def test_a_proxy_in_front_of_loopback_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "example.org")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import pickle
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models({name: folder / name for name in hf}, hf)
 
 
-def start(models: Models, folder: Path, tp: int, *, deterministic: bool = False) -> Iterator[Engine]:
+def launch(
+    models: Models, folder: Path, tp: int, *, deterministic: bool = False, cpu_kernels: str = "auto"
+) -> Generator[Engine | None]:
+    """First ``None``, when the engine is on its way, so that several can be; then the engine, ready."""
     spec = EngineSpec(
         model_path=str(models.paths["A"]),
         device="cpu",
@@ -120,6 +123,7 @@ def start(models: Models, folder: Path, tp: int, *, deterministic: bool = False)
         request_deadline_s=60,
         max_running_requests=64,
         deterministic=deterministic,
+        cpu_kernels=cpu_kernels,
         sglang={"max_total_tokens": 4096},
     )
     loop = asyncio.new_event_loop()
@@ -127,6 +131,7 @@ def start(models: Models, folder: Path, tp: int, *, deterministic: bool = False)
     client: EngineClient | None = None
     try:
         server.start()
+        yield None
         server.wait_ready()
         client = EngineClient(
             server.url, admin_key=KEY, name=f"engine tp{tp}", tp=tp, deadline_s=60, cause=server.cause_of_death
@@ -137,6 +142,12 @@ def start(models: Models, folder: Path, tp: int, *, deterministic: bool = False)
         if client is not None:
             loop.run_until_complete(client.close())
         loop.close()
+
+
+def start(models: Models, folder: Path, tp: int, *, deterministic: bool = False) -> Iterator[Engine]:
+    for engine in launch(models, folder, tp, deterministic=deterministic):
+        if engine is not None:
+            yield engine
 
 
 @pytest.fixture(scope="session")

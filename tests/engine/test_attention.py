@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime_like_plugins.sglang_cpu import build
+from slime_like_plugins.sglang_cpu.kernels import CKernels
+
+IN_C = st.booleans() if any(shutil.which(name) for name in build.COMPILERS) else st.just(False)
 KV_HEADS, GROUP, DIM, SLOTS, WIDTH = 2, 3, 8, 400, 64
 
 
-def backend(**pools: Any) -> Any:
+def backend(in_c: bool = False, **pools: Any) -> Any:
     """The backend; imported here, as importing SGLang takes seconds that other tests should not wait for."""
     from slime_like_plugins.sglang_cpu.attention import BatchedAttention
 
-    return BatchedAttention(SimpleNamespace(**pools))
+    return BatchedAttention(SimpleNamespace(**pools), CKernels(build.build().path) if in_c else None)
 
 
 def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prefix: int) -> torch.Tensor:
@@ -34,8 +39,8 @@ def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prefix:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6), st.booleans())
-def test_any_mix_of_lengths(requests: list[tuple[int, int]], decode: bool) -> None:
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6), st.booleans(), IN_C)
+def test_any_mix_of_lengths(requests: list[tuple[int, int]], decode: bool, in_c: bool) -> None:
     generator = torch.Generator().manual_seed(len(requests))
     new = [1 if decode else n for n, _ in requests]
     prefix = [p + n - 1 if decode else p for n, p in requests]
@@ -47,6 +52,7 @@ def test_any_mix_of_lengths(requests: list[tuple[int, int]], decode: bool) -> No
         table[row, : len(mine)] = mine.int()
     keys, values = (torch.randn(SLOTS, KV_HEADS, DIM, generator=generator) for _ in range(2))
     batched = backend(
+        in_c,
         req_to_token_pool=SimpleNamespace(req_to_token=table),
         token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda _: keys, get_value_buffer=lambda _: values),
     )
@@ -55,6 +61,7 @@ def test_any_mix_of_lengths(requests: list[tuple[int, int]], decode: bool) -> No
         forward_mode=mode,
         batch_size=len(new),
         req_pool_indices=rows,
+        seq_lens=torch.tensor(total),
         seq_lens_cpu=torch.tensor(total),
         extend_seq_lens_cpu=new,
         extend_prefix_lens_cpu=prefix,

@@ -25,6 +25,7 @@ TOLERANCE = 1e-5
 
 def test_two_ranks_compute_what_transformers_computes(engine_tp2: Engine, models: Models) -> None:
     ids = prompt(30)
+    assert "module by module, as tp_size is 2" in engine_tp2.server.decodes_with()
     for version, name in enumerate("AB"):
         if version:
             engine_tp2.run(engine_tp2.push(models.tensors(name), version))

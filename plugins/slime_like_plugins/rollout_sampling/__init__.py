@@ -7,9 +7,18 @@ returns log-probabilities of *given* tokens at temperature 1 whatever the reques
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from slime_like_plugins.sglang_hooks import enabled
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    type Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None]
+
 NAME = "rollout_sampling"
+_kernel: list[Kernel] = []
 
 
 def load() -> None:
@@ -18,3 +27,16 @@ def load() -> None:
         from slime_like_plugins.rollout_sampling import hooks
 
         hooks.install()
+
+
+def use_kernel(kernel: Kernel | None) -> None:
+    """Draw plain batches with ``kernel(logits, temperatures, top_k, seeds, positions)``; ``None``: with torch.
+
+    It must draw the tokens that ``draw`` draws, or return ``None`` to leave the batch to torch.
+    """
+    _kernel[:] = [] if kernel is None else [kernel]
+
+
+def kernel() -> Kernel | None:
+    """The kernel in use."""
+    return _kernel[0] if _kernel else None

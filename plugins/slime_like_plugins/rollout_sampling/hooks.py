@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like_plugins.rollout_sampling import kernel
 from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
@@ -54,6 +55,11 @@ def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any
     if foreign:
         info.sampling_seed = None
         return original(sampler, output, info, *args, **kwargs)
+    drawn = draw_plainly(output.next_token_logits, info, call)
+    if drawn is not None:
+        tokens_B, output.next_token_logprobs = drawn
+        sampler._sync_token_ids_across_tp(tokens_B, info)
+        return tokens_B
     logits_BV = sampler._preprocess_logits(output.next_token_logits, info).float()
     logprobs_BV = torch.log_softmax(logits_BV / info.temperatures, dim=-1)
     tokens_B = choose(logprobs_BV, info, call["positions"])
@@ -69,17 +75,36 @@ def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any
     return tokens_B
 
 
+def draw_plainly(logits_BV: Tensor, info: Any, call: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Tokens and their log-probabilities by the kernel in use; ``None``: none is, or the batch asks for more."""
+    draw_rows = kernel()
+    if draw_rows is None or logits_BV.dtype is not torch.float32 or info.need_top_p_sampling or top_k_counts(info):
+        return None
+    if call["return_logprob"] and (
+        any(call["top_logprobs_nums"]) or any(ids is not None for ids in call["token_ids_logprobs"])
+    ):
+        return None
+    return draw_rows(logits_BV, info.temperatures, info.top_ks, info.sampling_seed, call["positions"])
+
+
+def top_k_counts(info: Any) -> bool:
+    """Whether a request is limited to its k most probable tokens, 1 (greedy) excepted."""
+    if not info.need_top_k_sampling or info.is_all_greedy:
+        return False
+    return bool(((info.top_ks > 1) & (info.top_ks < info.vocab_size)).any())
+
+
 def choose(logprobs_BV: Tensor, info: Any, positions_B: Tensor) -> Tensor:
     """Int64 [B]: the next token of each request."""
     if info.is_all_greedy:
         return logprobs_BV.argmax(-1)
     uniform_B = uniform(info.sampling_seed, positions_B)
     probs_BV = logprobs_BV.exp()
-    top_k = info.need_top_k_sampling and bool(((info.top_ks > 1) & (info.top_ks < probs_BV.shape[1])).any())
-    if info.need_top_p_sampling or top_k:
-        kept_BV, tokens_BV = filtered(probs_BV, info.top_ps, info.top_ks)
-        return tokens_BV.gather(1, draw(kept_BV, uniform_B)[:, None])[:, 0]
     tokens_B = draw(probs_BV, uniform_B)
+    if info.need_top_p_sampling or top_k_counts(info):
+        kept_BV, tokens_BV = filtered(probs_BV, info.top_ps, info.top_ks)
+        limited_B = (info.top_ps < 1.0) | ((info.top_ks > 1) & (info.top_ks < info.vocab_size))  # others keep their draw
+        tokens_B = torch.where(limited_B, tokens_BV.gather(1, draw(kept_BV, uniform_B)[:, None])[:, 0], tokens_B)
     return torch.where(info.top_ks <= 1, logprobs_BV.argmax(-1), tokens_B) if info.is_any_greedy else tokens_B
 
 

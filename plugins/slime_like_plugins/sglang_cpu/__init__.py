@@ -1,7 +1,9 @@
-"""SGLang on a plain CPU: an out-of-tree platform with batched torch attention, and nothing compiled.
+"""SGLang on a plain CPU: an out-of-tree platform with batched attention and a fused decode forward.
 
 SGLang's in-tree CPU engine needs a kernel package built from source. On an out-of-tree platform every op takes its
-torch-native forward instead; this package supplies the rest. Inert unless ``SLIME_LIKE_SGLANG`` names ``cpu``.
+torch-native forward instead; this package supplies the rest. Decoding, where a run spends its time, has leaf kernels of
+its own: plain C that is compiled where it runs (``csrc``, ``build``), and the same in torch (``kernels``). What they do
+not handle goes through SGLang's own forward. Inert unless ``SLIME_LIKE_SGLANG`` names ``cpu``.
 """
 
 from __future__ import annotations

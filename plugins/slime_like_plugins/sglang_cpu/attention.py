@@ -21,7 +21,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
+from slime_like_plugins.sglang_cpu.kernels import CKernels
 from slime_like_plugins.sglang_cpu.process import ATTENTION
+from slime_like_plugins.sglang_cpu.selection import selected
 
 MASK_ELEMENTS = 1 << 22  # largest mask of one bucket; longer prompts are taken fewer at a time
 MERGE_FACTOR = 1.5  # decode in one bucket while padding it costs less than this much more reading
@@ -117,21 +119,24 @@ def extend_buckets(table: Tensor, new: Sequence[int], prefix: Sequence[int]) -> 
 class BatchedAttention(AttentionBackend):
     """Causal self-attention with a paged KV pool; refuses layers it does not know."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
+        """``kernels`` decode, where there are any; prefill is torch's."""
         super().__init__()
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.buckets: list[Bucket] = []
         self._workspace: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._c = kernels
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Sort the requests of this forward into buckets."""
+        """Sort the requests of this forward into buckets; C reads the page table as it is."""
         self.buckets = []
-        if forward_batch.forward_mode.is_idle():
+        decode = forward_batch.forward_mode.is_decode()
+        if forward_batch.forward_mode.is_idle() or (decode and self._c is not None):
             return
         rows = forward_batch.req_pool_indices[: forward_batch.batch_size].long()
         table = self.req_to_token_pool.req_to_token[rows]
-        if forward_batch.forward_mode.is_decode():
+        if decode:
             seq_lens = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
             self.buckets = decode_buckets(table, seq_lens[: forward_batch.batch_size].tolist())
         else:
@@ -159,19 +164,30 @@ class BatchedAttention(AttentionBackend):
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if forward_batch.forward_mode.is_decode():
+            return self.attend_decode(q_THD, (keys, values), layer.scaling, forward_batch).reshape(len(q_THD), -1)
+        return self._attend_buckets(q_THD, keys, values, layer.scaling).reshape(len(q_THD), -1)
+
+    def attend_decode(self, q_BHD: Tensor, pools: tuple[Tensor, Tensor], scale: float, forward_batch: Any) -> Tensor:
+        """One query per request over all its tokens, the new one included: [B, H, D]. ``pools``: keys, values."""
+        if self._c is None:
+            return self._attend_buckets(q_BHD, *pools, scale)
+        table, rows_B = self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices
+        return self._c.attention(q_BHD.contiguous(), pools, table, rows_B, forward_batch.seq_lens, scale)
+
+    def _attend_buckets(self, q_THD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """[T, H, D] -> [T, H, D], bucket by bucket."""
         if len(self.buckets) == 1 and self.buckets[0].tokens_bQ is None:
-            return self._attend(self.buckets[0], q_THD[:, None], keys, values, layer.scaling).reshape(
-                q_THD.shape[0], -1
-            )
+            return self._attend(self.buckets[0], q_THD[:, None], keys, values, scale).view_as(q_THD)
         out_THD = torch.zeros_like(q_THD)
         for bucket in self.buckets:
             assert bucket.tokens_bQ is not None
-            o_bQHD = self._attend(bucket, q_THD[bucket.tokens_bQ], keys, values, layer.scaling)
+            o_bQHD = self._attend(bucket, q_THD[bucket.tokens_bQ], keys, values, scale)
             if bucket.valid_bQ is None:
                 out_THD[bucket.tokens_bQ] = o_bQHD
             else:
                 out_THD[bucket.tokens_bQ[bucket.valid_bQ]] = o_bQHD[bucket.valid_bQ]
-        return out_THD.reshape(q_THD.shape[0], -1)
+        return out_THD
 
     def _attend(self, bucket: Bucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """q [b, Q, H, D], KV pool [slots, K, D] -> [b, Q, H, D]."""
@@ -198,4 +214,4 @@ class BatchedAttention(AttentionBackend):
 
 def register() -> None:
     """Make the backend known to SGLang under ``slime_like_cpu``."""
-    register_attention_backend(ATTENTION)(BatchedAttention)
+    register_attention_backend(ATTENTION)(lambda runner: BatchedAttention(runner, selected().c))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -16,6 +17,9 @@ from slime_like_plugins.sglang_hooks import enabled
 KV_TOKENS = 65_536  # KV slots unless max_total_tokens says otherwise: SGLang would take a share of the machine's memory
 MEMORY_FRACTION = 0.3
 THREADS = "SLIME_LIKE_ENGINE_THREADS"
+DECODE_LINE = "slime_like decodes with "  # slime_like.rollout.server looks for it in the log
+
+logger = logging.getLogger(__name__)
 
 
 class PlainCpu(CpuDeviceMixin, SRTPlatform):
@@ -66,8 +70,19 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         """In the worker, after the fork and after loading, which SGLang does on one thread."""
         import torch
 
-        torch.set_num_threads(int(os.environ.get(THREADS, "1")))
+        from slime_like_plugins import rollout_sampling
+        from slime_like_plugins.sglang_cpu import decode
+        from slime_like_plugins.sglang_cpu.selection import selected
+
+        threads = int(os.environ.get(THREADS, "1"))
+        torch.set_num_threads(threads)
         if enabled(EXACT):
             from slime_like_plugins.sglang_cpu import exact
 
             exact.check(model)
+        selection = selected()
+        how = decode.bind(model, selection.leaf)
+        if selection.leaf is not None:
+            os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # the copy is for captured graphs, which a CPU has none of
+        rollout_sampling.use_kernel(selection.c.sample if selection.c else None)
+        logger.info("%s%s; %s; threads: %d", DECODE_LINE, selection.text, how, threads)

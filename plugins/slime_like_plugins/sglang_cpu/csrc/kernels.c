@@ -1,0 +1,231 @@
+/* Leaf kernels of decoding on a plain CPU: plain C, no libraries, pointers and sizes only. Called through ctypes.
+ *
+ * Every kernel computes in float32 and rounds once where it stores, for float32 and bfloat16 alike. Vectors are those of
+ * GCC and Clang (the widest of the machine it is compiled on) and sums run over fixed lanes, so no -ffast-math is needed
+ * and NaN stays NaN. Rows are independent; where OpenMP is there they are shared out among its threads.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif defined(__AVX__)
+#define LANES 8
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#else
+#define LANES 4
+#define EVEN 0, 2, 4, 6
+#define ODD 1, 3, 5, 7
+#endif
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef float vf_at __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint16_t vh_at __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef uint16_t bf16;
+
+#define INLINE static inline __attribute__((always_inline))
+#if defined(_OPENMP)
+#include <omp.h>
+#define TEXT(x) #x
+#define PARALLEL_ROWS(work) _Pragma(TEXT(omp parallel for schedule(static) if ((work) > 65536)))
+#define THREAD omp_get_thread_num()
+#else
+#define PARALLEL_ROWS(work)
+#define THREAD 0
+#endif
+
+#if defined(__clang__) || __GNUC__ >= 12
+INLINE vf pair_sums(vf a, vf b) { return __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD); }
+#else
+INLINE vf pair_sums(vf a, vf b) { return __builtin_shuffle(a, b, (vi){EVEN}) + __builtin_shuffle(a, b, (vi){ODD}); }
+#endif
+
+INLINE vf spread(float x) { return x - (vf){0}; }
+
+/* Lane j of the result is the sum over the lanes of v[j]. */
+INLINE vf row_sums(vf *v) {
+    for (int n = LANES; n > 1; n /= 2)
+        for (int j = 0; j < n / 2; j++) v[j] = pair_sums(v[2 * j], v[2 * j + 1]);
+    return v[0];
+}
+
+INLINE float lane_sum(vf v) {
+    float s[LANES];
+    memcpy(s, &v, sizeof s);
+    for (int n = LANES / 2; n > 0; n /= 2)
+        for (int j = 0; j < n; j++) s[j] += s[j + n];
+    return s[0];
+}
+
+INLINE float lane_max(vf v) {
+    float m = v[0];
+    for (int j = 1; j < LANES; j++) m = v[j] > m ? v[j] : m;
+    return m;
+}
+
+INLINE vf bigger(vf a, vf b) {
+    vi take = b > a;
+    return (vf)(((vi)b & take) | ((vi)a & ~take));
+}
+
+/* exp by the reduction and polynomial of Cephes' expf (S. Moshier), within 2 units in the last place; below -87.3: 0. */
+INLINE vf vexp(vf x) {
+    vi tiny = x < -87.3f, huge = x > 88.3f;
+    vf limit = spread(88.3f);
+    x = (vf)(((vi)limit & huge) | ((vi)x & ~huge));
+    x = (vf)((vi)x & ~tiny);
+    vf n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest whole number */
+    vf r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
+    return (vf)((vi)(p * (vf)exponent) & ~tiny);
+}
+
+INLINE vf load_f32(const float *p) { return *(const vf_at *)p; }
+INLINE void store_f32(float *p, vf x) { *(vf_at *)p = x; }
+INLINE vf load_bf16(const bf16 *p) { return (vf)(__builtin_convertvector(*(const vh_at *)p, vu) << 16); }
+INLINE void store_bf16(bf16 *p, vf x) {
+    vi nan = x != x;
+    vu bits = (vu)x;
+    bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; /* to nearest, ties to even */
+    bits = (bits & ~(vu)nan) | ((vu)nan & 0x7fc0u);
+    *(vh_at *)p = __builtin_convertvector(bits, vh_at);
+}
+
+/* The first n < LANES elements, the others 0. */
+INLINE vf load_part_f32(const float *p, int64_t n) {
+    float t[LANES] = {0};
+    memcpy(t, p, n * sizeof(float));
+    return load_f32(t);
+}
+INLINE void store_part_f32(float *p, vf x, int64_t n) { memcpy(p, &x, n * sizeof(float)); }
+INLINE vf load_part_bf16(const bf16 *p, int64_t n) {
+    bf16 t[LANES] = {0};
+    memcpy(t, p, n * sizeof(bf16));
+    return load_bf16(t);
+}
+INLINE void store_part_bf16(bf16 *p, vf x, int64_t n) {
+    bf16 t[LANES];
+    store_bf16(t, x);
+    memcpy(p, t, n * sizeof(bf16));
+}
+
+#define T float
+#define NAME(name) name##_f32
+#include "typed.h"
+#undef T
+#undef NAME
+#define T bf16
+#define NAME(name) name##_bf16
+#include "typed.h"
+
+/* ---- sampling: Axes n requests, v vocabulary ------------------------------------------------------------------------
+ * SplitMix64's finaliser (Steele, Lea and Flood, 2014), as slime_like_plugins/rollout_sampling/draw.py has it. */
+INLINE uint64_t mixed(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+}
+
+INLINE double uniform(uint64_t seed, uint64_t position) {
+    const uint64_t gamma = 0x9E3779B97F4A7C15ull;
+    uint64_t state = mixed(seed + gamma);
+    return (double)(mixed(state ^ mixed((position + 1) * gamma)) >> 11) * 0x1p-53;
+}
+
+void uniforms(const int64_t *seeds, const int64_t *positions, double *out, int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = uniform((uint64_t)seeds[i], (uint64_t)positions[i]);
+}
+
+#define BLOCK 256
+
+/* The first token whose running sum of weights exceeds u of the total; never one of weight 0. */
+INLINE int64_t inverted(const float *weights, const double *blocks, int64_t num_blocks, int64_t v, double u) {
+    double total = 0;
+    for (int64_t b = 0; b < num_blocks; b++) total += blocks[b];
+    double target = u * total, sum = 0;
+    int64_t last = 0;
+    for (int64_t b = 0; b < num_blocks; b++) {
+        if (sum + blocks[b] <= target && b + 1 < num_blocks) {
+            if (blocks[b] > 0) last = -b - 1;
+            sum += blocks[b];
+            continue;
+        }
+        int64_t stop = (b + 1) * BLOCK < v ? (b + 1) * BLOCK : v;
+        for (int64_t j = b * BLOCK; j < stop; j++) {
+            sum += weights[j];
+            if (weights[j] > 0) {
+                last = j;
+                if (sum > target) return j;
+            }
+        }
+    }
+    for (int64_t j = -last * BLOCK - 1; last < 0; j--) /* rounding passed the end, in a block of zeros */
+        if (weights[j] > 0) return j;
+    return last;
+}
+
+/* One row. Returns 0 where the distribution is not finite. */
+INLINE int draw(const float *x, int64_t v, float temperature, int greedy, double u, float *weights, double *blocks,
+                int32_t *token, float *logprob) {
+    const vf scale = spread(temperature);
+    const int64_t whole = v / LANES * LANES, num_blocks = (v + BLOCK - 1) / BLOCK;
+    vf top = spread(-INFINITY);
+    for (int64_t j = 0; j < whole; j += LANES) {
+        vf y = load_f32(x + j) / scale;
+        store_f32(weights + j, y);
+        top = bigger(top, y);
+    }
+    float most = lane_max(top);
+    for (int64_t j = whole; j < v; j++) {
+        weights[j] = x[j] / temperature;
+        most = weights[j] > most ? weights[j] : most;
+    }
+    int64_t best = -1;
+    if (greedy)
+        for (best = 0; best < v && weights[best] != most; best++) {}
+    if (greedy && best == v) return 0;
+    for (int64_t j = v; j < num_blocks * BLOCK; j++) weights[j] = -INFINITY;
+    double total = 0;
+    for (int64_t b = 0; b < num_blocks; b++) {
+        vf sum = {0};
+        for (int64_t j = b * BLOCK; j < (b + 1) * BLOCK; j += LANES) {
+            vf e = vexp(load_f32(weights + j) - most);
+            store_f32(weights + j, e);
+            sum += e;
+        }
+        blocks[b] = lane_sum(sum);
+        total += blocks[b];
+    }
+    if (!(total > 0 && total < INFINITY)) return 0;
+    if (!greedy) best = inverted(weights, blocks, num_blocks, v, u);
+    *token = (int32_t)best;
+    *logprob = x[best] / temperature - most - (float)log(total);
+    return 1;
+}
+
+/* logits [n, v] with the given row stride -> tokens [n] and their log-softmax(logits / temperature) [n]; row i is greedy
+ * where top_k[i] <= 1. weights: room for v rounded up to BLOCK, blocks: one per BLOCK. Returns the number of rows whose
+ * distribution is not finite; those are not written. */
+int64_t sample_f32(const float *logits, int64_t stride, int64_t n, int64_t v, const float *temperatures,
+                   const int32_t *top_k, const int64_t *seeds, const int64_t *positions, float *weights, double *blocks,
+                   int32_t *tokens, float *logprobs) {
+    int64_t bad = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double u = uniform((uint64_t)seeds[i], (uint64_t)positions[i]);
+        bad += !draw(logits + i * stride, v, temperatures[i], top_k[i] <= 1, u, weights, blocks, tokens + i, logprobs + i);
+    }
+    return bad;
+}

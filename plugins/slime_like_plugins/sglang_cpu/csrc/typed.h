@@ -1,0 +1,198 @@
+/* Included once per element type: T float or bf16, NAME(f) its f_f32 or f_bf16.
+ * Axes: n rows (one token of one request each), h hidden, d head dimension. */
+
+/* x += delta (where there is one), out = RMSNorm(x) * weight; the norm is of the sum before it is rounded.
+ * x, delta, out [n, h], weight [h]. */
+void NAME(add_rms_norm)(T *x, const T *delta, const T *weight, T *out, int64_t n, int64_t h, float eps) {
+    const int64_t whole = h / LANES * LANES, rest = h - whole;
+    PARALLEL_ROWS(n * h)
+    for (int64_t i = 0; i < n; i++) {
+        T *xi = x + i * h, *oi = out + i * h;
+        const T *di = delta ? delta + i * h : 0;
+        float row[whole + LANES];
+        vf squares = {0};
+        for (int64_t j = 0; j < h; j += LANES) {
+            const int part = j == whole;
+            vf a = part ? NAME(load_part)(xi + j, rest) : NAME(load)(xi + j);
+            if (di) {
+                a += part ? NAME(load_part)(di + j, rest) : NAME(load)(di + j);
+                if (part) NAME(store_part)(xi + j, a, rest);
+                else NAME(store)(xi + j, a);
+            }
+            squares += a * a;
+            store_f32(row + j, a);
+        }
+        vf scale = spread(1.0f / sqrtf(lane_sum(squares) / (float)h + eps));
+        for (int64_t j = 0; j < whole; j += LANES) NAME(store)(oi + j, load_f32(row + j) * scale * NAME(load)(weight + j));
+        if (rest) {
+            vf w = NAME(load_part)(weight + whole, rest);
+            NAME(store_part)(oi + whole, load_f32(row + whole) * scale * w, rest);
+        }
+    }
+}
+
+/* gate_up [n, 2 h] -> silu(gate) * up [n, h] */
+void NAME(silu_mul)(const T *gate_up, T *out, int64_t n, int64_t h) {
+    const int64_t whole = h / LANES * LANES, rest = h - whole;
+    PARALLEL_ROWS(n * h)
+    for (int64_t i = 0; i < n; i++) {
+        const T *g = gate_up + i * 2 * h, *u = g + h;
+        T *o = out + i * h;
+        for (int64_t j = 0; j < whole; j += LANES) {
+            vf a = NAME(load)(g + j);
+            NAME(store)(o + j, a / (vexp(-a) + 1.0f) * NAME(load)(u + j));
+        }
+        if (rest) {
+            vf a = NAME(load_part)(g + whole, rest);
+            NAME(store_part)(o + whole, a / (vexp(-a) + 1.0f) * NAME(load_part)(u + whole, rest), rest);
+        }
+    }
+}
+
+/* One head: RMSNorm over d (where there is a weight), then the rotation of halves. cos_sin [d]: cosines, then sines. */
+INLINE void NAME(norm_rotate)(const T *in, const T *weight, const float *cos_sin, T *out, int64_t d, float eps) {
+    const int64_t half = d / 2, whole = d / LANES * LANES, rest = d - whole;
+    float t[whole + LANES];
+    vf squares = {0};
+    for (int64_t j = 0; j < d; j += LANES) {
+        vf a = j == whole ? NAME(load_part)(in + j, rest) : NAME(load)(in + j);
+        squares += a * a;
+        store_f32(t + j, a);
+    }
+    if (weight) {
+        vf scale = spread(1.0f / sqrtf(lane_sum(squares) / (float)d + eps));
+        for (int64_t j = 0; j < d; j += LANES) {
+            vf w = j == whole ? NAME(load_part)(weight + j, rest) : NAME(load)(weight + j);
+            store_f32(t + j, load_f32(t + j) * scale * w);
+        }
+    }
+    for (int64_t j = 0; j < half; j += LANES) {
+        const int64_t left = half - j;
+        const int part = left < LANES;
+        vf c = part ? load_part_f32(cos_sin + j, left) : load_f32(cos_sin + j);
+        vf s = part ? load_part_f32(cos_sin + half + j, left) : load_f32(cos_sin + half + j);
+        vf a = part ? load_part_f32(t + j, left) : load_f32(t + j);
+        vf b = part ? load_part_f32(t + half + j, left) : load_f32(t + half + j);
+        if (part) {
+            NAME(store_part)(out + j, a * c - b * s, left);
+            NAME(store_part)(out + half + j, b * c + a * s, left);
+        } else {
+            NAME(store)(out + j, a * c - b * s);
+            NAME(store)(out + half + j, b * c + a * s);
+        }
+    }
+}
+
+/* qkv [n, (heads + 2 kv_heads) d] -> queries [n, heads, d]; keys and values go to rows slots[n] of their pools
+ * [., kv_heads, d]. q_norm, k_norm: weights [d] or null. cos_sin [., d], read at positions[n]. */
+void NAME(rope_and_store)(const T *qkv, const T *q_norm, const T *k_norm, const float *cos_sin, const int64_t *positions,
+                          const int64_t *slots, T *keys, T *values, T *queries, int64_t n, int64_t heads,
+                          int64_t kv_heads, int64_t d, float eps) {
+    PARALLEL_ROWS(n * (heads + kv_heads) * d)
+    for (int64_t i = 0; i < n; i++) {
+        const T *row = qkv + i * (heads + 2 * kv_heads) * d;
+        const float *angles = cos_sin + positions[i] * d;
+        for (int64_t h = 0; h < heads; h++)
+            NAME(norm_rotate)(row + h * d, q_norm, angles, queries + (i * heads + h) * d, d, eps);
+        T *key = keys + slots[i] * kv_heads * d;
+        for (int64_t h = 0; h < kv_heads; h++)
+            NAME(norm_rotate)(row + (heads + h) * d, k_norm, angles, key + h * d, d, eps);
+        memcpy(values + slots[i] * kv_heads * d, row + (heads + kv_heads) * d, kv_heads * d * sizeof(T));
+    }
+}
+
+/* `group` query heads of one KV head of one request. q, out [group, d]; keys, values: their pools at this KV head, rows
+ * `stride` apart; slots [len]; scores: room for group * (len rounded up to LANES). With constant group and d, all of it
+ * unrolls into registers. */
+INLINE void NAME(attend)(const T *q, const T *keys, const T *values, int64_t stride, const int32_t *slots, int64_t len,
+                         T *out, float *scores, const int group, const int64_t d, float scale) {
+    const int64_t vectors = (d + LANES - 1) / LANES, rest = d % LANES;
+    const int64_t padded = (len + LANES - 1) / LANES * LANES;
+    vf qs[group * vectors];
+    for (int g = 0; g < group; g++)
+        for (int64_t c = 0; c < vectors; c++) {
+            const T *p = q + g * d + c * LANES;
+            qs[g * vectors + c] = (rest && c + 1 == vectors ? NAME(load_part)(p, rest) : NAME(load)(p)) * scale;
+        }
+    for (int64_t t = 0; t < padded; t += LANES) {
+        vf products[group][LANES];
+        for (int k = 0; k < LANES; k++) {
+            const T *key = keys + (int64_t)slots[t + k < len ? t + k : len - 1] * stride;
+            __builtin_prefetch(keys + (int64_t)slots[t + k + LANES < len ? t + k + LANES : len - 1] * stride);
+            for (int g = 0; g < group; g++) products[g][k] = (vf){0};
+            for (int64_t c = 0; c < vectors; c++) {
+                vf a = rest && c + 1 == vectors ? NAME(load_part)(key + c * LANES, rest) : NAME(load)(key + c * LANES);
+                for (int g = 0; g < group; g++) products[g][k] += qs[g * vectors + c] * a;
+            }
+        }
+        for (int g = 0; g < group; g++) store_f32(scores + g * padded + t, row_sums(products[g]));
+    }
+    vf inverse[group];
+    for (int g = 0; g < group; g++) {
+        float *s = scores + g * padded;
+        for (int64_t t = len; t < padded; t++) s[t] = -INFINITY;
+        vf top = spread(-INFINITY), sum = {0};
+        for (int64_t t = 0; t < padded; t += LANES) top = bigger(top, load_f32(s + t));
+        const float most = lane_max(top);
+        for (int64_t t = 0; t < padded; t += LANES) {
+            vf e = vexp(load_f32(s + t) - most);
+            store_f32(s + t, e);
+            sum += e;
+        }
+        inverse[g] = spread(1.0f / lane_sum(sum));
+    }
+    vf sums[group * vectors];
+    for (int64_t j = 0; j < group * vectors; j++) sums[j] = (vf){0};
+    for (int64_t t = 0; t < len; t++) {
+        const T *value = values + (int64_t)slots[t] * stride;
+        __builtin_prefetch(values + (int64_t)slots[t + LANES < len ? t + LANES : len - 1] * stride);
+        for (int64_t c = 0; c < vectors; c++) {
+            vf a = rest && c + 1 == vectors ? NAME(load_part)(value + c * LANES, rest) : NAME(load)(value + c * LANES);
+            for (int g = 0; g < group; g++) sums[g * vectors + c] += scores[g * padded + t] * a;
+        }
+    }
+    for (int g = 0; g < group; g++)
+        for (int64_t c = 0; c < vectors; c++) {
+            vf o = sums[g * vectors + c] * inverse[g];
+            T *p = out + g * d + c * LANES;
+            if (rest && c + 1 == vectors) NAME(store_part)(p, o, rest);
+            else NAME(store)(p, o);
+        }
+}
+
+#define ATTEND(G, D) \
+    NAME(attend)(qi, keys + k * d, values + k * d, kv_heads * d, slots, lens[i], oi, scores, G, D, scale)
+#define ATTEND_GROUP(D) \
+    switch (take) { \
+    case 1: ATTEND(1, D); break; \
+    case 2: ATTEND(2, D); break; \
+    case 3: ATTEND(3, D); break; \
+    default: ATTEND(4, D); \
+    }
+
+/* Decode attention: one query per request over its KV rows. queries, out [n, heads, d]; keys, values: pools
+ * [., kv_heads, d]; slots of request i: the first lens[i] >= 1 entries of row rows[i] of table (row stride given).
+ * scores: per thread, room for 4 * (longest rounded up to LANES), `room` floats apart. Up to four query heads are taken at a
+ * time: that is what fits the registers. */
+void NAME(attention)(const T *queries, const T *keys, const T *values, const int32_t *table, int64_t table_stride,
+                     const int64_t *rows, const int64_t *lens, T *out, float *workspace, int64_t room, int64_t n,
+                     int64_t heads, int64_t kv_heads, int64_t d, float scale) {
+    const int64_t group = heads / kv_heads;
+    PARALLEL_ROWS(n * heads * d * lens[0])
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t *slots = table + rows[i] * table_stride;
+        float *scores = workspace + THREAD * room;
+        for (int64_t k = 0; k < kv_heads; k++)
+            for (int64_t g = 0; g < group; g += 4) {
+                const int64_t take = group - g < 4 ? group - g : 4;
+                const T *qi = queries + (i * heads + k * group + g) * d;
+                T *oi = out + (i * heads + k * group + g) * d;
+                if (d == 32) ATTEND_GROUP(32)
+                else if (d == 64) ATTEND_GROUP(64)
+                else if (d == 128) ATTEND_GROUP(128)
+                else ATTEND_GROUP(d)
+            }
+    }
+}
+#undef ATTEND
+#undef ATTEND_GROUP

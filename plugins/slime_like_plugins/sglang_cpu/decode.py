@@ -1,0 +1,144 @@
+"""A whole decode forward of a dense model in few operations, in place of SGLang's modules.
+
+One token per request. Matrix products are torch's; everything between them is a leaf kernel over memory that is used
+again. Prefill, and every batch with something this forward does not handle, goes through SGLang's own forward.
+
+Axes: B requests, T hidden, H query heads, D head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime_like_plugins.sglang_cpu.attention import BatchedAttention
+from slime_like_plugins.sglang_cpu.kernels import Kernels
+from slime_like_plugins.sglang_cpu.structure import Block, blocks, obstacle
+
+
+class FusedDecode:
+    """The decode forward of one model on one rank."""
+
+    def __init__(self, model: Any, kernels: Kernels) -> None:
+        self._model, self._kernels = model, kernels
+        self._blocks = blocks(model)
+        attention = model.model.layers[0].self_attn
+        self._rope = attention.rotary_emb
+        self._heads, self._dim = attention.num_heads, attention.head_dim
+        self._eps: float = model.model.norm.variance_epsilon
+        self._table: Tensor | None = None  # the rotary table the next is a copy of
+        self._cos_sin = torch.empty(0)
+        self._memory: tuple[Tensor, ...] = ()
+
+    def handles(self, batch: Any, extra: tuple[Any, ...]) -> bool:
+        """Whether this is a plain decode batch on our attention backend."""
+        return (
+            batch.forward_mode.is_decode()
+            and all(argument is None or argument is False for argument in extra)
+            and batch.input_embeds is None
+            and batch.replace_embeds is None
+            and isinstance(attention_backend(), BatchedAttention)
+        )
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, batch: Any) -> Any:
+        """The logits of the next token of each request."""
+        hidden_BT = self._hidden(token_ids, positions, batch)
+        model = self._model
+        if batch.capture_hidden_mode.need_capture():
+            return model.logits_processor(token_ids, hidden_BT, model.lm_head, batch, None)
+        from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+        logits_BV = torch.mm(hidden_BT, model.lm_head.weight.t())[:, : model.config.vocab_size]
+        return LogitsProcessorOutput(next_token_logits=logits_BV.float())
+
+    def _hidden(self, token_ids: Tensor, positions: Tensor, batch: Any) -> Tensor:
+        """[B, T] after the last norm."""
+        kernels, eps, backend = self._kernels, self._eps, attention_backend()
+        pool, slots = backend.token_to_kv_pool, batch.out_cache_loc
+        x_BT = F.embedding(token_ids, self._model.model.embed_tokens.weight)
+        size = len(x_BT)
+        angles = self._angles(batch), positions
+        assert slots.dtype is positions.dtype is torch.int64
+        assert slots.is_contiguous() and positions.is_contiguous() and len(slots) == len(positions) == size
+        h, qkv, q, gate_up, product, delta = self._buffers(size, x_BT.dtype)
+        q = q.view(size, self._heads, self._dim)
+        carried: Tensor | None = None
+        for block in self._blocks:
+            layer = block.attention.layer_id
+            kernels.add_rms_norm(x_BT, carried, block.attention_norm.weight, h, eps)
+            project(h, block.qkv, qkv)
+            pools = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+            kernels.rope_and_store(qkv, head_norms(block), angles, slots, pools, q, eps)
+            attended = backend.attend_decode(q, pools, block.attention.scaling, batch)
+            project(attended.view(size, -1), block.out, delta)
+            kernels.add_rms_norm(x_BT, delta, block.mlp_norm.weight, h, eps)
+            project(h, block.gate_up, gate_up)
+            kernels.silu_mul(gate_up, product)
+            project(product, block.down, delta)
+            carried = delta
+        out_BT = torch.empty_like(x_BT)
+        kernels.add_rms_norm(x_BT, carried, self._model.model.norm.weight, out_BT, eps)
+        return out_BT
+
+    def _angles(self, batch: Any) -> Tensor:
+        """The rotary table in float32; every position of the batch lies in it."""
+        if self._table is not self._rope.cos_sin_cache:  # SGLang replaces it when it grows
+            self._table = self._rope.cos_sin_cache
+            self._cos_sin = self._rope.cos_sin_cache.float().contiguous()
+        lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+        longest = int(lens.max())
+        assert longest <= len(self._cos_sin), f"position {longest} is beyond the rotary table of {len(self._cos_sin)}"
+        return self._cos_sin
+
+    def _buffers(self, size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What a layer writes, for ``size`` rows: normed, qkv, queries, gate and up, their product, projected."""
+        if not self._memory or len(self._memory[0]) < size or self._memory[0].dtype is not dtype:
+            first = self._blocks[0]
+            hidden, width = first.out.weight.shape[0], first.gate_up.weight.shape[0]
+            widths = (hidden, first.qkv.weight.shape[0], self._heads * self._dim, width, width // 2, hidden)
+            self._memory = tuple(torch.empty(size, columns, dtype=dtype) for columns in widths)
+        return tuple(tensor[:size] for tensor in self._memory)
+
+
+def project(x: Tensor, linear: Any, out: Tensor) -> None:
+    """``linear`` applied to rows, into ``out``."""
+    if linear.bias is None:
+        torch.mm(x, linear.weight.t(), out=out)
+    else:
+        torch.addmm(linear.bias, x, linear.weight.t(), out=out)
+
+
+def head_norms(block: Block) -> tuple[Tensor, Tensor] | None:
+    """Weights of the norms of queries and keys, where the family has them."""
+    return None if block.q_norm is None or block.k_norm is None else (block.q_norm.weight, block.k_norm.weight)
+
+
+def attention_backend() -> Any:
+    """Of the forward that is under way."""
+    from sglang.srt.model_executor.forward_context import get_forward_context
+
+    return get_forward_context().attn_backend
+
+
+def bind(model: Any, kernels: Kernels | None) -> str:
+    """Put the fused forward in front of ``model``'s. Returns what decodes, in words."""
+    if kernels is None:
+        return f"module by module for {type(model).__name__}"
+    reason = obstacle(model)
+    if reason is not None:
+        return f"module by module, as {reason}"
+    fused, original = FusedDecode(model, kernels), model.forward
+
+    @functools.wraps(original)  # SGLang looks at the signature
+    def forward(input_ids: Tensor, positions: Tensor, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not fused.handles(forward_batch, (*args, *kwargs.values())):
+            return original(input_ids, positions, forward_batch, *args, **kwargs)
+        with torch.no_grad():
+            return fused(input_ids, positions, forward_batch)
+
+    model.forward = forward
+    return f"fused forward of {type(model).__name__}"

@@ -1,0 +1,198 @@
+"""The leaf kernels of decoding: one interface, in C (``csrc``) and in torch.
+
+Both compute in float32 and round where they store. The caller guarantees shapes; what would make C read foreign memory
+is checked here.
+
+Axes: B requests, T hidden, H query heads, K KV heads, D head dimension, S slots of the KV pool, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LANES = 16  # widest vector the C side may have been compiled for
+BLOCK = 256  # of the vocabulary, in sampling
+GROUP = 4  # query heads the C side takes at a time
+SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+class Kernels(Protocol):
+    """What a decode forward is made of, besides matrix products and attention."""
+
+    def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
+        """``x += delta`` in place; ``out = rms_norm(x) * weight``, of the sum before it is rounded."""
+        ...
+
+    def silu_mul(self, gate_up_BF: Tensor, out_BF: Tensor) -> None:
+        """``out = silu(gate) * up`` of a [B, 2 F] tensor that holds gate, then up."""
+        ...
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        angles: tuple[Tensor, Tensor],
+        slots_B: Tensor,
+        pools: tuple[Tensor, Tensor],
+        out_BHD: Tensor,
+        eps: float,
+    ) -> None:
+        """Norm (if any) and rotate queries and keys of ``qkv`` [B, (H + 2 K) D]; keys and values go to ``slots_B``.
+
+        ``norms``: weights [D] of queries and keys. ``angles``: cosines then sines [positions, D] in float32, and the
+        position [B] of each request. ``pools``: keys and values [S, K, D].
+        """
+        ...
+
+
+class TorchKernels:
+    """Always there."""
+
+    def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
+        row_BT = x_BT.float()
+        if delta_BT is not None:
+            row_BT = row_BT + delta_BT
+            x_BT.copy_(row_BT)
+        out_BT.copy_(F.rms_norm(row_BT, (x_BT.shape[1],), weight_T.float(), eps))
+
+    def silu_mul(self, gate_up_BF: Tensor, out_BF: Tensor) -> None:
+        gate, up = gate_up_BF.float().chunk(2, -1)
+        out_BF.copy_(F.silu(gate).mul_(up))
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        angles: tuple[Tensor, Tensor],
+        slots_B: Tensor,
+        pools: tuple[Tensor, Tensor],
+        out_BHD: Tensor,
+        eps: float,
+    ) -> None:
+        rows, heads, dim = out_BHD.shape
+        keys, values = pools
+        parts = qkv.view(rows, -1, dim)
+        turned = parts[:, : heads + keys.shape[1]].float()
+        if norms is not None:
+            weights = torch.cat((norms[0].expand(heads, dim), norms[1].expand(keys.shape[1], dim)))
+            turned = F.rms_norm(turned, (dim,), None, eps).mul_(weights)
+        cos_sin = angles[0].index_select(0, angles[1])[:, None]
+        cos, sin = cos_sin.chunk(2, -1)
+        first, second = turned.chunk(2, -1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(qkv.dtype)
+        out_BHD.copy_(turned[:, :heads])
+        keys.index_copy_(0, slots_B, turned[:, heads:])
+        values.index_copy_(0, slots_B, parts[:, heads + keys.shape[1] :])
+
+
+class CKernels:
+    """The same through ctypes, and two that only C makes fast: attention over the page table, and sampling."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        pointer, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        signatures = {
+            "add_rms_norm": [*[pointer] * 4, whole, whole, real],
+            "silu_mul": [pointer, pointer, whole, whole],
+            "rope_and_store": [*[pointer] * 9, *[whole] * 4, real],
+            "attention": [*[pointer] * 4, whole, *[pointer] * 4, *[whole] * 5, real],
+        }
+        self._functions: dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer] = {}
+        for dtype, suffix in SUFFIX.items():
+            for name, arguments in signatures.items():
+                function = library[f"{name}_{suffix}"]
+                function.argtypes, function.restype = arguments, None
+                self._functions[name, dtype] = function
+        self._sample = library["sample_f32"]
+        self._sample.argtypes, self._sample.restype = [pointer, *[whole] * 3, *[pointer] * 8], whole
+        self._uniforms = library["uniforms"]
+        self._uniforms.argtypes, self._uniforms.restype = [pointer, pointer, pointer, whole], None
+        self._workspace = torch.empty(0)
+
+    def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
+        dtype = x_BT.dtype
+        assert weight_T.dtype is dtype is out_BT.dtype, f"RMSNorm of {dtype} with a weight of {weight_T.dtype}"
+        delta = 0 if delta_BT is None else delta_BT.data_ptr()
+        pointers = (x_BT.data_ptr(), delta, weight_T.data_ptr(), out_BT.data_ptr())
+        self._functions["add_rms_norm", dtype](*pointers, *x_BT.shape, eps)
+
+    def silu_mul(self, gate_up_BF: Tensor, out_BF: Tensor) -> None:
+        rows, width = out_BF.shape
+        self._functions["silu_mul", out_BF.dtype](gate_up_BF.data_ptr(), out_BF.data_ptr(), rows, width)
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        angles: tuple[Tensor, Tensor],
+        slots_B: Tensor,
+        pools: tuple[Tensor, Tensor],
+        out_BHD: Tensor,
+        eps: float,
+    ) -> None:
+        rows, heads, dim = out_BHD.shape
+        cos_sin, positions_B = angles
+        keys, values = pools
+        assert keys.dtype is values.dtype is qkv.dtype, f"queries are {qkv.dtype}, the KV pool is {keys.dtype}"
+        q_norm, k_norm = (0, 0) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+        pointers = (qkv.data_ptr(), q_norm, k_norm, cos_sin.data_ptr(), positions_B.data_ptr(), slots_B.data_ptr())
+        pools_out = (keys.data_ptr(), values.data_ptr(), out_BHD.data_ptr())
+        self._functions["rope_and_store", qkv.dtype](*pointers, *pools_out, rows, heads, keys.shape[1], dim, eps)
+
+    def attention(
+        self,
+        queries_BHD: Tensor,
+        pools: tuple[Tensor, Tensor],
+        table: Tensor,
+        rows_B: Tensor,
+        lens_B: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """[B, H, D]: each query over the first ``lens_B`` >= 1 slots of row ``rows_B`` of the page table (int32)."""
+        keys, values = pools
+        size, heads, dim = queries_BHD.shape
+        assert keys.dtype is values.dtype is queries_BHD.dtype, f"queries {queries_BHD.dtype}, KV pool {keys.dtype}"
+        assert table.dtype is torch.int32 and table.stride(1) == 1
+        assert rows_B.dtype is torch.int64 and lens_B.dtype is torch.int64
+        room = GROUP * (-(-table.shape[1] // LANES) * LANES + LANES)
+        threads = torch.get_num_threads()
+        if self._workspace.numel() < room * threads:
+            self._workspace = torch.empty(room * threads)
+        out = torch.empty_like(queries_BHD)
+        self._functions["attention", queries_BHD.dtype](
+            *(queries_BHD.data_ptr(), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0)),
+            *(rows_B.data_ptr(), lens_B.data_ptr(), out.data_ptr(), self._workspace.data_ptr(), room),
+            *(size, heads, keys.shape[1], dim, scale),
+        )
+        return out
+
+    def sample(
+        self, logits_BV: Tensor, temperatures_B: Tensor, top_k_B: Tensor, seeds_B: Tensor, positions_B: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Int32 tokens [B] and their log-probabilities [B]; greedy where top-k is 1. ``None``: logits not finite."""
+        size, vocabulary = logits_BV.shape
+        assert logits_BV.dtype is torch.float32 and logits_BV.stride(1) == 1
+        columns = (temperatures_B.reshape(-1).contiguous(), top_k_B.contiguous(), seeds_B.contiguous())
+        assert [c.dtype for c in columns] == [torch.float32, torch.int32, torch.int64]
+        positions_B = positions_B.to(torch.int64).contiguous()
+        blocks = -(-vocabulary // BLOCK)
+        weights, sums = torch.empty(blocks * BLOCK), torch.empty(blocks, dtype=torch.float64)
+        tokens, logprobs = torch.empty(size, dtype=torch.int32), torch.empty(size)
+        bad: int = self._sample(
+            *(logits_BV.data_ptr(), logits_BV.stride(0), size, vocabulary),
+            *(column.data_ptr() for column in columns),
+            *(t.data_ptr() for t in (positions_B, weights, sums, tokens, logprobs)),
+        )
+        return None if bad else (tokens, logprobs)
+
+    def uniform(self, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+        """Float64 [B] in [0, 1): what sampling draws with."""
+        out = torch.empty(len(seeds_B), dtype=torch.float64)
+        self._uniforms(seeds_B.data_ptr(), positions_B.data_ptr(), out.data_ptr(), len(seeds_B))
+        return out

@@ -1,0 +1,58 @@
+"""Which leaf kernels this engine decodes with, and why. Settled once per process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+
+from slime_like_plugins.sglang_cpu import EXACT
+from slime_like_plugins.sglang_cpu.build import BuildError, build
+from slime_like_plugins.sglang_cpu.kernels import CKernels, TorchKernels
+from slime_like_plugins.sglang_hooks import enabled
+
+OPTION = "SLIME_LIKE_CPU_KERNELS"  # rollout.cpu_kernels
+CHOICES = ("auto", "c", "torch", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """``leaf`` is ``None`` where SGLang's own forward decodes; ``c`` is set where the C kernels are in use."""
+
+    leaf: CKernels | TorchKernels | None
+    text: str
+
+    @property
+    def c(self) -> CKernels | None:
+        """The C kernels, if those were chosen."""
+        return self.leaf if isinstance(self.leaf, CKernels) else None
+
+
+def choose(wanted: str) -> Selection:
+    """The kernels for ``wanted``. Raises ``SystemExit`` where C is demanded and cannot be had."""
+    if wanted not in CHOICES:
+        raise SystemExit(f"slime_like plugin 'cpu': {OPTION}={wanted!r} is not one of {', '.join(CHOICES)}")
+    if wanted == "off":
+        return Selection(None, "SGLang's own forward")
+    if wanted == "torch":
+        return Selection(TorchKernels(), "torch kernels")
+    try:
+        built = build()
+        return Selection(CKernels(built.path), f"C kernels ({built.compiler})")
+    except (BuildError, OSError) as error:
+        if wanted == "c":
+            raise SystemExit(f"slime_like plugin 'cpu': rollout.cpu_kernels=c: {error}; or set it to auto") from error
+        return Selection(TorchKernels(), f"torch kernels, no C kernels: {error}")
+
+
+@cache
+def selected() -> Selection:
+    """What this process uses."""
+    from sglang.srt.runtime_context import get_exec
+
+    deterministic = get_exec().deterministic
+    if enabled(EXACT):
+        return Selection(None, "SGLang's own forward (bits that do not depend on the batch)")
+    if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None:
+        return Selection(None, "SGLang's own forward (deterministic inference)")
+    return choose(os.environ.get(OPTION, "auto"))

@@ -1,0 +1,195 @@
+"""How fast engines decode on this CPU: rollout.cpu_kernels off, torch and c, and transformers' generate beside them.
+
+    python scripts/bench_decode.py --model tiny --batches 16 64 256 --rounds 5
+    python scripts/bench_decode.py --model 20m --arms off c hf --steps 64
+
+All arms live at once and take turns, so that a busy machine slows all of them; quote the ratios. Engines are asked as a
+run asks them: over HTTP, groups of 8 samples per prompt, seeded, temperature 1, log-probabilities returned. One thread
+each. transformers gets the same prompts in one padded batch, samples, and returns no log-probabilities. Prints a row
+per batch size: median tokens/s, median milliseconds per token of each sequence, the ratio of medians to transformers'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from slime_like.config.resolved import EngineSpec
+from slime_like.interfaces import Sampling
+from slime_like.rollout.client import EngineClient
+from slime_like.rollout.server import EngineServer
+
+SAMPLES_PER_PROMPT = 8
+PROMPT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A random Qwen3."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    dtype: torch.dtype
+
+
+SHAPES = {
+    "tiny": Shape(512, 128, 4, 4, 2, 32, 256, torch.float32),
+    "20m": Shape(512, 384, 8, 6, 2, 64, 1792, torch.bfloat16),
+}
+
+
+def make_model(shape: Shape, folder: Path) -> Qwen3ForCausalLM:
+    """Random weights, saved to ``folder``."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    model = Qwen3ForCausalLM(config).to(shape.dtype).eval()  # pyright: ignore[reportArgumentType]
+    model.save_pretrained(folder)
+    return model
+
+
+class EngineArm:
+    """An engine with one setting of ``rollout.cpu_kernels``."""
+
+    def __init__(self, kernels: str, model: Path, shape: Shape, batch: int, threads: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        spec = EngineSpec(
+            model_path=str(model),
+            device="cpu",
+            dtype=str(shape.dtype).removeprefix("torch."),
+            tp=1,
+            context_length=512,
+            seed=0,
+            log_path=str(model.parent / f"{kernels}.log"),
+            start_deadline_s=300,
+            request_deadline_s=600,
+            max_running_requests=batch,
+            cpu_kernels=kernels,
+            sglang={"max_total_tokens": 65_536},
+        )
+        self.name = kernels
+        self.server = EngineServer(spec, admin_key="bench")
+        self.server.start()
+
+    def __call__(self, prompts: np.ndarray, tokens: int) -> None:
+        """Generate; every sample has its own seed."""
+
+        async def ask() -> None:
+            client = EngineClient(self.server.url, admin_key="bench", name=self.name, deadline_s=600)
+            sampling = Sampling(temperature=1.0, max_new_tokens=tokens)
+            seeds = range(SAMPLES_PER_PROMPT)
+            await asyncio.gather(*(client.generate(row, seeds, sampling) for row in prompts))
+            await client.close()
+
+        asyncio.run(ask())
+
+
+def hf_arm(model: Qwen3ForCausalLM) -> Callable[[np.ndarray, int], None]:
+    """transformers on the same prompts, each repeated for its samples."""
+
+    generate_from: Any = getattr(model, "generate")  # noqa: B009  its type asks for more than any model has
+
+    def generate(prompts: np.ndarray, tokens: int) -> None:
+        ids = torch.from_numpy(prompts.astype(np.int64)).repeat_interleave(SAMPLES_PER_PROMPT, 0)
+        options = {"do_sample": True, "top_k": 0, "min_new_tokens": tokens, "max_new_tokens": tokens}
+        with torch.inference_mode():
+            generate_from(ids, attention_mask=torch.ones_like(ids), **options)
+
+    return generate
+
+
+@contextlib.contextmanager
+def arms(options: argparse.Namespace, shape: Shape, folder: Path) -> Generator[dict[str, Callable[..., None]]]:
+    """All arms, ready."""
+    model = make_model(shape, folder / "model")
+    found: dict[str, Callable[..., None]] = {}
+    engines: list[EngineArm] = []
+    try:
+        for name in options.arms:
+            if name == "hf":
+                found[name] = hf_arm(model)
+                continue
+            engines.append(EngineArm(name, folder / "model", shape, max(options.batches), options.threads))
+            found[name] = engines[-1]
+        for engine in engines:
+            engine.server.wait_ready()
+            print(f"{engine.name}: {engine.server.decodes_with()}")
+        yield found
+    finally:
+        for engine in engines:
+            engine.server.stop()
+
+
+def measure(found: dict[str, Callable[..., None]], options: argparse.Namespace, shape: Shape) -> None:
+    """Rounds of all arms in turn, per batch size; prints a row each."""
+    print("| batch | " + " | ".join(f"{name} tok/s (ms)" for name in found) + " | ratios to hf |")
+    for batch in options.batches:
+        seconds: dict[str, list[float]] = {name: [] for name in found}
+        for number in range(options.rounds + 1):
+            generator = np.random.default_rng([batch, number])
+            prompts = generator.integers(2, shape.vocab, (batch // SAMPLES_PER_PROMPT, PROMPT)).astype(np.int32)
+            for name, arm in found.items():
+                start = time.perf_counter()
+                arm(prompts, options.steps)
+                if number:  # the first round warms up
+                    seconds[name].append(time.perf_counter() - start)
+        median = {name: statistics.median(times) for name, times in seconds.items()}
+        cells = [f"{batch * options.steps / t:,.0f} ({t / options.steps * 1e3:.1f})" for t in median.values()]
+        base = median.get("hf", next(iter(median.values())))
+        ratios = ", ".join(f"{name} {base / t:.2f}" for name, t in median.items())
+        print(f"| {batch} | " + " | ".join(cells) + f" | {ratios} |", flush=True)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, default="tiny")
+    parser.add_argument("--arms", nargs="+", choices=("off", "torch", "c", "hf"), default=["off", "torch", "c", "hf"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[16, 64, 256])
+    parser.add_argument("--steps", type=int, default=64, help="new tokens per sample")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "transformers"))
+    print(f"{' '.join(sys.argv)}\nPython {platform.python_version()}, {packages}, load {os.getloadavg()[0]:.1f}")
+    shape = SHAPES[options.model]
+    with tempfile.TemporaryDirectory() as folder, arms(options, shape, Path(folder)) as found:
+        measure(found, options, shape)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Compiling the C kernels: into a private cache, whole or not at all, and a clear word where it cannot be done."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime_like_plugins.sglang_cpu import build as cpu_build
+from slime_like_plugins.sglang_cpu.build import BuildError, build, cache_folder, object_name, run_compiler
+from slime_like_plugins.sglang_cpu.kernels import TorchKernels
+from slime_like_plugins.sglang_cpu.selection import choose
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, cpu_build.COMPILERS)), reason="no C compiler")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    return tmp_path / "slime_like" / "cpu_kernels"
+
+
+@pytest.fixture
+def short_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source that compiles in no time."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "kernels.c").write_text("int one(void) { return 1; }\n")
+    monkeypatch.setattr(cpu_build, "SOURCE", folder)
+    return folder / "kernels.c"
+
+
+def fake_compiler(folder: Path, body: str) -> Path:
+    """An executable called cc."""
+    path = folder / "cc"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+@needs_compiler
+def test_what_was_built_is_used_again_and_what_changed_is_built_anew(cache: Path, short_source: Path) -> None:
+    first = build().path
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert [path.name for path in cache.iterdir()] == [first.name]  # nothing half made is left
+    made = first.stat().st_mtime_ns
+    assert build().path == first
+    assert first.stat().st_mtime_ns == made
+    short_source.write_text("int two(void) { return 2; }\n")
+    assert build().path != first
+
+
+def test_the_name_holds_the_cpu(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = str(fake_compiler(tmp_path, "exit 1"))
+    here = object_name(compiler)
+    monkeypatch.setattr(cpu_build, "cpu_identity", lambda: "another")
+    assert object_name(compiler) != here
+
+
+def test_a_cache_that_others_can_write_is_refused(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    with pytest.raises(BuildError, match=r"can be written by others: chmod 700"):
+        cache_folder()
+
+
+def test_a_compiler_that_fails_says_why_and_leaves_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", str(fake_compiler(tmp_path, "echo 'kernels.c:1: no such thing' >&2; exit 1")))
+    with pytest.raises(BuildError, match=r"cc refused the kernels' source: kernels.c:1: no such thing"):
+        build()
+    assert list(cache.iterdir()) == []
+
+
+@needs_compiler
+def test_a_compiler_without_openmp_will_do(cache: Path, short_source: Path, tmp_path: Path) -> None:
+    compiler = fake_compiler(
+        tmp_path, f'case "$*" in *-fopenmp*) exit 1;; esac\nexec {shutil.which("cc") or shutil.which("gcc")} "$@"'
+    )
+    run_compiler(str(compiler), tmp_path / "out.so")
+    assert (tmp_path / "out.so").is_file()
+
+
+def test_without_a_compiler_torch_decodes_and_c_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    selection = choose("auto")
+    assert isinstance(selection.leaf, TorchKernels)
+    assert selection.c is None
+    assert selection.text == "torch kernels, no C kernels: no C compiler (cc, gcc, clang) on PATH: apt-get install gcc"
+    with pytest.raises(SystemExit, match=r"rollout\.cpu_kernels=c: no C compiler .* or set it to auto"):
+        choose("c")
+
+
+def test_off_and_torch_need_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert choose("off").leaf is None
+    assert isinstance(choose("torch").leaf, TorchKernels)
+    with pytest.raises(SystemExit, match="'fast' is not one of auto, c, torch, off"):
+        choose("fast")
+
+
+def test_the_set_up_hears_what_is_missing(cache: Path) -> None:
+    command = [sys.executable, "-m", "slime_like_plugins.sglang_cpu.build"]
+    environment = {"PATH": "/nowhere", "PYTHONPATH": "plugins:.", "XDG_CACHE_HOME": str(cache)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no C compiler (cc, gcc, clang) on PATH: apt-get install gcc" in done.stderr

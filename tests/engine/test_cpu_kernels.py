@@ -1,0 +1,209 @@
+"""The C leaf kernels of decoding against torch's, and both against float64. No engine, no SGLang."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_like_plugins.rollout_sampling.draw import draw, uniform
+from slime_like_plugins.sglang_cpu import build
+from slime_like_plugins.sglang_cpu.kernels import CKernels, TorchKernels
+
+HAS_COMPILER = any(shutil.which(name) for name in build.COMPILERS)
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+ROWS = st.integers(1, 5)
+TORCH = TorchKernels()
+
+
+@cache
+def C() -> CKernels:
+    """Compiled once per machine."""
+    return CKernels(build.build().path)
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def assert_rounded_alike(mine: Tensor, theirs: Tensor) -> None:
+    """Equal within float32's error, and in bfloat16 within one unit in the last place, few of them."""
+    if mine.dtype is torch.float32:
+        torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=2e-6)
+        return
+    assert mine.dtype is theirs.dtype
+    torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=2**-7)
+    differ = (mine - theirs).abs() > 1e-30  # silu of what is far below zero
+    assert differ.float().mean() <= 0.02 + 2 / mine.numel()
+
+
+@needs_compiler
+@settings(deadline=None, max_examples=60)
+@given(rows=ROWS, width=st.integers(1, 200), dtype=DTYPES, residual=st.booleans(), seed=st.integers(0, 99))
+def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype, residual: bool, seed: int) -> None:
+    x, weight = random(seed, rows, width, dtype=dtype), random(seed + 1, width, dtype=dtype)
+    delta = random(seed + 2, rows, width, dtype=dtype) if residual else None
+    mine, theirs = x.clone(), x.clone()
+    out_mine, out_theirs = torch.empty_like(x), torch.empty_like(x)
+    C().add_rms_norm(mine, delta, weight, out_mine, 1e-6)
+    TORCH.add_rms_norm(theirs, delta, weight, out_theirs, 1e-6)
+    assert torch.equal(mine, theirs)  # one addition, one rounding: nothing to differ in
+    assert_rounded_alike(out_mine, out_theirs)
+    row = x.double() + (0 if delta is None else delta.double())
+    exact = row * (row.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    torch.testing.assert_close(out_mine.double(), exact, atol=1e-5, rtol=2**-8 if dtype is torch.bfloat16 else 1e-5)
+
+
+@needs_compiler
+@settings(deadline=None, max_examples=60)
+@given(rows=ROWS, width=st.integers(1, 200), dtype=DTYPES, scale=st.sampled_from([1.0, 30.0, 200.0]))
+def test_silu_mul(rows: int, width: int, dtype: torch.dtype, scale: float) -> None:
+    gate_up = random(width, rows, 2 * width, dtype=dtype)
+    gate_up[:, :width] *= scale
+    mine, theirs = torch.empty(2, rows, width, dtype=dtype)
+    C().silu_mul(gate_up, mine)
+    TORCH.silu_mul(gate_up, theirs)
+    assert_rounded_alike(mine / scale, theirs / scale)
+
+
+@needs_compiler
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=ROWS,
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 2), (3, 3)]),
+    half=st.integers(1, 70),
+    dtype=DTYPES,
+    normed=st.booleans(),
+)
+def test_rope_and_store(rows: int, heads: tuple[int, int], half: int, dtype: torch.dtype, normed: bool) -> None:
+    (queries, kv), dim, slots, length = heads, 2 * half, 11, 50
+    qkv = random(half, rows, (queries + 2 * kv) * dim, dtype=dtype)
+    norms = (random(1, dim, dtype=dtype), random(2, dim, dtype=dtype)) if normed else None
+    phase = random(3, length, half)
+    positions = torch.randint(length, (rows,), generator=torch.Generator().manual_seed(rows))
+    angles = torch.cat((phase.cos(), phase.sin()), -1), positions
+    chosen = torch.randperm(slots, generator=torch.Generator().manual_seed(half))[:rows]
+    found: list[tuple[Tensor, ...]] = []
+    for kernels in (C(), TORCH):
+        pools = torch.zeros(slots, kv, dim, dtype=dtype), torch.zeros(slots, kv, dim, dtype=dtype)
+        out = torch.empty(rows, queries, dim, dtype=dtype)
+        kernels.rope_and_store(qkv, norms, angles, chosen, pools, out, 1e-6)
+        found.append((out, *pools))
+    for mine, theirs in zip(*found, strict=True):
+        assert_rounded_alike(mine, theirs)
+    others = torch.ones(slots, dtype=torch.bool).index_fill_(0, chosen, False)
+    assert not found[0][1][others].any()  # nobody else's slot is touched
+    assert torch.equal(found[0][2][chosen], qkv.view(rows, -1, dim)[:, queries + kv :])
+
+
+@needs_compiler
+@settings(deadline=None, max_examples=60)
+@given(
+    lens=st.lists(st.integers(1, 70), min_size=1, max_size=5),
+    heads=st.sampled_from([(1, 1), (2, 1), (6, 2), (4, 4), (7, 1), (10, 2)]),
+    dim=st.sampled_from([1, 2, 8, 18, 32, 40, 64, 128]),
+    dtype=DTYPES,
+)
+def test_attention(lens: list[int], heads: tuple[int, int], dim: int, dtype: torch.dtype) -> None:
+    queries, kv = heads
+    q = random(dim, len(lens), queries, dim, dtype=dtype)
+    keys, values = (random(seed, 400, kv, dim, dtype=dtype) for seed in (1, 2))
+    generator = torch.Generator().manual_seed(len(lens))
+    table = torch.full((9, 71), 10**6, dtype=torch.int32)  # what lies behind a request's length is no address
+    rows = torch.randperm(9, generator=generator)[: len(lens)]
+    pages = torch.randperm(400, generator=generator)[: sum(lens)].split(lens)
+    for row, mine in zip(rows, pages, strict=True):
+        table[row, : len(mine)] = mine.int()
+    out = C().attention(q, (keys, values), table, rows, torch.tensor(lens), dim**-0.5)
+    for i, page in enumerate(pages):
+        k, v = (t[page].double().repeat_interleave(queries // kv, 1) for t in (keys, values))
+        weights = torch.softmax(torch.einsum("hd,lhd->hl", q[i].double(), k) / math.sqrt(dim), -1)
+        exact = torch.einsum("hl,lhd->hd", weights, v)
+        tolerance = (1e-6, 2**-8) if dtype is torch.bfloat16 else (3e-6, 1e-5)
+        torch.testing.assert_close(out[i].double(), exact, atol=tolerance[0], rtol=tolerance[1])
+
+
+@needs_compiler
+@settings(deadline=None, max_examples=60)
+@given(rows=ROWS, vocabulary=st.sampled_from([1, 2, 15, 16, 17, 255, 256, 257, 500, 1000]), seed=st.integers(0, 10**6))
+def test_sampling(rows: int, vocabulary: int, seed: int) -> None:
+    """The token and score torch draws for the same seed, unless the draw falls within rounding of a boundary."""
+    padded = random(seed, rows, vocabulary + 12, scale=3.0)
+    logits = padded[:, :vocabulary]
+    logits[:, :: max(2, vocabulary // 7)] = -math.inf
+    logits[:, vocabulary // 2] = 1.0
+    generator = torch.Generator().manual_seed(seed)
+    temperatures = torch.rand(rows, 1, generator=generator) + 0.3
+    seeds, positions = torch.randint(-(2**62), 2**62, (2, rows), generator=generator)
+    top_k = torch.randint(0, 2, (rows,), generator=generator, dtype=torch.int32) * (1 << 30) + 1
+    sampled = C().sample(logits, temperatures, top_k, seeds, positions)
+    assert sampled is not None
+    tokens, scores = sampled
+    logprobs = torch.log_softmax(logits / temperatures, -1)
+    u = uniform(seeds, positions)
+    assert torch.equal(C().uniform(seeds, positions), u)
+    expected = torch.where(top_k <= 1, logprobs.argmax(-1), draw(logprobs.exp(), u))
+    sums = logprobs.double().exp().cumsum(-1)
+    near = (sums / sums[:, -1:] - u[:, None]).abs().min(-1).values < 1e-6
+    assert ((tokens == expected) | (near & (top_k > 1))).all()
+    torch.testing.assert_close(scores, logprobs.gather(1, tokens.long()[:, None])[:, 0], atol=2e-6, rtol=1e-6)
+
+
+@needs_compiler
+def test_a_draw_never_leaves_the_support() -> None:
+    """Also where rounding carries the target past the last token that has any weight."""
+    logits = torch.full((64, 1000), -math.inf)
+    logits[:, :3] = random(0, 64, 3)
+    sampled = C().sample(
+        logits, torch.ones(64, 1), torch.full((64,), 1 << 30, dtype=torch.int32), torch.arange(64), torch.arange(64)
+    )
+    assert sampled is not None
+    assert int(sampled[0].max()) < 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("top_k", [1, 1 << 30])
+def test_logits_that_are_not_finite_are_left_to_sglang(bad: float, top_k: int) -> None:
+    logits = random(0, 3, 40)
+    logits[1, 17] = bad
+    columns = torch.ones(3, 1), torch.full((3,), top_k, dtype=torch.int32), torch.arange(3), torch.arange(3)
+    assert C().sample(logits, *columns) is None
+
+
+@needs_compiler
+def test_threads_share_the_rows() -> None:
+    before = torch.get_num_threads()
+    q, pool = random(0, 64, 4, 32), (random(1, 900, 2, 32), random(2, 900, 2, 32))
+    table = torch.arange(900, dtype=torch.int32).repeat(64, 1)
+    lens = torch.arange(64) * 13 + 1
+    found: list[Tensor] = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(C().attention(q, pool, table, torch.arange(64), lens, 0.2))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+@needs_compiler
+def test_nan_stays_nan() -> None:
+    """A weight that no push wrote must show, not vanish in a kernel."""
+    x, weight = random(0, 2, 40), torch.ones(40)
+    x[0, 33] = math.nan
+    out = torch.empty_like(x)
+    C().add_rms_norm(x, None, weight, out, 1e-6)
+    assert out[0].isnan().all()
+    assert not out[1].isnan().any()
+    for dtype in (torch.float32, torch.bfloat16):
+        product = torch.empty(2, 20, dtype=dtype)
+        C().silu_mul(x.to(dtype), product)
+        assert product[0, 13].isnan()
