@@ -5,8 +5,9 @@
 
 All arms live at once and take turns, so that a busy machine slows all of them; quote the ratios. Engines are asked as a
 run asks them: over HTTP, groups of 8 samples per prompt, seeded, temperature 1, log-probabilities returned. One thread
-each. transformers gets the same prompts in one padded batch, samples, and returns no log-probabilities. Prints a row
-per batch size: median tokens/s, median milliseconds per token of each sequence, the ratio of medians to transformers'.
+each. transformers gets the same prompts in one batch, samples, and returns no log-probabilities. Prints two rows per batch
+size, of wall time and of CPU time (user and system, of all processes of an engine): medians of tokens/s, of milliseconds
+per token of each sequence, and the ratios of medians to transformers'. CPU time is what a busy machine disturbs least.
 """
 
 from __future__ import annotations
@@ -104,6 +105,16 @@ class EngineArm:
         self.server = EngineServer(spec, admin_key="bench")
         self.server.start()
 
+    def cpu_seconds(self) -> float:
+        """User and system time of the engine's process group so far."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # a process that ended meanwhile
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[2]) == self.server.pid:
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def __call__(self, prompts: np.ndarray, tokens: int) -> None:
         """Generate; every sample has its own seed."""
 
@@ -154,23 +165,31 @@ def arms(options: argparse.Namespace, shape: Shape, folder: Path) -> Generator[d
 
 
 def measure(found: dict[str, Callable[..., None]], options: argparse.Namespace, shape: Shape) -> None:
-    """Rounds of all arms in turn, per batch size; prints a row each."""
-    print("| batch | " + " | ".join(f"{name} tok/s (ms)" for name in found) + " | ratios to hf |")
+    """Rounds of all arms in turn, per batch size; prints two rows each."""
+    print("| batch | time | " + " | ".join(f"{name} tok/s (ms)" for name in found) + " | ratios to hf |")
     for batch in options.batches:
-        seconds: dict[str, list[float]] = {name: [] for name in found}
+        wall: dict[str, list[float]] = {name: [] for name in found}
+        cpu: dict[str, list[float]] = {name: [] for name in found}
         for number in range(options.rounds + 1):
             generator = np.random.default_rng([batch, number])
             prompts = generator.integers(2, shape.vocab, (batch // SAMPLES_PER_PROMPT, PROMPT)).astype(np.int32)
             for name, arm in found.items():
-                start = time.perf_counter()
+                spent = arm.cpu_seconds if isinstance(arm, EngineArm) else time.process_time
+                before, start = spent(), time.perf_counter()
                 arm(prompts, options.steps)
                 if number:  # the first round warms up
-                    seconds[name].append(time.perf_counter() - start)
-        median = {name: statistics.median(times) for name, times in seconds.items()}
-        cells = [f"{batch * options.steps / t:,.0f} ({t / options.steps * 1e3:.1f})" for t in median.values()]
-        base = median.get("hf", next(iter(median.values())))
-        ratios = ", ".join(f"{name} {base / t:.2f}" for name, t in median.items())
-        print(f"| {batch} | " + " | ".join(cells) + f" | {ratios} |", flush=True)
+                    wall[name].append(time.perf_counter() - start)
+                    cpu[name].append(spent() - before)
+        for kind, seconds in (("wall", wall), ("CPU", cpu)):
+            print_row(batch, kind, {name: statistics.median(times) for name, times in seconds.items()}, options.steps)
+
+
+def print_row(batch: int, kind: str, median: dict[str, float], steps: int) -> None:
+    """One row of the table."""
+    cells = [f"{batch * steps / t:,.0f} ({t / steps * 1e3:.1f})" for t in median.values()]
+    base = median.get("hf", next(iter(median.values())))
+    ratios = ", ".join(f"{name} {base / t:.2f}" for name, t in median.items())
+    print(f"| {batch} | {kind} | " + " | ".join(cells) + f" | {ratios} |", flush=True)
 
 
 def main() -> None:

@@ -103,7 +103,9 @@ def choose(logprobs_BV: Tensor, info: Any, positions_B: Tensor) -> Tensor:
     tokens_B = draw(probs_BV, uniform_B)
     if info.need_top_p_sampling or top_k_counts(info):
         kept_BV, tokens_BV = filtered(probs_BV, info.top_ps, info.top_ks)
-        limited_B = (info.top_ps < 1.0) | ((info.top_ks > 1) & (info.top_ks < info.vocab_size))  # others keep their draw
+        limited_B = (info.top_ps < 1.0) | (
+            (info.top_ks > 1) & (info.top_ks < info.vocab_size)
+        )  # others keep their draw
         tokens_B = torch.where(limited_B, tokens_BV.gather(1, draw(kept_BV, uniform_B)[:, None])[:, 0], tokens_B)
     return torch.where(info.top_ks <= 1, logprobs_BV.argmax(-1), tokens_B) if info.is_any_greedy else tokens_B
 
