@@ -122,6 +122,12 @@ INLINE void store_part_bf16(bf16 *p, vf x, int64_t n) {
     memcpy(p, t, n * sizeof(bf16));
 }
 
+/* The rows of the KV pool that a request reads lie anywhere, so the processor cannot guess the next one. */
+#define AHEAD 12
+INLINE void fetch_soon(const void *p, int64_t bytes) {
+    for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch((const char *)p + j);
+}
+
 #define T float
 #define NAME(name) name##_f32
 #include "typed.h"

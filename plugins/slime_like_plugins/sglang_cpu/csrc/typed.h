@@ -118,7 +118,7 @@ INLINE void NAME(attend)(const T *q, const T *keys, const T *values, int64_t str
         vf products[group][LANES];
         for (int k = 0; k < LANES; k++) {
             const T *key = keys + (int64_t)slots[t + k < len ? t + k : len - 1] * stride;
-            __builtin_prefetch(keys + (int64_t)slots[t + k + LANES < len ? t + k + LANES : len - 1] * stride);
+            fetch_soon(keys + (int64_t)slots[t + k + AHEAD < len ? t + k + AHEAD : len - 1] * stride, d * sizeof(T));
             for (int g = 0; g < group; g++) products[g][k] = (vf){0};
             for (int64_t c = 0; c < vectors; c++) {
                 vf a = rest && c + 1 == vectors ? NAME(load_part)(key + c * LANES, rest) : NAME(load)(key + c * LANES);
@@ -145,7 +145,7 @@ INLINE void NAME(attend)(const T *q, const T *keys, const T *values, int64_t str
     for (int64_t j = 0; j < group * vectors; j++) sums[j] = (vf){0};
     for (int64_t t = 0; t < len; t++) {
         const T *value = values + (int64_t)slots[t] * stride;
-        __builtin_prefetch(values + (int64_t)slots[t + LANES < len ? t + LANES : len - 1] * stride);
+        fetch_soon(values + (int64_t)slots[t + AHEAD < len ? t + AHEAD : len - 1] * stride, d * sizeof(T));
         for (int64_t c = 0; c < vectors; c++) {
             vf a = rest && c + 1 == vectors ? NAME(load_part)(value + c * LANES, rest) : NAME(load)(value + c * LANES);
             for (int g = 0; g < group; g++) sums[g * vectors + c] += scores[g * padded + t] * a;
