@@ -1,0 +1,187 @@
+"""Running one arm of a benchmark: a process tree, its peak memory, and what it recorded per step."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from scripts.bench_inputs import CONTEXT, NEW_TOKENS, PROMPTS, SAMPLES, TOKENS, Inputs
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+REQUIREMENTS = REPOSITORY / "scripts" / "requirements" / "trl.txt"
+LEARNING_RATE = 1e-3
+WARM_UP = 2  # steps left out of every figure
+SAMPLE_S = 1.0  # between two looks at memory
+
+
+@dataclass(slots=True)
+class Record:
+    """Steps of one arm, all runs together."""
+
+    arm: str
+    step_s: list[float] = field(default_factory=list[float])
+    parts_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    rewards: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])  # first and last steps' mean
+    peak_mib: float = 0.0
+    runs: list[float] = field(default_factory=list[float])  # median seconds per step of each run
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def seconds(self) -> float:
+        """Median seconds per step."""
+        return statistics.median(self.step_s)
+
+    def part(self, name: str) -> float:
+        """Median seconds of one part of a step."""
+        return statistics.median(self.parts_s[name])
+
+    def add(self, steps: Sequence[float], parts: dict[str, list[float]], rewards: Sequence[float]) -> None:
+        """One more run, its warm-up steps cut."""
+        kept = list(steps[WARM_UP:])
+        self.step_s += kept
+        self.runs.append(statistics.median(kept))
+        for name, values in parts.items():
+            self.parts_s.setdefault(name, []).extend(values[WARM_UP:])
+        third = max(1, len(rewards) // 3)
+        self.rewards.append((statistics.mean(rewards[:third]), statistics.mean(rewards[-third:])))
+
+
+def run_tree(command: Sequence[str], environment: dict[str, str], log: Path) -> float:
+    """Run to the end; peak proportional memory of the whole process tree in MiB. Raises on a failure."""
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
+        peak, ended = [0.0], threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(SAMPLE_S):
+                peak[0] = max(peak[0], _memory(process.pid))
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        code = process.wait()
+        ended.set()
+        watcher.join()
+    if code != 0:
+        raise SystemExit(f"{' '.join(command[:3])} ... ended with exit code {code}; see {log}")
+    return peak[0]
+
+
+def _memory(pid: int) -> float:
+    """Proportional set size of a process and all its descendants: shared pages count once. MiB."""
+    total = 0
+    try:
+        for process in (root := psutil.Process(pid), *root.children(recursive=True)):
+            try:
+                text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+                total += next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
+            except (OSError, StopIteration):
+                continue
+    except psutil.Error:
+        pass
+    return total / 1024
+
+
+def ours(record: Record, inputs: Inputs, dtype: str, steps: int, work: Path, extra: Sequence[str]) -> None:
+    """train.py as it is: Ray, SGLang engine and Megatron trainer on the same model, rows and sizes."""
+    run_dir = work / f"ours-{dtype}-{len(record.runs)}"
+    overrides = [
+        f"run.dir={run_dir}",
+        f"run.name=bench-{dtype}",
+        "run.resume=never",
+        f"model.hf_checkpoint={inputs.model}",
+        f"model.dtype={dtype}",
+        f"data.train={inputs.rows}",
+        "reward.name=scripts.bench_reward:digits",
+        f"rollout.batch_size={PROMPTS}",
+        f"rollout.n_samples_per_prompt={SAMPLES}",
+        f"rollout.max_response_len={NEW_TOKENS}",
+        f"rollout.max_context_len={CONTEXT}",
+        f"loop.num_rollout={steps}",
+        f"optim.lr={LEARNING_RATE}",
+        "placement.device=cpu",
+        "metrics.console=plain",
+    ]
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'plugins'}", "HF_HUB_OFFLINE": "1"}
+    environment.pop("OMP_NUM_THREADS", None)
+    command = [sys.executable, "train.py", *overrides, *extra]
+    record.peak_mib = max(record.peak_mib, run_tree(command, environment, work / "ours.log"))
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"] > 0]
+    check_ours(rows, steps)
+    ends = [row["time"] for row in rows]
+    spans = [{name: stop - start for name, (start, stop) in row["spans"].items()} for row in rows[1:]]
+    took = [after - before for before, after in pairwise(ends)]
+    parts = {name: [found[name] for found in spans] for name in ("rollout", "train", "update_weights")}
+    parts["rest"] = [
+        whole - sum(found[name] for name in parts) for whole, found in zip(took, spans, strict=True)
+    ]  # rewards, assembly, logging, messages between processes
+    record.add(took, parts, [row["rollout/raw_reward"] for row in rows])
+
+
+def check_ours(rows: Sequence[dict[str, Any]], steps: int) -> None:
+    """Every step sampled and trained on all tokens and changed the weights. Raises ``SystemExit``."""
+    tokens = {row["train/num_tokens"] for row in rows}
+    lengths = {row["rollout/response_len/min"] for row in rows} | {row["rollout/response_len/max"] for row in rows}
+    if len(rows) != steps or tokens != {TOKENS} or lengths != {NEW_TOKENS}:
+        raise SystemExit(f"our arm did other work: {len(rows)} steps of {steps}, tokens {tokens}, lengths {lengths}")
+    if not all(row["train/grad_norm"] > 0 for row in rows):
+        raise SystemExit("our arm took a step without a gradient")
+
+
+def trl(record: Record, inputs: Inputs, dtype: str, steps: int, work: Path, python: Path) -> None:
+    """TRL's GRPOTrainer in its own environment, with all cores."""
+    out = work / f"trl-{dtype}-{len(record.runs)}.json"
+    given: dict[str, Any] = {
+        "model": inputs.model,
+        "rows": inputs.rows,
+        "out": out,
+        "work": work / "trl",
+        "steps": steps,
+        "prompts": PROMPTS,
+        "samples": SAMPLES,
+        "new-tokens": NEW_TOKENS,
+        "threads": len(os.sched_getaffinity(0)),
+        "dtype": dtype,
+        "lr": LEARNING_RATE,
+    }
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [str(python), "scripts/bench_trl_arm.py"]
+    command += [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    record.peak_mib = max(record.peak_mib, run_tree(command, environment, work / "trl.log"))
+    found = json.loads(out.read_text())
+    if len(found["ends"]) != steps or set(found["tokens"]) != {TOKENS}:
+        raise SystemExit(f"TRL's arm did other work: {len(found['ends'])} steps of {steps}, tokens {found['tokens']}")
+    took = [after - before for before, after in pairwise(found["ends"])]
+    rollout = found["rollout_s"][1:]
+    parts = {"rollout": rollout, "rest": [whole - part for whole, part in zip(took, rollout, strict=True)]}
+    record.versions = found["versions"]
+    record.add(took, parts, found["rewards"])
+
+
+def trl_python(folder: Path) -> Path:
+    """The interpreter of TRL's environment, made by uv when it is not there or is of other requirements."""
+    stamp, python = folder / "requirements.txt", folder / "bin" / "python"
+    if not stamp.exists() or stamp.read_text() != REQUIREMENTS.read_text():
+        uv = str(Path(sys.executable).parent / "uv")
+        for command in (
+            ["venv", "--quiet", "--clear", "--python", sys.executable, str(folder)],
+            ["pip", "install", "--quiet", "--python", str(python), "-r", str(REQUIREMENTS)],
+        ):
+            subprocess.run([uv, *command], check=True)
+        subprocess.run([str(python), "-m", "compileall", "-q", str(folder / "lib")], check=False)
+        stamp.write_text(REQUIREMENTS.read_text())
+    return python

@@ -1,0 +1,91 @@
+"""How long the quickstart takes from its command to its first rollout, beside a bare import of its libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BARE = "import torch, sglang, megatron.core, ray"
+GOAL = 2.5
+LINE = re.compile(r"^\w[\w-]*: (?P<what>.+?) after \d+ s")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Seconds: of the bare import, and after the command until each line of the start and the first rollout."""
+
+    bare: float
+    lines: dict[str, float]
+    first_rollout: float  # its first request goes out: engines serve the trainer's weights
+
+    @property
+    def ratio(self) -> float:
+        """How many bare imports a start takes."""
+        return self.first_rollout / self.bare
+
+
+def measure(rounds: int, work: Path) -> list[Round]:
+    """Alternate bare import and start; the first pair, which warms the file cache, is left out."""
+    return [_round(work / f"run{index}") for index in range(rounds + 1)][1:]
+
+
+def _round(run_dir: Path) -> Round:
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'plugins'}", "HF_HUB_OFFLINE": "1"}
+    environment.pop("OMP_NUM_THREADS", None)
+    started = time.time()
+    subprocess.run([sys.executable, "-W", "ignore", "-c", BARE], env=environment, check=True, capture_output=True)
+    bare = time.time() - started
+    command = [
+        sys.executable,
+        "train.py",
+        "+recipe=quickstart",
+        f"run.dir={run_dir}",
+        "run.resume=never",
+        "loop.num_rollout=1",
+        "optim.schedule=constant",
+        "optim.warmup_steps=0",
+        "evaluation.datasets={}",
+        "metrics.console=plain",
+    ]
+    started = time.time()
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines: dict[str, float] = {}
+    for line in process.stdout:
+        if found := LINE.match(line):
+            lines[found["what"]] = time.time() - started
+        elif ": starting " in line:
+            lines["configuration, data and tokenizer read"] = time.time() - started
+    if process.wait() != 0:
+        raise SystemExit(f"the run in {run_dir} ended with exit code {process.returncode}")
+    rows = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    first = next(row for row in rows if row["step"] == 1)
+    return Round(bare, lines, first["spans"]["rollout"][0] - started)
+
+
+def report(rounds: Sequence[Round], machine: str) -> str:
+    """Markdown: the ratio, each round, and the split of the median one."""
+    ratio = statistics.median(round_.ratio for round_ in rounds)
+    middle = min(rounds, key=lambda round_: abs(round_.ratio - ratio))
+    out = ["# Start-up, measured", "", machine, "", "Command: `python scripts/bench.py startup`.", ""]
+    out += [
+        f"From command to first rollout: **{ratio:.2f} times** a bare `{BARE}` (median of {len(rounds)} rounds, "
+        f"alternating; goal at most {GOAL}).",
+        "",
+        "| round | bare import, s | first rollout, s | ratio |",
+        "|---|---|---|---|",
+    ]
+    out += [f"| {i} | {r.bare:.1f} | {r.first_rollout:.1f} | {r.ratio:.2f} |" for i, r in enumerate(rounds, 1)]
+    out += ["", "| of the middle round, after the command | s |", "|---|---|"]
+    out += [f"| {what} | {seconds:.1f} |" for what, seconds in middle.lines.items()]
+    out += [f"| first rollout begins | {middle.first_rollout:.1f} |", ""]
+    return "\n".join(out)
