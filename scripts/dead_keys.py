@@ -1,0 +1,106 @@
+"""Configuration keys that nothing reads: each key must be an attribute that code outside ``slime_like/config`` looks up.
+
+python scripts/dead_keys.py [folder of the package]      exit code 1 and one key per line when there are any
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import fields
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY)]
+
+from slime_like.config.known import ALGORITHMS, known_keys  # noqa: E402
+from slime_like.config.root import TrainConfig  # noqa: E402
+
+PACKAGE = REPOSITORY / "slime_like"
+GROUPS = {item.name for item in fields(TrainConfig)}
+CLASSES = {
+    "PolicyConfig": "algo",
+    "PolicyGradientConfig": "algo",
+    **{schema.__name__: "algo" for schema in ALGORITHMS.values()},
+    **{str(item.type): item.name for item in fields(TrainConfig)},
+}
+
+
+def last_name(node: ast.expr) -> str:
+    """``cfg.rollout`` -> ``rollout``, ``self._config`` -> ``config``."""
+    match node:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name.lstrip("_")
+        case _:
+            return ""
+
+
+def aliases(tree: ast.AST) -> dict[str, set[str]]:
+    """Names that hold a group in this file: annotated with its class, or assigned from one that does."""
+    found: dict[str, set[str]] = {group: {group} for group in GROUPS}
+    for node in ast.walk(tree):
+        match node:
+            case ast.arg(arg=name, annotation=ast.expr() as annotation):
+                found.setdefault(name.lstrip("_"), set()).update(annotated(annotation))
+            case ast.AnnAssign(target=target, annotation=annotation):
+                found.setdefault(last_name(target), set()).update(annotated(annotation))
+            case _:
+                pass
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[target], value=value):
+                names, values = unpack(target), unpack(value)
+                for name, item in zip(names, values, strict=True) if len(names) == len(values) else ():
+                    found.setdefault(last_name(name), set()).update(found.get(last_name(item), set()))
+            case _:
+                pass
+    return found
+
+
+def unpack(node: ast.expr) -> list[ast.expr]:
+    """The elements of a tuple, or the expression alone."""
+    return node.elts if isinstance(node, ast.Tuple) else [node]
+
+
+def annotated(annotation: ast.expr) -> Iterator[str]:
+    """Groups whose class an annotation names."""
+    for node in ast.walk(annotation):
+        if isinstance(node, (ast.Name, ast.Attribute)) and last_name(node) in CLASSES:
+            yield CLASSES[last_name(node)]
+
+
+def keys_read(source: str) -> set[str]:
+    """Dotted keys that one file reads, as ``<group>.<key>`` or through a name that holds the group."""
+    tree = ast.parse(source)
+    named = aliases(tree)
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found |= {f"{group}.{node.attr}" for group in named.get(last_name(node.value), set())}
+    return found
+
+
+def dead_keys(package: Path, keys: Collection[str]) -> list[str]:
+    """Those of ``keys`` that no file of ``package`` outside its ``config`` reads."""
+    read: set[str] = set()
+    for path in package.rglob("*.py"):
+        if "config" not in path.relative_to(package).parts:
+            read |= keys_read(path.read_text())
+    return sorted(set(keys) - read)
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 1 when a key is dead."""
+    package = Path(argv[0]) if argv else PACKAGE
+    keys = known_keys()
+    dead = dead_keys(package, keys)
+    for key in dead:
+        sys.stdout.write(f"{key}: nothing in {package} reads it; remove the key, or use it\n")
+    if not dead:
+        sys.stdout.write(f"every one of {len(keys)} keys is read\n")
+    return int(bool(dead))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
