@@ -1,0 +1,99 @@
+"""Public data sets as the jsonl that ``data.train`` reads: one object per line with ``prompt``, ``label`` and ``rm_type``.
+
+python scripts/prepare_data.py gsm8k data          writes data/gsm8k/train.jsonl and test.jsonl
+python scripts/prepare_data.py dapo-math-17k data --source folder      reads a copy that is on this machine
+
+Needs the network unless ``--source`` names a folder that ``datasets.load_dataset`` can read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GSM8K_HINT = "Let's think step by step and give the final answer after ####, in \\boxed{}."
+
+
+class BadRow(Exception):
+    """A row that is not what its data set promises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Where a data set lies on the Hugging Face hub, and how a row of it is read."""
+
+    repository: str
+    config: str | None
+    splits: tuple[str, ...]
+    convert: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``question`` and ``answer``, whose result stands after ``####``."""
+    question, answer = row.get("question"), row.get("answer")
+    if not isinstance(question, str) or not isinstance(answer, str) or "####" not in answer:
+        raise BadRow("has no question, or no answer with '####'")
+    label = answer.rpartition("####")[2].strip().replace(",", "")
+    return {"prompt": f"{question}\n{GSM8K_HINT}", "label": label, "rm_type": "math"}
+
+
+def with_label(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``prompt`` (chat messages) and ``label``, as slime's copies of these sets have them."""
+    if not row.get("prompt") or row.get("label") is None:
+        raise BadRow("has no prompt or no label")
+    return {"prompt": row["prompt"], "label": str(row["label"]), "rm_type": "math"}
+
+
+FORMATS = {
+    "gsm8k": Format("openai/gsm8k", "main", ("train", "test"), gsm8k),
+    "dapo-math-17k": Format("zhuzilin/dapo-math-17k", None, ("train",), with_label),
+    "aime-2024": Format("zhuzilin/aime-2024", None, ("train",), with_label),
+}
+
+
+def convert(name: str, target: Path, source: str | None) -> list[Path]:
+    """Write one jsonl per split; returns their paths. Raises ``BadRow`` naming split and row."""
+    from datasets import load_dataset
+
+    form = FORMATS[name]
+    written: list[Path] = []
+    for split in form.splits:
+        found: Any = load_dataset(source or form.repository, None if source else form.config, split=split)
+        lines: list[str] = []
+        for index, row in enumerate(found):
+            try:
+                lines.append(json.dumps(form.convert(row)) + "\n")
+            except BadRow as error:
+                raise BadRow(f"{name}, split {split}, row {index} {error}") from error
+        path = target / name / f"{split}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(lines))
+        partial.replace(path)
+        written.append(path)
+    return written
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0, or 1 when the data cannot be had or is not what it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=sorted(FORMATS))
+    parser.add_argument("target", type=Path, help="folder to write to")
+    parser.add_argument("--source", help="local folder in place of the hub's repository")
+    args = parser.parse_args(argv)
+    try:
+        for path in convert(args.name, args.target, args.source):
+            sys.stdout.write(f"{path}: {sum(1 for _ in path.open())} rows\n")
+    except (BadRow, OSError, ValueError) as error:  # datasets raises these for what is missing or unreachable
+        sys.stderr.write(f"{args.name}: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""Every shipped recipe is composed, checked against its model's published shape, and planned on the machine it names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime_like.cluster.machine import Machine
+from slime_like.cluster.plan import Plan, make_plan
+from slime_like.cluster.plan_view import render_plan
+from slime_like.config.load import load_config
+from slime_like.config.root import TrainConfig
+from tests.config.model_folder import write_model
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs" / "recipe").glob("*.yaml"))
+NODE = Machine(8, 96, 1024 * 2**30, ("NVIDIA H100 80GB HBM3",) * 8)
+LAPTOP = Machine(0, 2, 16 * 2**30, ())
+ONE_GPU = Machine(1, 8, 32 * 2**30, ("NVIDIA L4",))
+
+
+@pytest.fixture(scope="module")
+def qwen3_4b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = json.loads((Path(__file__).parent / "qwen3_4b.json").read_text())
+    folder = write_model(tmp_path_factory.mktemp("qwen3_4b"), **shape)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def planned(recipe: str, model: Path, data: Path) -> tuple[TrainConfig, Plan, Machine]:
+    if recipe.startswith("qwen3_4b"):
+        first = load_config([f"+recipe={recipe}"], files=False)
+        heldout = ", ".join(f"{name}: {data}" for name in first.evaluation.datasets)
+        given = [f"model.hf_checkpoint={model}", f"data.train={data}", f"evaluation.datasets={{{heldout}}}"]
+        cfg, machine = load_config([f"+recipe={recipe}", *given]), NODE
+    else:
+        cfg = load_config([f"+recipe={recipe}"], files=False)
+        machine = ONE_GPU if cfg.placement.device == "cuda" else LAPTOP
+    return cfg, make_plan(cfg, machine), machine
+
+
+@pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
+def test_it_is_planned_on_its_machine(recipe: str, qwen3_4b: Path, data: Path) -> None:
+    cfg, plan, machine = planned(recipe, qwen3_4b, data)
+    assert cfg.run.name == recipe
+    assert plan.num_gpus == machine.num_gpus, "a recipe uses the machine that it names"
+    assert f"run        {recipe}" in render_plan(cfg, plan, machine)
+    assert plan.samples_per_rollout == plan.samples_per_step * cfg.loop.steps_per_rollout
+
+
+@pytest.mark.parametrize("task", ["dapo", "gsm8k"])
+def test_a_4b_run_and_its_split_differ_in_placement_only(task: str, qwen3_4b: Path, data: Path) -> None:
+    together, plan, _ = planned(f"qwen3_4b_{task}", qwen3_4b, data)
+    apart, split, _ = planned(f"qwen3_4b_{task}_async", qwen3_4b, data)
+    assert plan.colocated and not split.colocated
+    assert (plan.actor.layout.dp, split.actor.layout.dp, split.roles[1].devices) == (4, 2, ((4, 5), (6, 7)))
+    assert (plan.transport.kind, split.transport.kind) == ("tensor", "broadcast")
+    assert (together.optim, together.data, together.reward) == (apart.optim, apart.data, apart.reward)
+    assert together.rollout.batch_size == apart.rollout.batch_size
+    assert (together.loop.max_staleness, apart.loop.max_staleness) == (0, 1)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_it_says_what_it_is(path: Path) -> None:
+    comment = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    assert len(comment) > 80
+    if path.stem.startswith("qwen3_4b"):
+        assert "8 GPUs of 80 GB" in comment
+        assert "slime" in comment or "verl" in comment or "qwen3_4b_gsm8k" in comment
