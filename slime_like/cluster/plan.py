@@ -10,9 +10,11 @@ from slime_like.config.algo import SftConfig
 from slime_like.config.deterministic import check_bits
 from slime_like.config.files import family_of
 from slime_like.config.hf import HfConfig, check_weights, read_hf_config
+from slime_like.config.model import OptimConfig
 from slime_like.config.resolved import ActorSpec, EngineSpec, Layout, TransportSpec
 from slime_like.config.root import TrainConfig
 from slime_like.config.rules import batch_identity, samples_per_rollout, trainer_ranks
+from slime_like.config.schedule import settle_schedule
 from slime_like.errors import ConfigError
 
 __all__ = ["Decision", "Machine", "Plan", "Role", "make_plan", "probe_machine"]
@@ -167,11 +169,7 @@ def _actor(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, no
     if p.sequence_parallel and p.tp == 1:
         notes.add("parallel.sequence_parallel", "false", "parallel.tp is 1")
     steps = loop.num_rollout * loop.steps_per_rollout
-    optim = cfg.optim
-    if optim.decay_steps is None:
-        optim = replace(optim, decay_steps=steps)
-        if optim.schedule != "constant":
-            notes.add("optim.decay_steps", steps, "loop.num_rollout * loop.steps_per_rollout")
+    optim = _optim(cfg, device, dtype, dp, notes)
     settled = replace(
         cfg.model,
         dtype=dtype,
@@ -187,7 +185,18 @@ def _actor(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, no
         model=settled,
         optim=optim,
         algo=cfg.algo,
-        layout=Layout(p.tp, p.pp, p.cp, dp, p.ep, p.sequence_parallel and p.tp > 1, p.distributed_optimizer),
+        layout=Layout(
+            tp=p.tp,
+            pp=p.pp,
+            cp=p.cp,
+            dp=dp,
+            ep=p.ep,
+            sequence_parallel=p.sequence_parallel and p.tp > 1,
+            distributed_optimizer=p.distributed_optimizer,
+            overlap_grad_reduce=p.overlap_grad_reduce,
+            overlap_param_gather=p.overlap_param_gather,
+            bucket_size=p.bucket_size,
+        ),
         device=device,
         dtype=dtype,
         temperature=1.0 if isinstance(cfg.algo, SftConfig) else cfg.rollout.temperature,
@@ -203,6 +212,33 @@ def _actor(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, no
     if spec.needs_reference and cfg.model.ref_checkpoint is None:
         notes.add("model.ref_checkpoint", settled.ref_checkpoint, "the policy's own start")
     return spec
+
+
+def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, notes: _Notes) -> OptimConfig:
+    """The schedule in optimizer steps, and a note on every option that has no effect in this run."""
+    steps = cfg.loop.num_rollout * cfg.loop.steps_per_rollout
+    if cfg.run.mode == "rollout_only":
+        return cfg.optim
+    optim, parallel = settle_schedule(cfg.optim, steps), cfg.parallel
+    if cfg.optim.decay_steps is None and optim.schedule != "constant":
+        notes.add("optim.decay_steps", steps, "loop.num_rollout * loop.steps_per_rollout")
+    if cfg.optim.wsd_decay_steps is None and optim.wsd_decay_steps is not None:
+        notes.add("optim.wsd_decay_steps", optim.wsd_decay_steps, "a tenth of optim.decay_steps")
+    if cfg.optim.warmup_fraction is not None:
+        notes.add("optim.warmup_steps", optim.warmup_steps, f"{cfg.optim.warmup_fraction:g} of {optim.decay_steps}")
+    if optim.cpu_offload and device == "cpu":
+        notes.add("optim.cpu_offload", "no effect", "placement.device is cpu: optimizer state is in host memory anyway")
+    if optim.cpu_offload and device == "cuda" and dtype == "float32":
+        raise ConfigError(
+            "optim.cpu_offload=true with model.dtype=float32: megatron's offload keeps main weights beside 16-bit ones; "
+            "set model.dtype=bfloat16, or optim.cpu_offload=false"
+        )
+    if parallel.overlap_grad_reduce and dp * parallel.cp == 1:
+        notes.add("parallel.overlap_grad_reduce", "no effect", "one data parallel rank: nothing is reduced")
+    elif parallel.overlap_param_gather and cfg.loop.steps_per_rollout == 1:
+        reason = "loop.steps_per_rollout is 1: the push reads all weights after every optimizer step"
+        notes.add("parallel.overlap_param_gather", "no effect", reason)
+    return optim
 
 
 def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[EngineSpec, ...]:

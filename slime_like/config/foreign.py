@@ -53,6 +53,8 @@ OWNED: dict[str, dict[str, str]] = {
         "bf16": "model.dtype",
         "fp16": "model.dtype",
         "recompute_granularity": "model.recompute",
+        "recompute_method": "model.recompute_method",
+        "recompute_num_layers": "model.recompute_num_layers",
         "recompute_modules": "model.recompute_modules",
         "calculate_per_token_loss": "algo.aggregation",
         "use_cpu_initialization": "placement.device",

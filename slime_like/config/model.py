@@ -23,7 +23,16 @@ class ModelConfig(Config):
         "Activation recompute: none, selective (recompute_modules) or full.",
         choices=("none", "selective", "full"),
     )
-    recompute_modules: list[str] = key(["core_attn"], "Modules recomputed when recompute=selective.")
+    recompute_method: str = key(
+        "uniform",
+        "Of recompute=full. uniform: every stretch of recompute_num_layers blocks keeps its input; "
+        "block: the first recompute_num_layers blocks of each pipeline stage do, the others keep everything.",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = key(None, "Decoder blocks of recompute_method; null: 1.")
+    recompute_modules: list[str] = key(
+        ["core_attn"], "Modules recomputed when recompute=selective: core_attn, mlp, layernorm."
+    )
     logits_chunk: int = key(
         4096, "Tokens per chunk when logits become log-probabilities: bounds the peak of the vocabulary projection."
     )
@@ -31,7 +40,7 @@ class ModelConfig(Config):
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        positive(prefix, self, "logits_chunk")
+        positive(prefix, self, "logits_chunk", "recompute_num_layers")
 
 
 @dataclass(kw_only=True)
@@ -44,6 +53,13 @@ class ParallelConfig(Config):
     ep: int = key(1, "Expert parallel size.")
     sequence_parallel: bool = key(True, "Shard norms and residuals over tp as well (no effect with tp=1).")
     distributed_optimizer: bool = key(True, "Shard optimizer state over dp.")
+    overlap_grad_reduce: bool = key(False, "Reduce gradients over dp bucket by bucket while backward goes on.")
+    overlap_param_gather: bool = key(
+        False, "Gather updated weights over dp while the next step's forward goes on; needs overlap_grad_reduce."
+    )
+    bucket_size: int | None = key(
+        None, "Parameters per bucket of overlap_grad_reduce; null: megatron's (the larger of 40M and 1M * dp)."
+    )
     max_tokens_per_rank: int = key(
         8192,
         "Token budget of one rank for a packed micro-batch; cp ranks hold cp times as much (slime: --max-tokens-per-gpu).",
@@ -51,7 +67,7 @@ class ParallelConfig(Config):
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        positive(prefix, self, "tp", "pp", "cp", "ep", "max_tokens_per_rank")
+        positive(prefix, self, "tp", "pp", "cp", "ep", "max_tokens_per_rank", "bucket_size")
 
 
 @dataclass(kw_only=True)
@@ -60,15 +76,30 @@ class OptimConfig(Config):
 
     lr: float = key(1e-6, "Peak learning rate.")
     min_lr: float = key(0.0, "Learning rate at the end of a decaying schedule.")
-    schedule: str = key("constant", "Shape after warm-up.", choices=("constant", "linear", "cosine"))
+    schedule: str = key(
+        "constant",
+        "Shape after warm-up; wsd: constant, then a decay over the last wsd_decay_steps.",
+        choices=("constant", "linear", "cosine", "wsd"),
+    )
     warmup_steps: int = key(0, "Optimizer steps of linear warm-up.")
-    decay_steps: int | None = key(None, "Optimizer steps until min_lr; null: all of the run's.")
+    warmup_fraction: float | None = key(None, "Instead of warmup_steps: their share of decay_steps.")
+    decay_steps: int | None = key(None, "Optimizer steps until min_lr, warm-up included; null: all of the run's.")
+    wsd_decay_steps: int | None = key(None, "Optimizer steps of the decay of wsd; null: a tenth of decay_steps.")
+    wsd_decay_style: str = key(
+        "exponential",
+        "Shape of the decay of wsd.",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
     weight_decay: float = key(0.0, "Decoupled weight decay; norms and biases are exempt.")
     beta1: float = key(0.9, "Adam's first moment decay.")
     beta2: float = key(0.98, "Adam's second moment decay.")
     eps: float = key(1e-8, "Adam's epsilon.")
     clip_grad: float = key(1.0, "Largest global gradient norm; 0: no clipping.")
+    cpu_offload: bool = key(
+        False, "Keep main weights and moments in host memory and update them there (no effect on CPU)."
+    )
+    cpu_offload_fraction: float = key(1.0, "Share of the parameters that cpu_offload takes.")
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        positive(prefix, self, "eps", "decay_steps")
+        positive(prefix, self, "eps", "decay_steps", "wsd_decay_steps", "cpu_offload_fraction")

@@ -20,6 +20,9 @@ class Layout:
     ep: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    bucket_size: int | None = None  # parameters, of overlap_grad_reduce
 
     @property
     def world_size(self) -> int:

@@ -8,10 +8,11 @@ from slime_like.config.base import within
 from slime_like.config.known import ALGORITHMS
 from slime_like.config.policy import AlgoConfig, PolicyConfig
 from slime_like.config.root import TrainConfig
+from slime_like.config.schedule import settle_schedule
 from slime_like.errors import ConfigError
 from slime_like.registry import check, resolve
 
-RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")  # of layers that some family has
 BIG = 1e12
 
 
@@ -27,6 +28,7 @@ def check_rules(cfg: TrainConfig) -> None:
     trainer_ranks(cfg)
     _placement(cfg)
     _schedule(cfg)
+    _memory_and_overlap(cfg)
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
     foreign.check_foreign("model.megatron", cfg.model.megatron)
 
@@ -93,7 +95,7 @@ def trainer_ranks(cfg: TrainConfig) -> int:
 
 def _ranges(cfg: TrainConfig) -> None:
     within("optim.", cfg.optim, 0.0, BIG, "lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
-    within("optim.", cfg.optim, 0.0, 1.0, "beta1", "beta2")
+    within("optim.", cfg.optim, 0.0, 1.0, "beta1", "beta2", "warmup_fraction", "cpu_offload_fraction")
     within("loop.", cfg.loop, 0, BIG, "max_staleness")
     within("weights.", cfg.weights, 0, BIG, "probe_sequences", "debug_skip_push_at")
     within("run.", cfg.run, 0, 2**31 - 1, "seed")
@@ -254,12 +256,27 @@ def _placement(cfg: TrainConfig) -> None:
 
 
 def _schedule(cfg: TrainConfig) -> None:
-    optim, total = cfg.optim, cfg.loop.num_rollout * cfg.loop.steps_per_rollout
-    if optim.min_lr > optim.lr:
-        raise ConfigError(f"optim.min_lr={optim.min_lr:g} is above optim.lr={optim.lr:g}: lower it")
-    end = optim.decay_steps or total
-    if optim.schedule != "constant" and optim.warmup_steps >= end:
+    if cfg.run.mode != "rollout_only":
+        settle_schedule(cfg.optim, cfg.loop.num_rollout * cfg.loop.steps_per_rollout)
+
+
+def _memory_and_overlap(cfg: TrainConfig) -> None:
+    """What a key needs of another."""
+    model, p, optim = cfg.model, cfg.parallel, cfg.optim
+    if model.recompute_num_layers is not None and model.recompute != "full":
         raise ConfigError(
-            f"optim.warmup_steps={optim.warmup_steps} leaves none of {end} optimizer steps for "
-            f"optim.schedule={optim.schedule}: lower it, or raise optim.decay_steps"
+            f"model.recompute_num_layers={model.recompute_num_layers} with model.recompute={model.recompute}: "
+            "only model.recompute=full counts layers; set that, or remove it"
         )
+    if p.overlap_param_gather and not (p.overlap_grad_reduce and p.distributed_optimizer):
+        raise ConfigError(
+            "parallel.overlap_param_gather=true needs parallel.overlap_grad_reduce=true and "
+            "parallel.distributed_optimizer=true: set them, or remove it"
+        )
+    if p.bucket_size is not None and not p.overlap_grad_reduce:
+        raise ConfigError(
+            f"parallel.bucket_size={p.bucket_size} without parallel.overlap_grad_reduce=true: gradients are then "
+            "reduced in one piece; set that, or remove it"
+        )
+    if optim.cpu_offload and not p.distributed_optimizer:
+        raise ConfigError("optim.cpu_offload=true needs parallel.distributed_optimizer=true: set it")

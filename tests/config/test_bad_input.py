@@ -181,6 +181,53 @@ RULES = {
     "sft evaluation": ("algo=sft rollout.n_samples_per_prompt=1 evaluation.datasets.a=b", "evaluation.datasets", "={}"),
     "schedule": ("optim.min_lr=1", "optim.min_lr=1", "optim.lr=1e-06"),
     "warm-up": ("optim.schedule=cosine optim.warmup_steps=100", "optim.warmup_steps=100", "optim.decay_steps"),
+    "schedule longer than the run": (
+        "optim.schedule=linear optim.decay_steps=200",
+        "optim.decay_steps=200 is longer than the run",
+        "100 optimizer steps",
+        "set optim.decay_steps=100",
+        "loop.num_rollout",
+    ),
+    "warm-up longer than the run": (
+        "optim.warmup_steps=101",
+        "optim.warmup_steps=101 is longer than the run",
+        "100 optimizer steps",
+        "set optim.warmup_steps=100",
+    ),
+    "wsd longer than its run": (
+        "optim.schedule=wsd optim.warmup_steps=60 optim.wsd_decay_steps=50",
+        "optim.warmup_steps=60 and optim.wsd_decay_steps=50",
+        "none of 100",
+    ),
+    "warm-up twice": (
+        "optim.warmup_steps=5 optim.warmup_fraction=0.1",
+        "optim.warmup_steps=5 and optim.warmup_fraction=0.1",
+        "give one",
+    ),
+    "steps that nothing reads": ("optim.decay_steps=50", "optim.decay_steps=50", "linear, cosine and wsd", "constant"),
+    "wsd steps that nothing reads": (
+        "optim.schedule=cosine optim.wsd_decay_steps=5",
+        "optim.wsd_decay_steps=5",
+        "by optim.schedule wsd only",
+    ),
+    "layers of no recompute": (
+        "model.recompute_num_layers=2",
+        "model.recompute_num_layers=2",
+        "model.recompute=none",
+        "model.recompute=full",
+    ),
+    "gather alone": (
+        "parallel.overlap_param_gather=true",
+        "parallel.overlap_param_gather=true",
+        "parallel.overlap_grad_reduce=true",
+    ),
+    "buckets of nothing": ("parallel.bucket_size=5", "parallel.bucket_size=5", "parallel.overlap_grad_reduce=true"),
+    "offload of a whole optimizer": (
+        "optim.cpu_offload=true parallel.distributed_optimizer=false",
+        "optim.cpu_offload=true",
+        "parallel.distributed_optimizer=true",
+    ),
+    "no share": ("optim.cpu_offload_fraction=0", "optim.cpu_offload_fraction=0", "above 0"),
     "sglang key": (
         "rollout.sglang.mem_fraction_statc=1",
         "rollout.sglang.mem_fraction_statc=1",

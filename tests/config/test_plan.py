@@ -172,3 +172,34 @@ def test_this_machine_is_probed() -> None:
 def test_gpus_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_module, "GPU_QUERY", ("/no/such/program",))
     assert len(machine_module.gpu_names()) == len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def test_options_without_effect_are_accepted_and_said_so(plan) -> None:
+    made = plan(
+        "optim.cpu_offload=true",
+        "parallel.overlap_grad_reduce=true",
+        "parallel.overlap_param_gather=true",
+        "placement.actor_num_gpus_per_node=2",
+    )
+    reasons = {d.key: (d.value, d.reason) for d in made.decisions}
+    assert reasons["optim.cpu_offload"][0] == reasons["parallel.overlap_param_gather"][0] == "no effect"
+    assert "host memory" in reasons["optim.cpu_offload"][1]
+    assert "loop.steps_per_rollout is 1" in reasons["parallel.overlap_param_gather"][1]
+    alone = plan("parallel.overlap_grad_reduce=true")
+    assert {d.key: d.value for d in alone.decisions}["parallel.overlap_grad_reduce"] == "no effect"
+    layout = made.actor.layout
+    assert (layout.overlap_grad_reduce, layout.overlap_param_gather, layout.bucket_size) == (True, True, None)
+
+
+def test_a_schedule_is_settled_in_steps(plan) -> None:
+    made = plan("optim.schedule=wsd", "optim.warmup_fraction=0.05")
+    optim = made.actor.optim
+    assert (optim.warmup_steps, optim.decay_steps, optim.wsd_decay_steps) == (5, 100, 10)
+    settled = {d.key: d.value for d in made.decisions}
+    assert (settled["optim.warmup_steps"], settled["optim.wsd_decay_steps"]) == ("5", "10")
+
+
+def test_float32_weights_are_not_offloaded_from_a_gpu(plan) -> None:
+    with pytest.raises(ConfigError, match=r"optim\.cpu_offload=true with model\.dtype=float32.*model\.dtype=bfloat16"):
+        plan("optim.cpu_offload=true", "model.dtype=float32", machine=SERVER)
+    assert plan("optim.cpu_offload=true", machine=SERVER).actor.optim.cpu_offload

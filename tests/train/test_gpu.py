@@ -81,6 +81,34 @@ def on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
     return out
 
 
+def options_on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
+    """Gradients with every recompute against none, and a run with an offloaded optimizer against one without."""
+    from tests.train.options import gradients
+    from tests.train.test_options import VARIANTS
+
+    plain = gradients(actor_on_gpu(world, folder, algo=parity.ALGO))
+    out: dict[str, Any] = {"recompute": {}}
+    for name, model in VARIANTS.items():
+        found = gradients(actor_on_gpu(world, folder, algo=parity.ALGO, model=model))
+        out["recompute"][name] = max(float((found[k] - plain[k]).abs().max() / plain[k].abs().max()) for k in plain)
+    half: dict[str, Any] = {"dtype": "bfloat16", "algo": SftConfig()}
+    divided: dict[str, Any] = {"lr": 5e-3, "cpu_offload": True, "cpu_offload_fraction": 0.5}
+    device, actor, resumed = (actor_on_gpu(world, folder, **half, optim=o) for o in ({"lr": 5e-3}, divided, divided))
+    for name, one in (("device", device), ("half", actor)):
+        out[name] = [train(one, Layout(), 1)["train/loss"] for _ in range(4)]
+    actor.save(scratch / "offloaded", 4)
+    resumed.load(scratch / "offloaded")
+    out["resumed"] = [train(one, Layout(), 1)["train/loss"] for one in (actor, resumed) for _ in range(2)]
+    return out
+
+
+def test_options_on_one_gpu(models: dict[str, Path], tmp_path: Path) -> None:
+    (found,) = run_ranks("tests.train.test_gpu:options_on_gpu", 1, models["tied"], tmp_path)
+    assert {name: error for name, error in found["recompute"].items() if error > 1e-5} == {}
+    assert found["half"] == pytest.approx(found["device"], rel=1e-2), found
+    assert found["resumed"][2:] == pytest.approx(found["resumed"][:2], rel=1e-2), found
+
+
 def test_one_gpu(models: dict[str, Path], tmp_path: Path) -> None:
     (found,) = run_ranks("tests.train.test_gpu:on_gpu", 1, models["tied"], tmp_path)
     assert found["grad"] < 1e-4 and found["loss"] < 1e-5, found

@@ -55,7 +55,7 @@ def test_norms_do_not_decay(results: Results) -> None:
         ("unknown field", "ConfigError: model.megatron.layernorm_epsilom is no field"),
         ("unusable field", "ConfigError: model/parallel: megatron-core refuses"),
         ("derived field", "ConfigError: model.megatron.attention_dropout=0.1: this field follows from"),
-        ("warm-up", "ConfigError: optim.warmup_steps=10 leaves nothing of optim.decay_steps=10"),
+        ("warm-up", "ConfigError: optim.warmup_steps=10 leaves none of 10 optimizer steps"),
         ("ref_checkpoint", "CheckpointError: model.ref_checkpoint=/no/such/folder: no such folder"),
     ],
 )

@@ -138,9 +138,9 @@ def _clip(module: types.ModuleType) -> None:
     """Clipping asserts that gradients are of type torch.cuda.FloatTensor."""
 
     def clip(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:
-        assert not use_decoupled_grad, "a precision-aware optimizer needs a GPU"
         coefficient = max_norm / (total_norm + 1.0e-6)
-        grads = [p.grad for p in parameters if p.grad is not None]
+        found = [getattr(p, "decoupled_grad", None) if use_decoupled_grad else p.grad for p in parameters]
+        grads = [grad for grad in found if grad is not None]
         if coefficient < 1.0 and grads:
             torch._foreach_mul_(grads, coefficient)
 

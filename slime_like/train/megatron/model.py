@@ -64,6 +64,8 @@ class Policy(HybridModel):
         self, hidden: Tensor, source_N: Tensor, target_N: Tensor, *, temperature: float, chunk: int, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probability and, where asked for, entropy F32 [N] of tokens ``target_N`` predicted at positions ``source_N`` of [L]."""
+        for ready in self.output_layer._forward_pre_hooks.values():  # its weight is read here, without its forward
+            ready(self.output_layer, ())
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:

@@ -7,25 +7,45 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime_like.config.resolved import ActorSpec
-from slime_like.errors import ConfigError
+from slime_like.config.schedule import settle_schedule
 from slime_like.train.megatron import host
 from slime_like.train.megatron.model import Policy
 from slime_like.train.megatron.transformer_config import dtype_of
 
+__all__ = ["HybridDeviceOptimizer", "make_optimizer", "make_schedule", "offload_fields", "settle_weights", "wrap"]
+_MEGATRON_STYLE = {"wsd": "WSD"}
+
 
 def wrap(spec: ActorSpec, model: Policy) -> Any:
     """The model in megatron's DDP: float32 gradient buffers, reduced over dp (scattered for the distributed optimizer)."""
+    layout = spec.layout
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=spec.layout.distributed_optimizer,
+        use_distributed_optimizer=layout.distributed_optimizer,
         check_for_nan_in_grad=True,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather,
+        bucket_size=layout.bucket_size,
     )
     wrapped = DistributedDataParallel(model.config, config, model)
     model.config.finalize_model_grads_func = finalize_model_grads
+    if layout.overlap_grad_reduce:
+        model.config.no_sync_func = wrapped.no_sync  # every micro-batch but the last: nothing is reduced
     return wrapped
+
+
+def settle_weights(wrapped: Any) -> None:
+    """Make this rank's weights whole: with overlap_param_gather they are only gathered as forward comes to them.
+
+    For whoever reads weights without a forward: export, checkpoint, another model's weights in their place. Collective.
+    """
+    if wrapped.ddp_config.overlap_param_gather:
+        with torch.no_grad():
+            wrapped.start_param_sync(force_sync=True)
 
 
 def make_optimizer(spec: ActorSpec, wrapped: Any) -> Any:
@@ -43,6 +63,8 @@ def make_optimizer(spec: ActorSpec, wrapped: Any) -> Any:
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=spec.layout.distributed_optimizer,
+        overlap_param_gather=spec.layout.overlap_param_gather,
+        **_offload(spec),
     )
     with host.building_optimizer():
         optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
@@ -50,21 +72,31 @@ def make_optimizer(spec: ActorSpec, wrapped: Any) -> Any:
     return optimizer
 
 
+def _offload(spec: ActorSpec) -> dict[str, Any]:
+    """On a host there is nothing to offload from."""
+    return offload_fields(spec.optim.cpu_offload_fraction) if spec.optim.cpu_offload and spec.device == "cuda" else {}
+
+
+def offload_fields(fraction: float) -> dict[str, Any]:
+    """Main weights, moments and update of ``fraction`` of the parameters on the host, by ``HybridDeviceOptimizer``."""
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": fraction,
+        "use_precision_aware_optimizer": True,  # main weights are then the hybrid optimizer's own, in float32
+        "overlap_cpu_optimizer_d2h_h2d": True,
+    }
+
+
 def make_schedule(spec: ActorSpec, optimizer: Any) -> OptimizerParamScheduler:
     """Learning rate per optimizer step, to be stepped *before* each: the first step has lr / warmup_steps, not 0.
 
-    The scheduler also applies weight decay per group: without it, norms and biases (wd_mult 0) would decay.
+    The scheduler also applies weight decay per group: without it, norms and biases (wd_mult 0) would decay. Raises
+    ``ConfigError`` on a schedule that does not fit the run.
     """
-    optim = spec.optim
+    optim = settle_schedule(spec.optim, spec.num_steps)
     decay = optim.decay_steps or spec.num_steps
     if optim.schedule == "constant":
-        decay = max(decay, optim.warmup_steps + 1)
-    if optim.warmup_steps >= decay:
-        raise ConfigError(
-            f"optim.warmup_steps={optim.warmup_steps} leaves nothing of optim.decay_steps={decay}: lower it, or use optim.schedule=constant"
-        )
-    if optim.min_lr > optim.lr and optim.schedule != "constant":
-        raise ConfigError(f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}")
+        decay = max(decay, optim.warmup_steps + 1)  # megatron wants an end, though nothing happens there
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -72,7 +104,9 @@ def make_schedule(spec: ActorSpec, optimizer: Any) -> OptimizerParamScheduler:
         min_lr=min(optim.min_lr, optim.lr),
         lr_warmup_steps=optim.warmup_steps,
         lr_decay_steps=decay,
-        lr_decay_style=optim.schedule,
+        lr_decay_style=_MEGATRON_STYLE.get(optim.schedule, optim.schedule),
+        wsd_decay_steps=optim.wsd_decay_steps,
+        lr_wsd_decay_style=optim.wsd_decay_style,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,
         wd_incr_steps=decay,

@@ -107,6 +107,33 @@ def _recompute(module: ModuleType) -> None:
     replace(module, "_get_share_storage", lambda: _share_storage)
 
 
+def _optimizer_offload(module: ModuleType) -> None:
+    """Offload: the step count of its GPU part stands still after a resume, and preparing a resume moves the weights.
+
+    Its parts read their groups from its own before each step, but what they write there is lost: a count per group, as
+    in ``GroupStepAdamW``, would be set back to the resumed one at every step. ``dummy_step``, which makes room for the
+    loaded state, takes a real step with random gradients.
+    """
+    hybrid = module.HybridDeviceOptimizer
+    sync, dummy_step = hybrid._sync_sub_optimizers_state_to_hdo, hybrid.dummy_step
+
+    def sync_counts(self: Any) -> None:
+        sync(self)
+        groups = self.gpu_optimizer.param_groups if self.gpu_optimizer else []
+        for group in self.param_groups if groups else ():
+            group["step"] = max(g.get("step", 0) for g in groups)
+
+    def still_dummy_step(self: Any) -> None:
+        before = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
+        dummy_step(self)
+        for p, value in before:
+            p.data.copy_(value)
+        self.update_fp32_param_by_new_param()
+
+    replace(hybrid, "_sync_sub_optimizers_state_to_hdo", sync_counts)
+    replace(hybrid, "dummy_step", still_dummy_step)
+
+
 UNREPORTED: list[OSError] = []  # what rank 0 could not write of a checkpoint's own metadata
 UNWRITTEN: list[Exception] = []  # why this rank could not write its part: upstream passes on the class alone
 
@@ -157,4 +184,5 @@ def table() -> dict[str, Patch]:
         if importlib.util.find_spec("apex") is None:
             patches["megatron.core.optimizer"] = _optimizer
             patches["megatron.core.optimizer.distrib_optimizer"] = _distributed_optimizer
+            patches["megatron.core.optimizer.cpu_offloading.hybrid_optimizer"] = _optimizer_offload
     return patches

@@ -77,6 +77,7 @@ class RankModel:
 
     def checkpoint_parts(self) -> checkpoint.Parts:
         """What a checkpoint holds."""
+        optim.settle_weights(self.wrapped)
         return checkpoint.Parts(self.model, self.optimizer, self.schedule, self.family, self.place)
 
 
@@ -146,6 +147,7 @@ class RankTrainer(RankModel):
         metrics = rollout.metrics
         for k, (micros, count) in enumerate(zip(rollout.plan, num_tokens, strict=True) if not frozen else ()):
             metrics += self.optimizer_step(micros, count, version if k == 0 else None)
+        optim.settle_weights(self.wrapped)
         metrics.append(Last("train/num_tokens", float(sum(num_tokens))))
         return tuple(metrics) if self.place.is_reporter else ()
 

@@ -76,7 +76,7 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
         "batch_p2p_comm": spec.device == "cuda",
         "perform_initialization": False,  # every weight is loaded
         **_UNFUSED,
-        **_recompute(spec),
+        **_recompute(spec, family),
     }
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
     for key, value in spec.model.megatron.items():
@@ -97,10 +97,15 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
         raise ConfigError(f"model/parallel: megatron-core refuses this layout or model.megatron: {error}") from error
 
 
-def _recompute(spec: ActorSpec) -> dict[str, Any]:
+def _recompute(spec: ActorSpec, family: Family) -> dict[str, Any]:
     match spec.model.recompute:
         case "full":
-            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            per_block = len(family.blocks()[0])  # a decoder block is several layers of the hybrid stack
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": spec.model.recompute_method,
+                "recompute_num_layers": per_block * (spec.model.recompute_num_layers or 1),
+            }
         case "selective":
             return {"recompute_granularity": "selective", "recompute_modules": list(spec.model.recompute_modules)}
         case _:

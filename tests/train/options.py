@@ -1,0 +1,319 @@
+"""What ranks do for test_options: recompute, overlap, bfloat16, schedules, AdamW and its offload, each beside a reference."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_like.config.algo import SftConfig
+from slime_like.config.model import OptimConfig
+from slime_like.config.resolved import Layout
+from tests.train.jobs import Shared, make_actor
+from tests.train.lifecycle import batch, digest, train
+from tests.train.models import count_tokens
+from tests.train.parity import ALGO, TEMPERATURE, gradient_errors, replaced
+from tests.train.parity import batch as parity_batch
+from tests.train.ranks import World
+
+
+# ---- recompute -------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Recomputed:
+    """A backward pass with recompute, beside one without: largest relative gradient error, and forward calls per part."""
+
+    error: float
+    calls: dict[str, int]
+
+
+def recompute(
+    world: World, shared: Shared, layout: Layout, variants: dict[str, dict[str, Any]]
+) -> dict[str, Recomputed]:
+    """Gradients of one step under each variant against those without recompute, on this rank."""
+    expected: dict[str, Tensor] | None = None
+    out: dict[str, Recomputed] = {}
+    for name, model in {"none": {}, **variants}.items():
+        actor = make_actor(world, shared.models["tied"], layout, algo=ALGO, model=model)
+        with _counted() as calls:
+            grads = gradients(actor)
+        expected = expected or grads
+        errors = [float((grads[key] - expected[key]).abs().max() / expected[key].abs().max()) for key in expected]
+        out[name] = Recomputed(max(errors), calls)
+    return out
+
+
+def gradients(actor: Any) -> dict[str, Tensor]:
+    """This rank's reduced gradients of one step."""
+    from slime_like.train.megatron.forward import make_micro
+    from slime_like.train.megatron.model import named_weights
+
+    rows = parity_batch()[actor.dp_rank :: actor.trainer.place.layout.dp]
+    micros = [make_micro(r, actor.trainer.place) for r in rows]
+    actor.trainer.annotate(micros)
+    actor.trainer.optimizer_step.backward(micros, count_tokens(parity_batch()), 0)
+    return {key: p.main_grad.clone() for key, p in named_weights(actor.trainer.model)}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def _counted() -> Generator[dict[str, int]]:
+    """Forward calls per part of a layer."""
+    from megatron.core.transformer.mlp import MLP
+
+    from slime_like.train.megatron.layers import PackedAttention, RMSNorm
+
+    calls: dict[str, int] = {}
+
+    def counting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return stock(*args, **kwargs)
+
+        return forward
+
+    with contextlib.ExitStack() as stack:
+        for name, part in (("core_attn", PackedAttention), ("mlp", MLP), ("layernorm", RMSNorm)):
+            stack.enter_context(replaced(part, "forward", counting(name, part.forward)))
+        yield calls
+
+
+# ---- overlap ---------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Overlapped:
+    """Weights and scores after two rollouts of two steps, and what went on behind the computation."""
+
+    weights: list[str]  # after each rollout
+    score: Any
+    buckets: int
+    early: int  # buckets whose reduction started before backward was over
+    waited: list[bool]  # whether the output layer's weight was whole whenever it was read
+
+
+OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5_000}
+
+
+def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str | None) -> Overlapped:
+    """Two rollouts of two optimizer steps each in ``layout``."""
+    from slime_like.train.megatron import model as model_module
+    from slime_like.train.megatron import trainer as trainer_module
+
+    # Without clipping: the norm's last bit depends on how the sum over ranks is divided.
+    actor = make_actor(world, shared.models[kind], layout, steps_per_rollout=2, optim={"clip_grad": 0.0})
+    wrapped = actor.trainer.wrapped
+    early: list[bool] = []
+    for group in wrapped.bucket_groups:
+        stock = group.register_grad_ready
+
+        def ready(*args: Any, group: Any = group, stock: Any = stock, **kwargs: Any) -> None:
+            stock(*args, **kwargs)
+            if group.is_last_microbatch and group.grad_reduce_handle is not None:
+                early.append(True)
+
+        group.register_grad_ready = ready
+    waited: list[bool] = []
+
+    def read(hidden: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        group = wrapped.param_to_bucket_group[weight]
+        waited.append(group.param_gather_dispatched and group.param_gather_handle is None)
+        return stock_scores(hidden, weight, *args, **kwargs)
+
+    stock_scores = model_module.vocab_scores
+    with contextlib.ExitStack() as stack:
+        if fault == "weights are read early":
+            stack.enter_context(replaced(trainer_module.optim, "settle_weights", lambda wrapped: None))
+        if fault == "output layer does not wait":
+            wrapped.remove_forward_pre_hook_handles[actor.trainer.model.output_layer].remove()
+        if layout.overlap_param_gather:
+            stack.enter_context(replaced(model_module, "vocab_scores", read))
+        weights: list[str] = []
+        for seed in (1, 2):
+            train(actor, layout, 2 * seed, steps=2)
+            weights.append(digest(actor))
+    return Overlapped(weights, actor.score(batch(9)[0]), len(wrapped.bucket_groups), len(early), waited)
+
+
+# ---- bfloat16 --------------------------------------------------------------------------------------------------------
+def bfloat16(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+    """bfloat16 weights beside the float32 reference, what is kept in float32, and a resume of it."""
+    from slime_like.train.megatron.forward import make_micro
+    from slime_like.train.megatron.model import named_weights
+
+    ref = shared.references["tied"]
+    half: dict[str, Any] = {"dtype": "bfloat16", "algo": ALGO, "temperature": TEMPERATURE}
+    actor = make_actor(world, shared.models["tied"], layout, **half)
+    rows = parity_batch()
+    scores = [actor.score(r) for r in rows]
+    micros = [make_micro(r, actor.trainer.place) for r in rows[actor.dp_rank :: layout.dp]]
+    actor.trainer.annotate(micros)
+    actor.trainer.optimizer_step.backward(micros, count_tokens(rows), 0)
+    out: dict[str, Any] = {"grad": max(gradient_errors(actor.trainer, ref.grads).values())}
+    out["score"] = None
+    if actor.is_reporter:
+        errors = np.concatenate([np.abs(s - e) for s, e in zip(scores, ref.logprobs, strict=True)])  # pyright: ignore[reportOptionalOperand]
+        out["score"] = (float(errors.mean()), float(errors.max()))
+    kinds = {(str(p.dtype), str(p.main_grad.dtype)) for _, p in named_weights(actor.trainer.model)}  # pyright: ignore[reportAttributeAccessIssue]
+    out["dtypes"] = kinds
+    out["sent"] = {m.dtype for m in actor.weights().manifest()}
+    tiny = make_actor(world, shared.models["tied"], layout, **half | {"optim": {"lr": 1e-6, "weight_decay": 0.0}})
+    main_before = _main_weights(tiny)
+    for seed in range(3):
+        train(tiny, layout, seed)
+    main = _main_weights(tiny)
+    out["main dtypes"] = {str(p.dtype) for p in main}
+    moved = torch.cat([(a - b).abs().flatten() for a, b in zip(main, main_before, strict=True)])
+    out["main weights moved"] = float(moved.max())
+    tiny.save(shared.scratch, 3)
+    resumed = make_actor(world, shared.models["tied"], layout, **half)
+    resumed.load(shared.scratch)
+    out["resumed exactly"] = all(torch.equal(a, b) for a, b in zip(main, _main_weights(resumed), strict=True))
+    return out
+
+
+def _main_weights(actor: Any) -> list[Tensor]:
+    """Copies of what the optimizer updates on this rank."""
+    return [p.detach().clone() for group in actor.trainer.optimizer.param_groups for p in group["params"]]
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+def schedules(world: World, shared: Shared, cases: dict[str, dict[str, Any]], num_steps: int) -> dict[str, list[float]]:
+    """Learning rate of every optimizer step under each schedule."""
+    from slime_like.train.megatron.optim import make_schedule
+
+    actor = make_actor(world, shared.models["tied"], Layout())
+    optimizer, out = actor.trainer.optimizer, dict[str, list[float]]()
+    for name, keys in cases.items():
+        for group in optimizer.param_groups:
+            group["max_lr"], group["min_lr"] = keys["lr"], keys.get("min_lr", 0.0)
+        spec = dataclasses.replace(actor.trainer.spec, optim=OptimConfig(**keys), num_steps=num_steps)
+        schedule = make_schedule(spec, optimizer)
+        rates: list[float] = []
+        for _ in range(num_steps):
+            schedule.step(1)
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+        out[name] = rates
+    return out
+
+
+# ---- AdamW -----------------------------------------------------------------------------------------------------------
+ADAMW: dict[str, Any] = {
+    "lr": 0.01,
+    "min_lr": 0.001,
+    "schedule": "linear",
+    "warmup_steps": 1,
+    "beta1": 0.8,
+    "beta2": 0.9,
+    "eps": 1e-3,
+    "weight_decay": 0.3,
+    "clip_grad": 0.05,
+}
+
+
+def adamw(world: World, shared: Shared) -> dict[str, float]:
+    """Four optimizer steps of a model with biases beside AdamW in float64 on the same gradients: largest errors."""
+    from slime_like.train.megatron.model import named_weights
+
+    actor = make_actor(world, shared.models["qwen2"], Layout(), optim=ADAMW, num_steps=4, algo=SftConfig())
+    weights = {key: p.detach().double() for key, p in named_weights(actor.trainer.model)}
+    moments = {key: (torch.zeros_like(w), torch.zeros_like(w)) for key, w in weights.items()}
+    out = {"norm": 0.0, "largest norm": 0.0}
+    for t in range(1, 5):
+        rows = batch(t)
+        micros = [actor.trainer.micro(r) for r in rows]
+        actor.trainer.optimizer_step.backward(micros, count_tokens(rows), None)
+        grads = {key: p.main_grad.double() for key, p in named_weights(actor.trainer.model)}  # pyright: ignore[reportAttributeAccessIssue]
+        norm = _adamw_float64(weights, moments, grads, t)
+        actor.trainer.schedule.step(1)
+        _, found, _ = actor.trainer.optimizer.step()
+        out["norm"] = max(out["norm"], abs(float(found) / norm - 1))
+        out["largest norm"] = max(out["largest norm"], norm)
+    found = {key: p.detach().double() for key, p in named_weights(actor.trainer.model)}
+    for kind, ndim in (("vectors", 1), ("matrices", 2)):
+        out[kind] = max(float((found[key] - w).abs().max()) for key, w in weights.items() if w.ndim == ndim)
+    return out
+
+
+def _adamw_float64(
+    weights: dict[str, Tensor], moments: dict[str, tuple[Tensor, Tensor]], grads: dict[str, Tensor], t: int
+) -> float:
+    """One AdamW step (https://arxiv.org/abs/1711.05101) in place, after clipping; the norm before it."""
+    cfg = ADAMW
+    rate = cfg["lr"] if t == 1 else cfg["min_lr"] + (cfg["lr"] - cfg["min_lr"]) * (1 - (t - 1) / 3)
+    norm = math.sqrt(sum(float((g**2).sum()) for g in grads.values()))
+    scale = min(1.0, cfg["clip_grad"] / (norm + 1e-6))
+    for key, w in weights.items():
+        g, (m, v) = grads[key] * scale, moments[key]
+        m.mul_(cfg["beta1"]).add_((1 - cfg["beta1"]) * g)
+        v.mul_(cfg["beta2"]).add_((1 - cfg["beta2"]) * g**2)
+        if w.ndim > 1:  # norms and biases do not decay
+            w.mul_(1 - rate * cfg["weight_decay"])
+        denominator = (v / (1 - cfg["beta2"] ** t)).sqrt() + cfg["eps"]
+        w.sub_(rate * (m / (1 - cfg["beta1"] ** t)) / denominator)
+    return norm
+
+
+# ---- optimizer offload -----------------------------------------------------------------------------------------------
+def offload(world: World, shared: Shared, layout: Layout, fraction: float) -> dict[str, Any]:
+    """A bfloat16 run whose optimizer is divided as offload divides it, beside one whose optimizer is not, and its resume."""
+    from slime_like.train.megatron.optim import HybridDeviceOptimizer
+
+    spec: dict[str, Any] = {"dtype": "bfloat16", "algo": SftConfig(), "optim": {"lr": 1e-3, "weight_decay": 0.1}}
+    plain = make_actor(world, shared.models["qwen2"], layout, **spec)
+    for seed in range(5):
+        train(plain, layout, seed)
+    with pretended_offload(fraction):
+        divided = make_actor(world, shared.models["qwen2"], layout, **spec)
+        for seed in range(3):
+            train(divided, layout, seed)
+        divided.save(shared.scratch, 3)
+        resumed = make_actor(world, shared.models["qwen2"], layout, **spec)
+        resumed.load(shared.scratch)
+        restored = digest(resumed) == digest(divided)
+        for actor in (divided, resumed):
+            for seed in (3, 4):
+                train(actor, layout, seed)
+    inner = [one.optimizer for one in divided.trainer.optimizer.chained_optimizers]
+    assert all(isinstance(one, HybridDeviceOptimizer) for one in inner)
+    return {
+        "host": sum(len(one.cpu_optimizers) for one in inner),
+        "device": sum(len(g["params"]) for one in inner if one.gpu_optimizer for g in one.gpu_optimizer.param_groups),
+        "equal": digest(divided) == digest(plain),
+        "restored": restored,
+        "resumed": digest(resumed) == digest(divided),
+    }
+
+
+@contextlib.contextmanager
+def pretended_offload(fraction: float) -> Generator[None]:
+    """megatron's offload where there is no GPU: parameters that are not offloaded are said to be on one."""
+    from slime_like.train.megatron import optim
+
+    def divide(self: Any, offload_fraction: float) -> tuple[Any, ...]:
+        on_host, on_device, copies, originals, masters = [], [], {}, {}, {}
+        numel = sum(p.numel() for group in self.param_groups for p in group["params"])
+        taken = 0
+        for group in self.param_groups:
+            halves: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for p in group["params"]:
+                offloaded = taken < numel * offload_fraction
+                master = masters[p] = p.detach().clone().float()
+                if offloaded:
+                    taken += p.numel()
+                    copies[p], originals[master] = master, p
+                halves[0 if offloaded else 1].append(master)
+            for chosen, params in zip((on_host, on_device), halves, strict=True):
+                if params:
+                    chosen.append({**group, "params": params})
+        return on_host, on_device, copies, originals, masters
+
+    hybrid = optim.HybridDeviceOptimizer
+    with (
+        replaced(optim, "_offload", lambda spec: optim.offload_fields(fraction)),
+        replaced(hybrid, "_get_sub_optimizer_param_groups", divide),
+        replaced(hybrid, "_move_new_state_to_right_device", lambda self: None),
+    ):
+        yield

@@ -1,0 +1,191 @@
+"""The trainer's options: recompute, overlap, bfloat16 with float32 main weights, schedules, AdamW, optimizer offload."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime_like.config.resolved import Layout
+from tests.train.jobs import SP, Job, Results
+from tests.train.options import ADAMW, OVERLAP, Overlapped, Recomputed
+
+pytestmark = pytest.mark.ranks
+
+MICROS, BLOCKS = 4, 4  # of the batch and the model
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {"recompute": "full"},
+    "full, stretches of 2": {"recompute": "full", "recompute_num_layers": 2},
+    "full, first block": {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "core_attn": {"recompute": "selective", "recompute_modules": ["core_attn"]},
+    "mlp": {"recompute": "selective", "recompute_modules": ["mlp"]},
+    "layernorm": {"recompute": "selective", "recompute_modules": ["layernorm"]},
+    "all three": {"recompute": "selective", "recompute_modules": ["core_attn", "mlp", "layernorm"]},
+}
+RECOMPUTE = {"recompute tp2 sp": Layout(**SP), "recompute pp2": Layout(pp=2)}
+OVERLAPPED = Layout(dp=2, **OVERLAP)
+LEARNING: dict[str, dict[str, Any]] = {
+    "constant": {"lr": 2e-3, "warmup_steps": 7},
+    "linear": {"lr": 2e-3, "min_lr": 3e-4, "schedule": "linear", "warmup_steps": 5},
+    "cosine": {"lr": 2e-3, "min_lr": 3e-4, "schedule": "cosine", "warmup_fraction": 0.1},
+    "cosine, short": {"lr": 2e-3, "min_lr": 3e-4, "schedule": "cosine", "warmup_steps": 3, "decay_steps": 30},
+    **{
+        f"wsd {style}": {
+            "lr": 2e-3,
+            "min_lr": 3e-4,
+            "schedule": "wsd",
+            "warmup_steps": 4,
+            "wsd_decay_steps": 12,
+            "wsd_decay_style": style,
+        }
+        for style in ("exponential", "linear", "cosine", "minus_sqrt")
+    },
+}
+NUM_STEPS = 40
+HALF = {"bfloat16 tp2 sp": Layout(**SP), "bfloat16 dp2": Layout(dp=2)}
+OPTIONS = "tests.train.options"
+JOBS = {
+    1: [
+        Job("schedules", f"{OPTIONS}:schedules", (LEARNING, NUM_STEPS)),
+        Job("adamw float64", f"{OPTIONS}:adamw"),
+    ],
+    2: [
+        *(Job(name, f"{OPTIONS}:recompute", (layout, VARIANTS)) for name, layout in RECOMPUTE.items()),
+        *(Job(f"no overlap {kind}", f"{OPTIONS}:overlap", (kind, Layout(dp=2), None)) for kind in ("tied", "untied")),
+        *(Job(f"overlap {kind}", f"{OPTIONS}:overlap", (kind, OVERLAPPED, None)) for kind in ("tied", "untied")),
+        *(
+            Job(fault, f"{OPTIONS}:overlap", ("untied", OVERLAPPED, fault))
+            for fault in ("weights are read early", "output layer does not wait")
+        ),
+        *(Job(name, f"{OPTIONS}:bfloat16", (layout,)) for name, layout in HALF.items()),
+        Job("offload half", f"{OPTIONS}:offload", (Layout(dp=2), 0.5)),
+        Job("offload all", f"{OPTIONS}:offload", (Layout(dp=2), 1.0)),
+    ],
+}
+
+
+# ---- recompute -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_recompute_changes_no_gradient(name: str, results: Results) -> None:
+    for rank in results[name]:
+        assert {variant: found.error for variant, found in rank.items() if found.error > 1e-6} == {}
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_recompute_runs_again_what_it_names_and_nothing_else(name: str, results: Results) -> None:
+    blocks = BLOCKS // RECOMPUTE[name].pp
+    for rank in results[name]:
+        calls = {variant: found.calls for variant, found in rank.items()}
+        once = calls["none"]
+        assert once["core_attn"] == once["mlp"] == blocks * MICROS
+        norms = once["layernorm"]
+        per_block = 4 * MICROS  # two before attention and MLP, two on heads
+        assert norms in (blocks * per_block, blocks * per_block + MICROS)  # the last stage has one more, at the end
+        both = {"core_attn": 2 * once["core_attn"], "mlp": 2 * once["mlp"]}
+        assert calls["full"] == calls["full, stretches of 2"] == both | {"layernorm": norms + blocks * per_block}
+        first = {"core_attn": once["core_attn"] + MICROS, "mlp": once["mlp"] + MICROS}
+        assert calls["full, first block"] == first | {"layernorm": norms + per_block}
+        assert calls["core_attn"] == once | {"core_attn": both["core_attn"]}
+        assert calls["mlp"] == once | {"mlp": both["mlp"]}
+        assert calls["layernorm"] == once | {"layernorm": norms + 2 * blocks * MICROS}
+        assert calls["all three"] == both | {"layernorm": norms + 2 * blocks * MICROS}
+
+
+# ---- overlap ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_overlap_changes_nothing(kind: str, results: Results) -> None:
+    for plain, found in zip(results[f"no overlap {kind}"], results[f"overlap {kind}"], strict=True):
+        assert isinstance(found, Overlapped)
+        assert found.weights == plain.weights
+        assert np.array_equal(found.score, plain.score)
+        assert plain.early == 0
+        assert found.buckets > 3 and found.early > 3
+
+
+def test_ranks_agree_on_their_weights(results: Results) -> None:
+    first, second = results["overlap untied"]
+    assert first.weights == second.weights
+
+
+def test_export_would_read_old_weights_without_waiting(results: Results) -> None:
+    plain, found = results["no overlap untied"], results["weights are read early"]
+    assert any(a.weights != b.weights for a, b in zip(plain, found, strict=True))
+
+
+def test_the_output_layer_waits_for_its_weight(results: Results) -> None:
+    for rank in (*results["overlap tied"], *results["overlap untied"]):
+        assert rank.waited and all(rank.waited)
+    assert not all(rank_waited for rank in results["output layer does not wait"] for rank_waited in rank.waited)
+
+
+# ---- bfloat16 --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", HALF)
+def test_bfloat16_stays_near_the_float32_reference(name: str, results: Results) -> None:
+    for rank in results[name]:
+        assert rank["grad"] < 0.08, rank
+    (score,) = [rank["score"] for rank in results[name] if rank["score"]]
+    assert score[0] < 0.01 and score[1] < 0.05, score  # mean and largest difference of a log-probability
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_what_must_not_be_rounded_is_float32(name: str, results: Results) -> None:
+    for rank in results[name]:
+        assert rank["dtypes"] == {("torch.bfloat16", "torch.float32")}  # weights, accumulated gradients
+        assert rank["main dtypes"] == {"torch.float32"}
+        assert rank["sent"] == {"bfloat16"}
+        assert rank["main weights moved"] > 2e-6  # three updates too small for bfloat16 are not lost
+        assert rank["resumed exactly"]
+
+
+# ---- schedules and AdamW ---------------------------------------------------------------------------------------------
+def closed_form(keys: dict[str, Any], k: int) -> float:
+    """Learning rate of optimizer step ``k``, counted from 1."""
+    top, low = keys["lr"], keys.get("min_lr", 0.0)
+    end = keys.get("decay_steps", NUM_STEPS)
+    warmup = keys.get("warmup_steps") or round(keys.get("warmup_fraction", 0.0) * end)
+    if k <= warmup:
+        return top * k / warmup
+    done = min(1.0, (k - warmup) / (end - warmup))
+    shapes = {
+        "constant": lambda x: 1.0,
+        "linear": lambda x: 1 - x,
+        "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
+        "exponential": lambda x: 2 * 0.5**x - 1,
+        "minus_sqrt": lambda x: 1 - math.sqrt(x),
+    }
+    shape = keys.get("schedule", "constant")
+    if shape == "wsd":
+        shape, done = keys["wsd_decay_style"], max(0.0, (k - end + keys["wsd_decay_steps"]) / keys["wsd_decay_steps"])
+    return low + (top - low) * shapes[shape](done)
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_learning_rates_follow_the_closed_form(name: str, results: Results) -> None:
+    (found,) = results["schedules"]
+    expected = [closed_form(LEARNING[name], k) for k in range(1, NUM_STEPS + 1)]
+    assert found[name] == pytest.approx(expected, rel=1e-12)
+    if name != "constant":
+        assert found[name][-1] == pytest.approx(LEARNING[name]["min_lr"])
+
+
+def test_adamw_with_clipping_and_decay_equals_float64(results: Results) -> None:
+    (found,) = results["adamw float64"]
+    assert found["largest norm"] > 2 * ADAMW["clip_grad"]  # clipping had something to do
+    assert found["norm"] < 1e-5
+    assert found["vectors"] < 1e-6 and found["matrices"] < 1e-6, found
+
+
+# ---- optimizer offload -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["offload half", "offload all"])
+def test_a_divided_optimizer_is_the_same_optimizer(name: str, results: Results) -> None:
+    """The division is megatron's; that the other part is on a GPU is pretended here (test_gpu has the real one)."""
+    for rank in results[name]:
+        assert rank["host"] > 0
+        assert (rank["device"] > 0) == (name == "offload half")
+        assert rank["equal"] and rank["restored"] and rank["resumed"], rank
+
+
+def test_results_are_of_their_kind(results: Results) -> None:
+    assert all(isinstance(found, Recomputed) for found in results["recompute pp2"][0].values())
