@@ -68,10 +68,12 @@ def _group(group: str) -> Iterator[str]:
 def _owners(key: str, shown: str) -> str:
     """Which algorithms have ``key``, when not all do, and where its default is another than ``shown``."""
     owners = [name for name in ALGORITHMS if key in known_keys(name)]
-    only = f" [{', '.join(owners)}]" if len(owners) < len(ALGORITHMS) else ""
+    others = [name for name in ALGORITHMS if name not in owners]
+    short = ", ".join(owners) if len(owners) <= len(others) else f"all but {', '.join(others)}"
+    only = f" [{short}]" if others else ""
     defaults = {name: format_value(default_of(known_keys(name)[key])) for name in owners}
-    others = [f"{name}: {value}" for name, value in defaults.items() if value != shown]
-    return only + (f" [{', '.join(others)}]" if others and key != "algo.name" else "")
+    differing = [f"{name}: {value}" for name, value in defaults.items() if value != shown]
+    return only + (f" [{', '.join(differing)}]" if differing and key != "algo.name" else "")
 
 
 def _flags() -> Iterator[str]:

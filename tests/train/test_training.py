@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.config.algo import GrpoConfig, ReinforcePlusPlusConfig, SftConfig
+from slime_like.config.algo import (
+    GrpoConfig,
+    GspoConfig,
+    ReinforcePlusPlusBaselineConfig,
+    ReinforcePlusPlusConfig,
+    SftConfig,
+)
 from slime_like.config.resolved import Layout
 from tests.train.jobs import SP, Job, Results
 
@@ -15,6 +21,8 @@ ROLLOUTS = "tests.train.lifecycle:rollouts"
 LEARN = {"temperature": 1.0, "optim": {"lr": 5e-3, "warmup_steps": 2}}
 GRPO = GrpoConfig(kl_loss_coef=0.1, entropy_coef=0.01)
 REINFORCE = ReinforcePlusPlusConfig(kl_coef=0.05)
+BASELINE = ReinforcePlusPlusBaselineConfig(kl_coef=0.05)
+GSPO = GspoConfig(eps_clip=0.01, eps_clip_high=0.02)
 BF16 = {"dtype": "bfloat16", "model": {"recompute": "full"}, **LEARN}
 JOBS = {
     1: [
@@ -27,6 +35,8 @@ JOBS = {
         Job("idle rank", "tests.train.lifecycle:idle_ranks", (Layout(dp=2),)),
         *(Job(f"sft {name}", ROLLOUTS, (layout, SftConfig(), 1, 4, LEARN)) for name, layout in LAYOUTS.items()),
         *(Job(f"grpo {name}", ROLLOUTS, (layout, GRPO, 2, 2, {})) for name, layout in LAYOUTS.items()),
+        *(Job(f"gspo {name}", ROLLOUTS, (layout, GSPO, 2, 1, {})) for name, layout in LAYOUTS.items()),
+        *(Job(f"baseline {name}", ROLLOUTS, (layout, BASELINE, 1, 2, {})) for name, layout in LAYOUTS.items()),
         *(Job(f"reinforce {name}", ROLLOUTS, (layout, REINFORCE, 1, 2, {})) for name, layout in LAYOUTS.items()),
         Job("sft bfloat16 recompute", ROLLOUTS, (Layout(**SP), SftConfig(), 1, 4, BF16)),
         Job("off policy", "tests.train.lifecycle:off_policy", (Layout(dp=2),)),
@@ -49,7 +59,7 @@ def test_supervised_loss_falls(name: str, results: Results) -> None:
     assert [r["train/lr"] for r in rollouts] == pytest.approx([2.5e-3, 5e-3, 5e-3, 5e-3])
 
 
-@pytest.mark.parametrize("algo", ["grpo", "reinforce"])
+@pytest.mark.parametrize("algo", ["grpo", "gspo", "reinforce", "baseline"])
 def test_layouts_report_the_same_run(algo: str, results: Results) -> None:
     runs = [reported(results, f"{algo} {name}") for name in LAYOUTS]
     for rollout in zip(*runs, strict=True):
@@ -64,6 +74,12 @@ def test_reference_and_old_policy_are_what_they_say(results: Results) -> None:
     assert 0 < first["train/kl_loss"] < second["train/kl_loss"]  # the first of the two steps is still the reference
     assert first["train/ppo_kl"] != 0  # the second step of a rollout is measured against the first's policy
     assert {"perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time", "train/entropy"} <= first.keys()
+
+
+def test_the_second_step_of_a_rollout_has_ratios_of_sequences(results: Results) -> None:
+    (only,) = reported(results, "gspo dp2")
+    assert only["train/ois"] != 1 != only["train/seq_ratio_max"]
+    assert 0 < only["train/pg_clipfrac"] < 0.5  # none at the first step
 
 
 def test_the_reference_swap_is_exact(results: Results) -> None:
