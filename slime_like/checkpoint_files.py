@@ -155,7 +155,7 @@ def _not_ours(folder: Path) -> str:
     if (folder / "metadata.json").is_file():
         return (
             f"{folder}: a Megatron checkpoint of another trainer (no {MANIFEST}), which cannot be resumed; "
-            "start from its weights with model.megatron_checkpoint"
+            "start from the model in HF format with model.hf_checkpoint"
         )
     return f"{folder}: incomplete (no {MANIFEST}); {_fix(folder)}"
 
