@@ -5,9 +5,10 @@
 
 All arms live at once and take turns, so that a busy machine slows all of them; quote the ratios. Engines are asked as a
 run asks them: over HTTP, groups of 8 samples per prompt, seeded, temperature 1, log-probabilities returned. One thread
-each. transformers gets the same prompts in one batch, samples, and returns no log-probabilities. Prints two rows per batch
-size, of wall time and of CPU time (user and system, of all processes of an engine): medians of tokens/s, of milliseconds
-per token of each sequence, and the ratios of medians to transformers'. CPU time is what a busy machine disturbs least.
+each. transformers gets the same prompts in one batch, samples, and returns no log-probabilities. Prints rows per batch size:
+wall time and CPU time (user and system, of all processes of an engine; what a busy machine disturbs least) of whole calls,
+prefill included, and of decoding alone (a call less a call for one token). Each has medians of tokens/s and of milliseconds
+per token of each sequence, and the ratios of medians to transformers'.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from slime_like.rollout.server import EngineServer
 
 SAMPLES_PER_PROMPT = 8
 PROMPT = 32
+KINDS = ("whole, wall", "whole, CPU", "decode, wall", "decode, CPU")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,23 +167,30 @@ def arms(options: argparse.Namespace, shape: Shape, folder: Path) -> Generator[d
 
 
 def measure(found: dict[str, Callable[..., None]], options: argparse.Namespace, shape: Shape) -> None:
-    """Rounds of all arms in turn, per batch size; prints two rows each."""
+    """Rounds of all arms in turn, per batch size; prints four rows each."""
     print("| batch | time | " + " | ".join(f"{name} tok/s (ms)" for name in found) + " | ratios to hf |")
     for batch in options.batches:
-        wall: dict[str, list[float]] = {name: [] for name in found}
-        cpu: dict[str, list[float]] = {name: [] for name in found}
+        seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in found} for kind in KINDS}
         for number in range(options.rounds + 1):
             generator = np.random.default_rng([batch, number])
             prompts = generator.integers(2, shape.vocab, (batch // SAMPLES_PER_PROMPT, PROMPT)).astype(np.int32)
             for name, arm in found.items():
-                spent = arm.cpu_seconds if isinstance(arm, EngineArm) else time.process_time
-                before, start = spent(), time.perf_counter()
-                arm(prompts, options.steps)
+                first, whole = timed(arm, prompts, 1), timed(arm, prompts, options.steps)
                 if number:  # the first round warms up
-                    wall[name].append(time.perf_counter() - start)
-                    cpu[name].append(spent() - before)
-        for kind, seconds in (("wall", wall), ("CPU", cpu)):
-            print_row(batch, kind, {name: statistics.median(times) for name, times in seconds.items()}, options.steps)
+                    scale = options.steps / (options.steps - 1)
+                    decode = [(b - a) * scale for a, b in zip(first, whole, strict=True)]
+                    for kind, value in zip(KINDS, (*whole, *decode), strict=True):
+                        seconds[kind][name].append(value)
+        for kind, times in seconds.items():
+            print_row(batch, kind, {name: statistics.median(all_) for name, all_ in times.items()}, options.steps)
+
+
+def timed(arm: Callable[..., None], prompts: np.ndarray, steps: int) -> tuple[float, float]:
+    """Wall and CPU seconds of one call."""
+    spent = arm.cpu_seconds if isinstance(arm, EngineArm) else time.process_time
+    before, start = spent(), time.perf_counter()
+    arm(prompts, steps)
+    return time.perf_counter() - start, spent() - before
 
 
 def print_row(batch: int, kind: str, median: dict[str, float], steps: int) -> None:
