@@ -160,6 +160,7 @@ class _Cluster:
             probe_sequences=cfg.weights.probe_sequences,
             samples_per_rollout=self.plan.samples_per_rollout,
             first_rollout=first,
+            deterministic=cfg.run.deterministic,
         )
         deadline = Deadline("driver", "rollout manager start", cfg.rollout.start_deadline_s)
         wait_one(

@@ -69,13 +69,15 @@ class RolloutActor:
         return await self._manager.probe()
 
     async def save_state(self, next_rollout: int, leftover: str) -> dict[str, Any]:
-        """The state of the next rollout; leftover groups go to the file ``leftover``."""
+        """See ``RolloutManager.save_state``. Raises ``CheckpointError`` when a file cannot be written."""
+        path = Path(leftover)
         try:
-            self._manager.save_leftover(Path(leftover))
-            sync(Path(leftover))
+            state = self._manager.save_state(next_rollout, path)
+            for written in path.parent.glob(f"{path.stem}*{path.suffix}"):
+                sync(written)
         except OSError as error:
             raise CheckpointError(f"{leftover}: the save failed ({error.strerror}); is the disk full?") from error
-        return self._manager.state(next_rollout)
+        return state
 
     async def load_state(self, state: Mapping[str, Any], leftover: str) -> None:
         """See ``RolloutManager.load_state``."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from slime_like.cluster.checkpoints import Checkpoints
+from slime_like.cluster.fault import fatal
 from slime_like.cluster.rollouts import Rollout
 from slime_like.cluster.sync import Sync
+from slime_like.config.kill_at import KillAt, parse_kill_at
 from slime_like.config.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.data.dump import rollout_path, save_groups
@@ -23,6 +25,8 @@ from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import Last, Metric, reduce_metrics
 from slime_like.rollout.manager import Collected
 from slime_like.types import StepStats
+
+PHASES = {"train_wait": "collect", "train": "step", "update_weights": "push"}  # timer -> phase of run.debug_kill_at
 
 
 class StopRequest:
@@ -65,6 +69,13 @@ class Run:
     first_rollout: int
     engine_ranks: int  # 0 where nothing is generated
     checkpoints: Checkpoints
+    rollout_id: int = field(default=-1)  # the rollout that the loop is at; -1 before the first
+
+    @property
+    def kill(self) -> KillAt | None:
+        """Where the run is told to die."""
+        point = self.cfg.run.debug_kill_at
+        return None if point is None else parse_kill_at(point)
 
     def start(self) -> None:
         """The first push, and the first evaluation of a fresh run."""
@@ -81,6 +92,7 @@ class Run:
         for rollout_id in range(self.first_rollout, self.cfg.loop.num_rollout):
             if self.stop.requested:
                 break
+            self.rollout_id = rollout_id
             yield rollout_id
             done = rollout_id + 1
         with self.timer("save"):
@@ -90,9 +102,11 @@ class Run:
         if self.cfg.run.save_hf:
             self.trainer.export_hf(self.run_dir / "hf")
 
-    def timer(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def timer(self, name: str) -> Generator[None]:
         """Times a phase: ``perf/<name>_time`` and a span in metrics.jsonl."""
-        return self.spans(name)
+        with self.spans(name), fatal(self.kill, PHASES.get(name, name), self.rollout_id):
+            yield
 
     def finish_rollout(
         self, rollout_id: int, collected: Collected, stats: StepStats, probed: tuple[Metric, ...]

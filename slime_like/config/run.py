@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime_like.config.base import Config, key, positive
+from slime_like.config.kill_at import parse_kill_at
 
 
 @dataclass(kw_only=True)
@@ -111,6 +112,9 @@ class RunConfig(Config):
     save_hf_interval: int | None = key(None, "Export weights in HF format every N rollouts to dir/hf_iter_<N>.")
     dump_rollouts: bool = key(False, "Write each rollout's groups to dir/rollouts.")
     replay_from: str | None = key(None, "Folder of dumped rollouts to train on instead of generating.")
+    debug_kill_at: str | None = key(
+        None, "Fault for tests: kill the driver at phase:rollout[:seconds], as push:3:0.25 (collect, step, push, save)."
+    )
     prepare: str | None = key(
         None, "Dotted path called with the config before anything is checked: makes data or models on the spot."
     )
@@ -118,3 +122,5 @@ class RunConfig(Config):
     def check(self, prefix: str) -> None:
         super().check(prefix)
         positive(prefix, self, "save_interval", "keep_checkpoints", "save_hf_interval")
+        if self.debug_kill_at is not None:
+            parse_kill_at(self.debug_kill_at)

@@ -52,6 +52,7 @@ class ManagerSpec:
     probe_sequences: int
     samples_per_rollout: int
     first_rollout: int
+    deterministic: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,12 @@ class RolloutManager:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_push(self) -> None:
-        """Pause every engine, in-flight requests kept, and open its weight update."""
+        """Pause every engine, in-flight requests kept, and open its weight update.
+
+        In a deterministic run nothing is in flight: which tokens a push would find sampled is a matter of time.
+        """
+        if self._spec.deterministic:
+            await self._producer.settled()
         await self._all("pause")
         await self._all("begin_update")
 
@@ -260,19 +266,34 @@ class RolloutManager:
         return 1 < len(group.samples[0].token_ids) < self._spec.max_context_len
 
     # ---- state -------------------------------------------------------------------------------------------------------
-    def state(self, next_rollout: int) -> dict[str, Any]:
-        """What makes rollout ``next_rollout`` again: the cursor before its prompts. Rollouts in flight are made anew."""
-        return {"next_rollout": next_rollout, "cursor": self._cursors.get(next_rollout) or self._source.state()}
+    def save_state(self, next_rollout: int, leftover: Path) -> dict[str, Any]:
+        """What makes rollout ``next_rollout`` again: the cursor before its prompts, and groups no step has trained on.
 
-    def save_leftover(self, path: Path) -> None:
-        """Write the groups that no step has trained on yet."""
-        save_groups(path, self._leftover)
+        Rollouts in flight are made anew, with the same prompts and seeds. In a deterministic run they are whole, and
+        were sampled from weights that no engine will have again: they are written as well.
+        """
+        save_groups(leftover, self._leftover)
+        made = self._producer.waiting() if self._spec.deterministic else []
+        for produced in made:
+            save_groups(_made_path(leftover, produced.rollout_id), produced.groups)
+        first = made[-1].rollout_id + 1 if made else next_rollout
+        return {
+            "next_rollout": next_rollout,
+            "cursor": self._cursors.get(first) or self._source.state(),
+            "made": [[produced.rollout_id, produced.started, produced.stopped] for produced in made],
+        }
 
     def load_state(self, state: Mapping[str, Any], leftover: Path) -> None:
         """Continue where ``state`` was taken."""
         self._source.load_state(state["cursor"])
         self._leftover = load_groups(leftover)
         self._producer = self._new_producer(int(state["next_rollout"]))
+        self._producer.restore(
+            [
+                Produced(rollout_id, load_groups(_made_path(leftover, rollout_id)), started, stopped)
+                for rollout_id, started, stopped in state.get("made", [])
+            ]
+        )
 
     async def stop(self) -> None:
         """Cancel what is in flight and stop the reward pool."""
@@ -280,3 +301,8 @@ class RolloutManager:
         for engine in self._router.engines:
             await engine.close()
         self._rewards.close()
+
+
+def _made_path(leftover: Path, rollout_id: int) -> Path:
+    """Beside the leftover groups: a rollout that is made and not trained on."""
+    return leftover.with_name(f"{leftover.stem}_made_{rollout_id}.npz")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from slime_like.types import SampleGroup
@@ -55,6 +55,22 @@ class Producer:
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="rollout producer")
         return await self._slot(rollout_id)
+
+    async def settled(self) -> None:
+        """Wait until everything that was admitted is made, or its making has failed."""
+        for rollout_id in range(self._next, min(self._admitted + 1, self._last)):
+            if self._failure is None:
+                await asyncio.wait([self._slot(rollout_id)])
+
+    def waiting(self) -> list[Produced]:
+        """Rollouts that are made and not consumed, in order."""
+        return [slot.result() for _, slot in sorted(self._ready.items()) if slot.done()]
+
+    def restore(self, made: Sequence[Produced]) -> None:
+        """Take rollouts that an earlier run made as made."""
+        for produced in made:
+            self._slot(produced.rollout_id).set_result(produced)
+            self._next, self._admitted = produced.rollout_id + 1, produced.rollout_id
 
     def forget(self, rollout_id: int) -> None:
         """Release a consumed rollout."""

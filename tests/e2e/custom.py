@@ -29,3 +29,14 @@ def broken(prompt: Prompt, sample: Sample) -> float:
     """Not a number."""
     del prompt, sample
     return float("nan")
+
+
+def digits(prompt: Prompt, sample: Sample) -> float:
+    """A score that the answers of a random model differ in, and that it can learn."""
+    del prompt
+    return float(sum(int(c) for c in sample.text if c.isdigit()) % 5)
+
+
+def not_every_fourth(group: SampleGroup) -> str | None:
+    """Drops groups now and then, so that some are carried on."""
+    return None if group.prompt.prompt_id % 4 else "fourth prompt"

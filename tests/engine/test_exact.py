@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from slime_like.config.resolved import Layout
 from slime_like.interfaces import Completion
 from slime_like.types import F32, I32
 from tests.engine.conftest import Engine, Models, prompt, sampled, start
@@ -80,10 +81,19 @@ def test_prefill_decode_cached_prefixes_and_batches_give_the_same_bits(told: lis
 
 
 def test_the_trainer_has_the_engines_bits(told: list[Told]) -> None:
-    (answers,) = run_ranks("tests.engine.exact_scores:answer", 1, [said.question for said in told])
+    (answers,) = run_ranks("tests.engine.exact_scores:answer", 1, Layout(), [said.question for said in told])
     tokens = 0
     for said, columns in zip(told, answers, strict=True):
         for mine, engines in zip(columns, said.prefilled, strict=True):
             assert np.array_equal(mine, engines), f"largest difference {np.abs(mine - engines).max()}"
             tokens += len(mine)
     assert tokens > 2_000
+
+
+def test_pipeline_and_data_parallel_ranks_keep_the_bits(told: list[Told]) -> None:
+    found = run_ranks("tests.engine.exact_scores:both_layouts", 2, told[-1].question)
+    columns = [column for rank in found for column in rank]
+    assert len(columns) == 2
+    for column in columns:
+        for mine, engines in zip(column, told[-1].prefilled, strict=True):
+            assert np.array_equal(mine, engines)

@@ -81,3 +81,43 @@ def test_stop_cancels_what_is_in_flight() -> None:
         return len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
 
     assert asyncio.run(scenario()) == 0
+
+
+def test_settled_waits_for_what_is_admitted_and_a_restored_producer_goes_on_behind_it() -> None:
+    async def scenario() -> tuple[list[int], list[int], list[int]]:
+        gate = asyncio.Event()
+        made: list[int] = []
+        producer = Producer(recording(made, gate), first=0, last=9, max_staleness=2)
+        await producer.get(0)
+        producer.forget(0)
+        settled = asyncio.create_task(producer.settled())
+        await settle()
+        assert not settled.done()
+        gate.set()
+        await settled
+        waiting = producer.waiting()
+        await producer.stop()
+
+        again: list[int] = []
+        resumed = Producer(recording(again), first=1, last=9, max_staleness=2)
+        resumed.restore(waiting)
+        assert await resumed.get(1) is waiting[0]
+        await settle()
+        await resumed.stop()
+        return made, [produced.rollout_id for produced in waiting], again
+
+    assert asyncio.run(scenario()) == ([0, 1, 2], [1, 2], [3])
+
+
+def test_settled_returns_when_making_has_failed() -> None:
+    async def make(rollout_id: int) -> Produced:
+        raise ValueError("engine gone")
+
+    async def scenario() -> None:
+        producer = Producer(make, first=0, last=3, max_staleness=1)
+        with pytest.raises(ValueError, match="engine gone"):
+            await producer.get(0)
+        await producer.settled()
+        await producer.stop()
+
+    asyncio.run(scenario())

@@ -116,3 +116,23 @@ def test_one_gpu(models: dict[str, Path], tmp_path: Path) -> None:
     assert found["losses"][-1] < 0.8 * found["losses"][0], found
     assert found["resumed"] < 1e-2, found  # flash attention's backward adds in no fixed order
     assert found["export"] < 0.1, found
+
+
+def same_bits(world: World, folder: Path) -> list[list[bytes]]:
+    """Weights after three deterministic steps, twice."""
+    found: list[list[bytes]] = []
+    for _ in range(2):
+        actor = actor_on_gpu(world, folder, dtype="bfloat16", algo=SftConfig(), deterministic=True)
+        for seed in range(3):
+            train(actor, Layout(), seed)
+        weights = [p.detach().cpu().view(torch.uint8).numpy().tobytes() for p in actor.trainer.model.parameters()]
+        found.append(weights)
+    return found
+
+
+def test_a_deterministic_gpu_gives_the_same_bits_twice(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    ((first, second),) = run_ranks("tests.train.test_gpu:same_bits", 1, models["tied"])
+    assert first == second

@@ -1,0 +1,191 @@
+"""Kill a small deterministic run again and again, continue it each time, and compare it with one that was left alone.
+
+python scripts/soak_resume.py [--kills 50] [--seed 0] [--rollouts 20] [--folder FOLDER] [--table FILE]
+
+Each kill is SIGKILL of the driver at a point that the seed chooses: a phase (collect, step, push, save), a rollout, and a
+time within the phase as long as the undisturbed run spent there. A run is killed
+a third to half as often as it has rollouts before it may end; then prompts, seeds, tokens, log-probabilities, versions,
+losses and weights are compared, and the next run begins. The folder keeps what has been done: the same command goes on
+where it stopped, and rewrites the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from slime_like.config.kill_at import PHASES, KillAt  # noqa: E402  (found by the line above)
+from tests.e2e.runs import metrics, train  # noqa: E402
+from tests.e2e.same_run import DRIFT, PROBE, differences, write_inputs  # noqa: E402
+
+TIMES = {
+    "collect": "perf/train_wait_time",
+    "step": "perf/train_time",
+    "push": "perf/update_weights_time",
+    "save": "perf/save_time",
+}
+LATEST = "latest_checkpointed_iteration.txt"
+SAVE_S = 0.3  # where the metrics have no time of saving
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One kill: where it was meant to be, and from which checkpoint the run went on."""
+
+    run: int
+    phase: str
+    rollout_id: int
+    seconds: float
+    died: bool  # by the kill; False: the run failed in another way
+    resumed_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One run after its kills, against the undisturbed one."""
+
+    run: int
+    differences: list[str]
+    drift: float  # largest |engine - trainer| log-probability, probes included
+
+
+def main() -> int:
+    """Exit code 0 when every kill was one and every run the same."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rollouts", type=int, default=20)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "soak_resume")
+    parser.add_argument("--table", type=Path, default=None)
+    options = parser.parse_args()
+    soak = Soak(options.folder, options.seed, options.rollouts)
+    soak.reference()
+    while len(soak.kills) < options.kills:
+        soak.one_run(options.kills - len(soak.kills))
+        if options.table is not None:
+            options.table.write_text(soak.table())
+    print(soak.table())
+    return int(not soak.good)
+
+
+class Soak:
+    """The undisturbed run, and the runs that are killed, in one folder."""
+
+    def __init__(self, folder: Path, seed: int, rollouts: int) -> None:
+        self.folder, self.seed, self.rollouts = folder, seed, rollouts
+        self.kills: list[Kill] = []
+        self.verdicts: list[Verdict] = []
+        self._notes = folder / f"soak_{seed}.jsonl"
+        if self._notes.exists():
+            for line in self._notes.read_text().splitlines():
+                note = json.loads(line)
+                if note.pop("kind") == "Kill":
+                    self.kills.append(Kill(**note))
+                else:
+                    self.verdicts.append(Verdict(**note))
+            ended = {verdict.run for verdict in self.verdicts}
+            self.kills = [kill for kill in self.kills if kill.run in ended]  # a run that was cut off is made anew
+
+    @property
+    def good(self) -> bool:
+        """Whether every kill was one and every run the same."""
+        return all(kill.died for kill in self.kills) and not any(v.differences or v.drift for v in self.verdicts)
+
+    def reference(self) -> None:
+        """The run that nobody disturbs."""
+        self._job = (*write_inputs(self.folder / "inputs"), f"loop.num_rollout={self.rollouts}")
+        whole = self.folder / "whole"
+        if not (whole / "hf" / "config.json").exists():
+            shutil.rmtree(whole, ignore_errors=True)
+            done = train(*self._job, f"run.dir={whole}", log=self.folder / "whole.log")
+            if done.code:
+                raise SystemExit(f"the undisturbed run failed:\n{done.output}")
+        rows = [row for row in metrics(whole) if row["step"] > 0]
+        self._seconds = {phase: max(row.get(name, SAVE_S) for row in rows) for phase, name in TIMES.items()}
+
+    def one_run(self, most: int) -> None:
+        """Kill one run a few times, let it end, compare."""
+        run = len(self.verdicts)
+        rng = random.Random(f"{self.seed} {run}")
+        folder = self.folder / f"run_{run}"
+        shutil.rmtree(folder, ignore_errors=True)
+        kills: list[Kill] = []
+        for _ in range(min(most, rng.randint(self.rollouts // 3, self.rollouts // 2))):
+            if self._saved(folder) == self.rollouts:
+                break
+            kills.append(self._kill(run, folder, rng))
+            if not kills[-1].died:
+                break
+        done = train(*self._job, f"run.dir={folder}", log=self.folder / f"run_{run}_end.log")
+        found = [done.output[-500:]] if done.code else differences(self.folder / "whole", folder, self.rollouts)
+        values = [row[name] for row in metrics(folder) for name in (DRIFT, PROBE) if name in row]
+        verdict = Verdict(run, found, max(values, default=float("nan")))
+        with self._notes.open("a") as file:
+            for note in (*kills, verdict):
+                file.write(json.dumps({"kind": type(note).__name__, **asdict(note)}) + "\n")
+        self.kills += kills
+        self.verdicts.append(verdict)
+        print(f"run {run}: {len(kills)} kills, {len(found)} differences, {len(self.kills)} kills in all", flush=True)
+        if not found:
+            shutil.rmtree(folder)
+
+    def _kill(self, run: int, folder: Path, rng: random.Random) -> Kill:
+        first = self._saved(folder)
+        phase = rng.choice(PHASES)
+        point = KillAt(
+            phase, rng.randint(first, min(first + 1, self.rollouts - 1)), rng.uniform(0, self._seconds[phase])
+        )
+        text = f"run.debug_kill_at={point.phase}:{point.rollout_id}:{point.seconds:.3f}"
+        done = train(*self._job, f"run.dir={folder}", text, log=self.folder / f"run_{run}_kill.log")
+        died = done.code == -signal.SIGKILL
+        return Kill(run, phase, point.rollout_id, point.seconds, died, self._saved(folder))
+
+    @staticmethod
+    def _saved(folder: Path) -> int:
+        """Rollouts that the newest checkpoint has behind it."""
+        marker = folder / "checkpoints" / LATEST
+        return int(marker.read_text()) if marker.exists() else 0
+
+    def table(self) -> str:
+        """Markdown: per phase, and per run."""
+        lines = [
+            "| killed in | kills | earliest and latest moment in it (s) | lost rollouts, redone |",
+            "|---|---|---|---|",
+        ]
+        for phase in PHASES:
+            here = [kill for kill in self.kills if kill.phase == phase]
+            if here:
+                times = [kill.seconds for kill in here]
+                redone = sum(kill.rollout_id + 1 - kill.resumed_at for kill in here)
+                lines.append(f"| {phase} | {len(here)} | {min(times):.3f} to {max(times):.3f} | {redone} |")
+        lines += [
+            "",
+            "| run | killed at (phase:rollout:seconds, went on after rollout) | differences | drift |",
+            "|---|---|---|---|",
+        ]
+        for verdict in self.verdicts:
+            points = ", ".join(
+                f"{k.phase}:{k.rollout_id}:{k.seconds:.3f} ({k.resumed_at})" for k in self.kills if k.run == verdict.run
+            )
+            found = "none" if not verdict.differences else "; ".join(verdict.differences[:3])
+            lines.append(f"| {verdict.run} | {points} | {found} | {verdict.drift:g} |")
+        same = sum(not verdict.differences for verdict in self.verdicts)
+        lines += [
+            "",
+            f"{len(self.kills)} kills; {same} of {len(self.verdicts)} runs ended as the undisturbed one, bit for bit.",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
