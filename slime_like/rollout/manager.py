@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +280,7 @@ class RolloutManager:
         return {
             "next_rollout": next_rollout,
             "cursor": self._cursors.get(first) or self._source.state(),
-            "made": [[produced.rollout_id, produced.started, produced.stopped] for produced in made],
+            "made": [asdict(replace(produced, groups=())) for produced in made],
         }
 
     def load_state(self, state: Mapping[str, Any], leftover: Path) -> None:
@@ -290,8 +290,8 @@ class RolloutManager:
         self._producer = self._new_producer(int(state["next_rollout"]))
         self._producer.restore(
             [
-                Produced(rollout_id, load_groups(_made_path(leftover, rollout_id)), started, stopped)
-                for rollout_id, started, stopped in state.get("made", [])
+                Produced(**(made | {"groups": load_groups(_made_path(leftover, made["rollout_id"]))}))
+                for made in state.get("made", [])
             ]
         )
 
