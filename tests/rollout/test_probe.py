@@ -26,6 +26,14 @@ def test_disagreement_ends_the_run(wrong: np.ndarray) -> None:
         probe.check(SCORES, wrong.astype(np.float32), 3, 1e-4)
 
 
+def test_a_gate_of_zero_sees_the_last_bit() -> None:
+    probe.check(SCORES, TRAINER_T, 3, 0.0)
+    off = TRAINER_T.copy()
+    off[2] = np.nextafter(off[2], np.float32(0))
+    with pytest.raises(ConsistencyError, match=r"weights.probe_tolerance is 0\."):
+        probe.check(SCORES, off, 3, 0.0)
+
+
 def test_another_version_ends_the_run() -> None:
     with pytest.raises(ConsistencyError, match="serves weights of version 3 after the push of version 4"):
         probe.check(SCORES, TRAINER_T, 4, 1e-4)
