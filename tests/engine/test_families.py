@@ -1,0 +1,81 @@
+"""An engine of every family beside Qwen3 says what transformers says: prompts it scores, tokens it samples, a push.
+
+The trainer equals transformers to 1e-5 (tests/train/test_families.py), so here trainer and engine agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.conftest import VOCAB, Engine, Models, launch, prompt, sampled
+
+pytestmark = pytest.mark.engine
+TOLERANCE = 1e-4
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}, "tie_word_embeddings": False},
+    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "tie_word_embeddings": True},
+}
+
+
+def build(folder: Any, family: str) -> Models:
+    """Two random models of one shape, biases included."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf: dict[str, Any] = {}
+    for seed, name in enumerate("AB"):
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **FAMILIES[family]))
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith("bias"):
+                    parameter.copy_(0.3 * torch.randn_like(parameter))  # they start at 0
+        model.eval().save_pretrained(folder / name)
+        hf[name] = model
+    return Models({name: folder / name for name in hf}, hf)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, tuple[Models, Engine]]]:
+    """Both engines, started side by side."""
+    with contextlib.ExitStack() as stack:
+        begun: dict[str, tuple[Models, Any]] = {}
+        for family in FAMILIES:
+            folder = tmp_path_factory.mktemp(family)
+            models = build(folder, family)
+            run = stack.enter_context(contextlib.closing(launch(models, folder, 1)))
+            assert next(run) is None
+            begun[family] = models, run
+        yield {family: (models, next(run)) for family, (models, run) in begun.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_and_transformers_agree(family: str, served: Mapping[str, tuple[Models, Engine]]) -> None:
+    models, engine = served[family]
+    ids = prompt(100, seed=5)
+    for version, name in enumerate("ABA"):
+        if version:
+            engine.run(engine.push(models.tensors(name), version))
+        (scored,) = engine.run(engine.client.score([ids], 1.0))
+        np.testing.assert_allclose(scored, models.logprobs(name, ids, 1.0), atol=TOLERANCE)
+        for completion in engine.run(engine.client.generate(ids, [1, 2, 3], sampled(0.8, tokens=40))):
+            whole, new = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
+            np.testing.assert_allclose(completion.logprobs, models.logprobs(name, whole, 0.8)[-new:], atol=TOLERANCE)
