@@ -37,6 +37,13 @@ class Told:
     continued: list[tuple[I32, F32]]  # tokens after a cached prefix, and their log-probabilities
 
 
+async def forget(engine: Engine) -> None:
+    """Drop all cached prefixes; paused, since the engine refuses while it still winds up the last reply."""
+    await engine.client.pause()
+    await engine.client.flush()
+    await engine.client.resume()
+
+
 async def ask(engine: Engine, models: Models, name: str, temperature: float) -> Told:
     """Sample everything in one batch, then some of it alone, after a cached prefix, and all of it by prefill."""
     prompts, seeds = [prompt(length, seed=length) for length in LENGTHS], [11, 12]
@@ -48,9 +55,9 @@ async def ask(engine: Engine, models: Models, name: str, temperature: float) -> 
         await engine.client.generate(sequences[i][:-8], [seeds[i % 2]], sampled(temperature, tokens=8))
         for i in range(0, len(sequences), 5)
     ]
-    await engine.client.flush()
+    await forget(engine)
     alone = [(await engine.client.generate(ids, [seeds[0]], sampling))[0] for ids in prompts[:4]]
-    await engine.client.flush()
+    await forget(engine)
     return Told(
         Question(models.paths[name], temperature, sequences),
         [(len(ids), completion.logprobs) for ids, completion in pairs],
