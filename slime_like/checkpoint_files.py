@@ -25,6 +25,7 @@ from slime_like.errors import CheckpointError
 LATEST = "latest_checkpointed_iteration.txt"
 MANIFEST = "checkpoint.json"
 SCRATCH = ".tmp"
+CRITIC = "critic"  # folder of a critic's iterations, among those of its actor
 FORMAT = 1
 Scalar = str | int | float | bool | None
 
@@ -165,6 +166,28 @@ def _fix(folder: Path) -> str:
     if not others:
         return "there is no other iteration beside it: start anew with another run.dir"
     return f"write an earlier iteration ({', '.join(map(str, others[-3:]))}) into {folder.parent / LATEST}"
+
+
+def critic_source(folder: Path) -> Path:
+    """The iteration of a critic that ``folder`` is, or the newest one that it holds.
+
+    Raises ``CheckpointError`` where there is none, or where it is not a critic's: an actor's has no value head.
+    """
+    found = iterations(folder)
+    if not (folder / MANIFEST).is_file() and found:
+        newest = latest_iteration(folder) if (folder / LATEST).is_file() else found[-1]
+        folder = iteration_folder(folder, newest)
+    check_value_head(folder, read_manifest(folder))
+    return folder
+
+
+def check_value_head(folder: Path, manifest: Manifest) -> None:
+    """Raise ``CheckpointError`` unless ``folder`` is a critic's."""
+    if manifest.model.get("head") != "value":
+        raise CheckpointError(
+            f"{folder}: holds no value head, as it is an actor's and not a critic's; give critic.load the {CRITIC} folder "
+            "of a run with algo=ppo, or null for a fresh head on critic.hf_checkpoint"
+        )
 
 
 # ---- removing --------------------------------------------------------------------------------------------------------

@@ -208,7 +208,10 @@ class LossFn(Protocol):
 class Trainer(Protocol):
     """The driver's view of all trainer ranks."""
 
-    version: int  # of the weights the ranks hold: +1 per rollout trained on
+    @property
+    def version(self) -> int:
+        """Of the weights the ranks hold: +1 per rollout trained on."""
+        ...
 
     def step(self, batch: TrainBatch) -> StepStats:
         """Ship each dp shard once, annotate scores, take every optimizer step of the batch."""

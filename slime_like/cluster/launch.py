@@ -13,12 +13,15 @@ from typing import Any
 
 from slime_like.cluster.checkpoints import Checkpoints, remove_leftovers
 from slime_like.cluster.crash import one_line, write_bundle
+from slime_like.cluster.ensemble import Ensemble
 from slime_like.cluster.folder import claimed
 from slime_like.cluster.inputs import Inputs, load_inputs
 from slime_like.cluster.placement import Placement
 from slime_like.cluster.plan import Plan, make_plan, probe_machine
 from slime_like.cluster.progress import Progress
+from slime_like.cluster.rank_group import connect
 from slime_like.cluster.resume import checkpoint_folder, first_rollout
+from slime_like.cluster.role_group import RoleGroup
 from slime_like.cluster.rollouts import DemonstrationRollout, EngineRollout, ReplayRollout, Rollout
 from slime_like.cluster.run import Run, StopRequest
 from slime_like.cluster.stacks import dump_stacks_on_signal
@@ -28,6 +31,7 @@ from slime_like.cluster.trainer_worker import EngineAddress
 from slime_like.cluster.wait import wait_all, wait_one
 from slime_like.config.names import GROUP_ADVANTAGES
 from slime_like.config.policy import PolicyConfig
+from slime_like.config.resolved import CriticSpec, TeacherSpec
 from slime_like.config.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.data.overlong import Overlong
@@ -84,6 +88,7 @@ class _Cluster:
     run_dir: Path
     progress: Progress
     placement: Placement | None = None
+    actor: TrainerGroup | None = None
     manager: Any = None
     engines: tuple[Any, ...] = ()
 
@@ -100,7 +105,7 @@ class _Cluster:
         rollout = self._start_rollout(inputs, addresses, first)
         if first > 0:
             rollout.load(self._checkpoints(), first)
-        sync = self._make_sync(trainer, addresses)
+        sync = self._make_sync(addresses)
         return Run(
             cfg=self.cfg,
             run_dir=self.run_dir,
@@ -128,12 +133,27 @@ class _Cluster:
         if not self.plan.needs_trainer:
             return FrozenTrainer(first)
         workers, local_ranks = self.placement.trainers()
-        trainer = TrainerGroup(workers, self.plan.actor, local_ranks)
-        trainer.connect(self.progress.waiting)
+        actor = TrainerGroup(workers, self.plan.actor, local_ranks)
+        critic, teacher = self._role("critic", self.plan.critic), self._role("teacher", self.plan.teacher)
+        groups = [(actor, self.plan.actor), (critic, self.plan.critic), (teacher, self.plan.teacher)]
+        started = [(group, spec) for group, spec in groups if group is not None]
+        connect(started, actor.deadline("connect"), self.progress.waiting)
         self.progress.ready("trainer is up", "engines" if self.engines else "")
+        self.actor = actor
+        trainer = self._ensemble(actor, critic, teacher)
         if first > 0:
             trainer.load(self._checkpoints(), first)
         return trainer
+
+    def _ensemble(self, actor: TrainerGroup, critic: RoleGroup | None, teacher: RoleGroup | None) -> Trainer:
+        """The actor alone, or with what stands beside it."""
+        if critic is None and teacher is None:
+            return actor
+        return Ensemble(actor, critic, teacher, self.cfg.critic)
+
+    def _role(self, name: str, spec: CriticSpec | TeacherSpec | None) -> RoleGroup | None:
+        assert self.placement is not None, "start comes first"
+        return None if spec is None else RoleGroup(name, self.placement.role(name), spec)
 
     def _wait_for_engines(self) -> tuple[EngineAddress, ...]:
         refs = {f"engine {i}": actor.ready.remote() for i, actor in enumerate(self.engines)}
@@ -168,14 +188,14 @@ class _Cluster:
         )
         return EngineRollout(self.manager, cfg.loop.step_deadline_s)
 
-    def _make_sync(self, trainer: Trainer, addresses: tuple[EngineAddress, ...]) -> Sync:
-        if not addresses or not isinstance(trainer, TrainerGroup):
+    def _make_sync(self, addresses: tuple[EngineAddress, ...]) -> Sync:
+        if not addresses or self.actor is None:
             return NoSync()
         return EngineSync(
-            trainer=trainer,
+            trainer=self.actor,
             manager=self.manager,
             engines=addresses,
-            manifest=manifest.merge(trainer.manifests()),
+            manifest=manifest.merge(self.actor.manifests()),
             transport=self.plan.transport,
             config=self.cfg.weights,
             tolerance=self.plan.probe_tolerance,

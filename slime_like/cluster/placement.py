@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from slime_like.cluster.engine_actor import VISIBLE_DEVICES, EngineActor
 from slime_like.cluster.plan import Plan
+from slime_like.cluster.role_group import RoleWorker
 from slime_like.cluster.rollout_actor import RolloutActor
 from slime_like.cluster.trainer_worker import TrainerWorker
 from slime_like.cluster.wait import wait_all, wait_one
@@ -123,6 +124,17 @@ class Placement:
         self._actors += workers
         return workers, [0] * world
 
+    def role(self, name: str) -> list[Any]:
+        """One worker per rank of a role beside the actor; its GPUs, reserved by the bundles, may be the actor's too."""
+        devices = next(role.devices for role in self._plan.roles if role.name == name)
+        remote: Any = ray.remote(RoleWorker)
+        workers: list[Any] = []
+        for rank, own in enumerate(devices):
+            options, env = self._shared_options(own, name)
+            workers.append(remote.options(**options).remote(name, rank, len(devices), self._stacks_dir, env))
+        self._actors += workers
+        return workers
+
     def engines(self, admin_key: str) -> list[Any]:
         """One actor per engine; the SGLang server is its child and sees the engine's GPUs."""
         remote: Any = ray.remote(EngineActor)
@@ -130,7 +142,7 @@ class Placement:
         actors: list[Any] = []
         for index, spec in enumerate(self._plan.engines):
             bundles = range(first + index * spec.tp, first + (index + 1) * spec.tp)
-            options, env = self._engine_options(bundles)
+            options, env = self._shared_options(tuple(bundles), "rollout")
             actors.append(remote.options(**options).remote(f"engine {index}", spec, admin_key, self._stacks_dir, env))
         self._actors += actors
         return actors
@@ -148,15 +160,15 @@ class Placement:
             options |= {"num_gpus": 1, "scheduling_strategy": self._in_bundle(rank)}
         return options
 
-    def _engine_options(self, bundles: range) -> tuple[dict[str, Any], dict[str, str]]:
-        """Ray's options and the environment. An engine asks Ray for no GPU: the bundles reserve them, maybe for the trainer too."""
+    def _shared_options(self, bundles: tuple[int, ...], group: str) -> tuple[dict[str, Any], dict[str, str]]:
+        """Ray's options and the environment of what asks Ray for no GPU: the bundles reserve them, maybe for the trainer too."""
         env = self._env()
         options: dict[str, Any] = {"num_cpus": 0}
         if self._plan.device == "cuda":
             nodes = {self._gpus[i][0] for i in bundles}
             if len(nodes) > 1:
                 raise ConfigError(
-                    f"rollout.tp={len(bundles)} would spread an engine over {len(nodes)} nodes: lower it to the GPUs of one node"
+                    f"{group}.tp={len(bundles)} would spread one engine over {len(nodes)} nodes: lower it to the GPUs of one node"
                 )
             env |= {VISIBLE_DEVICES: ",".join(self._gpus[i][1] for i in bundles)}
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(nodes.pop(), soft=False)

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime_like.cluster.machine import Machine, probe_machine
+from slime_like.cluster.plan_roles import critic_spec, role_bytes, role_devices, teacher_spec, teacher_swap
 from slime_like.config.algo import SftConfig
 from slime_like.config.deterministic import check_bits
 from slime_like.config.files import family_of
 from slime_like.config.hf import HfConfig, check_weights, read_hf_config
 from slime_like.config.model import OptimConfig
-from slime_like.config.resolved import ActorSpec, EngineSpec, Layout, TransportSpec
+from slime_like.config.resolved import ActorSpec, CriticSpec, EngineSpec, Layout, TeacherSpec, TransportSpec
 from slime_like.config.root import TrainConfig
 from slime_like.config.rules import batch_identity, samples_per_rollout, trainer_ranks
 from slime_like.config.schedule import settle_schedule
@@ -42,6 +43,7 @@ class Role:
 
     name: str
     devices: tuple[tuple[int, ...], ...]
+    layout: Layout | None = None  # of Megatron ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Plan:
 
     device: str  # cpu | cuda
     actor: ActorSpec
+    critic: CriticSpec | None
+    teacher: TeacherSpec | None  # None also where it is scored on the actor's ranks
     engines: tuple[EngineSpec, ...]  # empty where nothing is generated
     transport: TransportSpec
     needs_trainer: bool
@@ -68,7 +72,7 @@ class Plan:
     def summary(self) -> str:
         """What is started, in one line."""
         counts = {role.name: len(role.devices) for role in self.roles}
-        parts = [f"{n} {'trainer rank' if name == 'trainer' else name}{'s' * (n > 1)}" for name, n in counts.items()]
+        parts = [f"{n} {name if name == 'engine' else f'{name} rank'}{'s' * (n > 1)}" for name, n in counts.items()]
         return f"starting {' and '.join(parts)} on {self.device}"
 
     @property
@@ -93,15 +97,21 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     actor = _actor(cfg, model, device, dtype, notes)
     supervised = isinstance(cfg.algo, SftConfig)
     needs_trainer = cfg.run.mode != "rollout_only"
+    critic = critic_spec(cfg, actor, notes.add) if needs_trainer else None
+    teacher = teacher_spec(cfg, actor) if needs_trainer else None
     needs_engines = cfg.run.mode != "train_only" and not supervised
     engines = _engines(cfg, device, dtype, context) if needs_engines else ()
     colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
     roles = _roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)
+    roles = _beside(cfg, roles, critic, teacher, device)
     num_gpus = len({index for role in roles for devices in role.devices for index in devices})
-    _fits(cfg, machine, model, roles, device=device, num_gpus=num_gpus)
+    beside = role_bytes(critic, teacher, PROCESS_BYTES)
+    _fits(cfg, machine, model, roles, device=device, num_gpus=num_gpus, beside=beside)
     return Plan(
         device=device,
         actor=actor,
+        critic=critic,
+        teacher=teacher,
         engines=engines,
         transport=_transport(cfg, device, notes),
         needs_trainer=needs_trainer,
@@ -168,7 +178,7 @@ def _actor(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, no
         notes.add("loop.global_batch_size", batch_identity(cfg), "samples per rollout / loop.steps_per_rollout")
     if p.sequence_parallel and p.tp == 1:
         notes.add("parallel.sequence_parallel", "false", "parallel.tp is 1")
-    steps = loop.num_rollout * loop.steps_per_rollout
+    steps = (loop.num_rollout - cfg.critic.warmup_rollouts) * loop.steps_per_rollout
     optim = _optim(cfg, device, dtype, dp, notes)
     settled = replace(
         cfg.model,
@@ -206,6 +216,7 @@ def _actor(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, no
         seed=cfg.run.seed,
         deadline_s=loop.step_deadline_s,
         deterministic=cfg.run.deterministic,
+        teacher_checkpoint=teacher_swap(cfg, notes.add),
     )
     if cfg.run.deterministic and device == "cpu":
         check_bits(cfg, settled.family, dtype)
@@ -216,7 +227,7 @@ def _actor(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, no
 
 def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, notes: _Notes) -> OptimConfig:
     """The schedule in optimizer steps, and a note on every option that has no effect in this run."""
-    steps = cfg.loop.num_rollout * cfg.loop.steps_per_rollout
+    steps = (cfg.loop.num_rollout - cfg.critic.warmup_rollouts) * cfg.loop.steps_per_rollout
     if cfg.run.mode == "rollout_only":
         return cfg.optim
     optim, parallel = settle_schedule(cfg.optim, steps), cfg.parallel
@@ -285,12 +296,40 @@ def _roles(
         )
     if device == "cpu":
         ranks, served = tuple(() for _ in ranks), tuple(() for _ in served)
-    roles = (Role("trainer", ranks), Role("engine", served))
+    roles = (Role("trainer", ranks, actor.layout), Role("engine", served))
     return tuple(role for role in roles if role.devices)
 
 
+def _beside(
+    cfg: TrainConfig,
+    roles: tuple[Role, ...],
+    critic: CriticSpec | None,
+    teacher: TeacherSpec | None,
+    device: str,
+) -> tuple[Role, ...]:
+    """``roles`` with a critic and a teacher, if there are any; on devices of their own they follow the others."""
+    trainers = len(roles[0].devices)
+    for name, spec, placement in (
+        ("critic", critic, cfg.critic.placement),
+        ("teacher", teacher, cfg.teacher.placement),
+    ):
+        if spec is not None:
+            layout = spec.rank.layout
+            free = 1 + max((i for role in roles for devices in role.devices for i in devices), default=-1)
+            devices = role_devices(name, placement, layout, device=device, trainers=trainers, first_free=free)
+            roles = (*roles, Role(name, devices, layout))
+    return roles
+
+
 def _fits(
-    cfg: TrainConfig, machine: Machine, model: HfConfig | None, roles: tuple[Role, ...], *, device: str, num_gpus: int
+    cfg: TrainConfig,
+    machine: Machine,
+    model: HfConfig | None,
+    roles: tuple[Role, ...],
+    *,
+    device: str,
+    num_gpus: int,
+    beside: int,
 ) -> None:
     """Raise ``ConfigError`` where the machine is too small; a joined Ray cluster is known only when it answers."""
     if cfg.placement.ray_address is not None:
@@ -304,7 +343,7 @@ def _fits(
                 "or set placement.mode=colocated"
             )
         return
-    needed = _cpu_bytes(cfg, model, {role.name: len(role.devices) for role in roles})
+    needed = beside + _cpu_bytes(cfg, model, {role.name: len(role.devices) for role in roles})
     if needed > machine.memory_bytes:
         raise ConfigError(
             f"the run needs about {needed / 2**30:.1f} GiB of memory (weights, gradients, optimizer, engines and "
@@ -337,7 +376,8 @@ def _threads(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device
     if cfg.run.deterministic and device == "cpu":
         notes.add("threads per process", 1, "run.deterministic: threads share sums out by shape")
         return 1
-    sizes = [len(role.devices) * (cfg.rollout.tp if role.name == "engine" else 1) for role in roles]
+    engines = sum(len(role.devices) * cfg.rollout.tp for role in roles if role.name == "engine")
+    sizes = [engines, sum(len(role.devices) for role in roles if role.name != "engine")]
     # Synchronous trainers and engines take turns; otherwise all processes are busy at once.
     busy = max(sizes) if cfg.loop.max_staleness == 0 else sum(sizes)
     threads = max(1, min(MAX_THREADS, machine.cpu_count // busy))

@@ -39,7 +39,7 @@ def render_plan(cfg: TrainConfig, plan: Plan, machine: Machine) -> str:
 
 
 def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
-    layout, loop, rollout = plan.actor.layout, cfg.loop, cfg.rollout
+    loop, rollout = cfg.loop, cfg.rollout
     gpus = ", ".join(sorted(set(machine.gpu_names))) or "no GPU"
     yield f"run        {cfg.run.name} -> {plan.run_dir} (run.mode={cfg.run.mode}, algo={cfg.algo.name})"
     yield f"machine    {machine.num_gpus} GPUs ({gpus}), {machine.cpu_count} cores, {machine.memory_bytes / 2**30:.1f} GiB"
@@ -47,9 +47,9 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     yield f"placement  {cfg.placement.mode} on {plan.device}, {plan.num_gpus} GPUs"
     for role in plan.roles:
         detail = (
-            f"tp {layout.tp} * pp {layout.pp} * cp {layout.cp} * dp {layout.dp}"
-            if role.name == "trainer"
-            else f"tp {rollout.tp} each, context {plan.max_context_len}"
+            f"tp {rollout.tp} each, context {plan.max_context_len}"
+            if role.layout is None
+            else f"tp {role.layout.tp} * pp {role.layout.pp} * cp {role.layout.cp} * dp {role.layout.dp}"
         )
         yield f"  {role.name:<9}{len(role.devices)} x ({detail}){_devices(role)}"
     yield ""
@@ -61,6 +61,7 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     yield f"           {loop.num_rollout} rollouts, {plan.actor.num_steps} optimizer steps, max_staleness {loop.max_staleness}"
     scores = ["rollout", *(["old"] if plan.actor.needs_old_logprobs else [])]
     scores += ["reference"] if plan.actor.needs_reference else []
+    scores += ["teacher"] if plan.actor.swaps_teacher or plan.teacher is not None else []
     yield f"           log-probabilities used: {', '.join(scores)}"
     yield ""
     yield "resolved"

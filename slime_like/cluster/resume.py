@@ -6,10 +6,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slime_like.checkpoint_files import LATEST, iteration_folder, latest_iteration, read_manifest
+from slime_like.checkpoint_files import (
+    CRITIC,
+    LATEST,
+    check_value_head,
+    iteration_folder,
+    latest_iteration,
+    read_manifest,
+)
 from slime_like.cluster.rollouts import read_state
 from slime_like.config.hf import read_json
 from slime_like.config.load import from_yaml
+from slime_like.config.role_algo import PpoConfig
 from slime_like.config.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
 
@@ -25,6 +33,7 @@ FREE_KEYS = (
     "rollout.start_deadline_s",
     "rollout.request_deadline_s",
     "reward.workers",
+    *(f"{role}.{name}" for role in ("critic", "teacher") for name in ("tp", "pp", "cp", "dp", "placement")),
 )
 SHOWN = 4
 
@@ -60,6 +69,13 @@ def first_rollout(cfg: TrainConfig, run_dir: Path) -> int:
         _check_same_experiment(cfg, run_dir)
     done = latest_iteration(folder)
     check_content(cfg, iteration_folder(folder, done))
+    if isinstance(cfg.algo, PpoConfig):
+        critic = iteration_folder(folder / CRITIC, done)
+        if not critic.is_dir():
+            raise CheckpointError(
+                f"{critic}: missing, as of a run without a critic; resume a run with algo=ppo, or choose another run.dir"
+            )
+        check_value_head(critic, read_manifest(critic))
     if cfg.run.replay_from is None:
         read_state(folder, done)
     exported = not cfg.run.save_hf or (run_dir / "hf").exists()

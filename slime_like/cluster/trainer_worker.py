@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.util import get_node_ip_address
 
-from slime_like.batch import Rows
+from slime_like.batch import Columns, Rows
 from slime_like.cluster.stacks import dump_stacks_on_signal
 from slime_like.config.names import TRANSPORTS
 from slime_like.config.resolved import ActorSpec, TransportSpec
@@ -36,26 +36,33 @@ class EngineAddress:
     tp: int
 
 
-class TrainerWorker:
-    """Holds one rank. Methods are called on all ranks at once; those that return something do so on the reporter.
+class RankWorker:
+    """What every Megatron rank has as a Ray actor."""
 
-    No method is a coroutine: Ray would run them all in an event loop, where collectives of two calls could interleave.
-    """
-
-    def __init__(self, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
+    def __init__(self, name: str, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
         """``env`` is set before torch is imported, which reads it."""
         os.environ.update(env)
-        dump_stacks_on_signal(Path(stacks_dir), f"trainer_rank{rank}")
+        dump_stacks_on_signal(Path(stacks_dir), f"{name}_rank{rank}")
         self._rank = rank
         self._world_size = world_size
-        self._actor: MegatronActor | None = None
-        self._sender: WeightSender | None = None
-        self._events = asyncio.new_event_loop()
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and a free port of this node, for rank 0."""
         host = _own_address()
         return host, free_port(host)
+
+
+class TrainerWorker(RankWorker):
+    """Holds one rank of the actor. Methods are called on all ranks at once; those that return something do so on the reporter.
+
+    No method is a coroutine: Ray would run them all in an event loop, where collectives of two calls could interleave.
+    """
+
+    def __init__(self, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
+        super().__init__("trainer", rank, world_size, stacks_dir, env)
+        self._actor: MegatronActor | None = None
+        self._sender: WeightSender | None = None
+        self._events = asyncio.new_event_loop()
 
     def connect(self, spec: ActorSpec, master: tuple[str, int], local_rank: int) -> int:
         """Join the other ranks and build the model; returns the data-parallel rank."""
@@ -81,6 +88,18 @@ class TrainerWorker:
     def step(self, steps: Sequence[Sequence[Rows]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
         """This rank's rows of every optimizer step."""
         return self.actor.step(steps, num_tokens)
+
+    def open_rollout(self, steps: Sequence[Sequence[Rows]]) -> None:
+        """First third of ``step``, where other roles take part: scores by this rank's own policies."""
+        self.actor.open_rollout(steps)
+
+    def estimate(self, columns: Mapping[str, Columns]) -> Columns | None:
+        """Second third: advantages; returns what a critic is to learn."""
+        return self.actor.estimate(columns)
+
+    def update(self, num_tokens: Sequence[int], frozen: bool) -> tuple[Metric, ...]:
+        """Last third: the optimizer steps."""
+        return self.actor.update(num_tokens, frozen=frozen)
 
     def score(self, rows: Rows) -> F32 | None:
         """[T] log-probabilities, on the reporter."""

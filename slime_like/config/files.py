@@ -8,6 +8,7 @@ from pathlib import Path
 from slime_like.config import names
 from slime_like.config.algo import SftConfig
 from slime_like.config.hf import HfConfig, check_rope, check_tokenizer, check_weights, read_hf_config
+from slime_like.config.role_rules import check_role_files
 from slime_like.config.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, DataError
 from slime_like.registry import nearest
@@ -27,6 +28,7 @@ def check_files(cfg: TrainConfig) -> None:
     check_weights(key, folder)
     check_tokenizer(key, folder, chat_template=cfg.data.apply_chat_template)
     _reference(cfg, model)
+    check_role_files(cfg, model)
     if cfg.run.replay_from is not None and not Path(cfg.run.replay_from).is_dir():
         raise DataError(
             f"run.replay_from={cfg.run.replay_from!r} is not a folder: give the rollouts folder of an earlier run"

@@ -21,6 +21,7 @@ from slime_like.config.flag_table import (
     one_of,
     whole,
 )
+from slime_like.config.names import GROUP_ADVANTAGES
 from slime_like.config.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import nearest
@@ -224,7 +225,7 @@ def _fitting(annotation: str, text: str) -> Any:
 
 
 def _combined_values(flag: str, tokens: _Tokens) -> list[str]:
-    if flag == "--use-kl-loss":
+    if flag in ("--use-kl-loss", "--use-opd"):
         return []
     return tokens.values(flag) if flag == "--eval-prompt-data" else [tokens.value(flag)]
 
@@ -234,7 +235,10 @@ def _combine(seen: Mapping[str, list[str]]) -> Iterator[str]:
     if name := _one(seen, "--advantage-estimator"):
         if name not in ESTIMATORS:
             raise ConfigError(f"--advantage-estimator {name} is not supported yet: one of {', '.join(ESTIMATORS)}")
-        yield f"algo={ESTIMATORS[name]}"
+        if "--use-opd" not in seen:
+            yield f"algo={ESTIMATORS[name]}"
+    if "--use-opd" in seen:
+        yield from _distillation(seen, ESTIMATORS[name or "grpo"])
     yield from _engines(seen)
     # slime replaces what its filter drops for as long as it takes.
     yield from (["rollout.max_refills=100"] if "--dynamic-sampling-filter-path" in seen else [])
@@ -257,6 +261,19 @@ def _combine(seen: Mapping[str, list[str]]) -> Iterator[str]:
         yield from _chat_template_kwargs(text)
     if "--eval-prompt-data" in seen:
         yield from _eval_sets(seen["--eval-prompt-data"])
+
+
+def _distillation(seen: Mapping[str, list[str]], estimator: str) -> Iterator[str]:
+    """slime adds a teacher's judgement to the advantages of an estimator."""
+    kind = _one(seen, "--opd-type")
+    if kind != "megatron":
+        raise ConfigError(f"--opd-type {kind}: the teacher runs on Megatron ranks; give --opd-type megatron")
+    if estimator not in GROUP_ADVANTAGES:
+        raise ConfigError(
+            f"--use-opd with --advantage-estimator {estimator} is not supported yet: one of {', '.join(GROUP_ADVANTAGES)}"
+        )
+    yield "algo=distill"
+    yield f"algo.group_advantage={estimator}"
 
 
 def _one(seen: Mapping[str, list[str]], flag: str) -> str | None:

@@ -21,6 +21,7 @@ from slime_like.config.algo import (
 )
 from slime_like.config.base import MISSING, keys
 from slime_like.config.policy import AlgoConfig
+from slime_like.config.role_algo import DistillConfig, PpoConfig
 from slime_like.config.root import TrainConfig
 from slime_like.registry import nearest
 
@@ -33,6 +34,8 @@ ALGORITHMS: dict[str, type[AlgoConfig]] = {
     "dapo": DapoConfig,
     "reinforce_pp": ReinforcePlusPlusConfig,
     "reinforce_pp_baseline": ReinforcePlusPlusBaselineConfig,
+    "ppo": PpoConfig,
+    "distill": DistillConfig,
     "sft": SftConfig,
 }
 """``algo=<name>`` -> schema, the default first. Each has a file configs/algo/<name>.yaml."""

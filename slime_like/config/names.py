@@ -12,6 +12,8 @@ GROUP_ADVANTAGES = {
     "rloo": "slime_like.algo.advantage:rloo",
 }
 TOKEN_ADVANTAGES = {
+    "gae": "slime_like.algo.gae:GeneralisedAdvantage",
+    "distill": "slime_like.algo.distill:ReverseKL",
     "reinforce_pp": "slime_like.algo.token_advantage:ReinforcePlusPlus",
     "reinforce_pp_baseline": "slime_like.algo.token_advantage:ReinforcePlusPlusBaseline",
 }

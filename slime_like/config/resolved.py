@@ -62,9 +62,26 @@ class ActorSpec:
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether a forward pass before the update is needed: with one step per rollout the update's own forward serves."""
-        if self.algo.token_advantage is not None:
+        if getattr(self.algo, "kl_coef", 0.0) > 0:  # KL to the reference in the reward
             return True
         return self.steps_per_rollout > 1 and not getattr(self.algo, "use_rollout_logprobs", False)
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSpec:
+    """Everything a critic rank needs to know."""
+
+    rank: ActorSpec  # its checkpoint, optimizer and layout in the actor's terms
+    value_clip: float | None
+    load: str | None  # folder of an iteration of an earlier critic; None: a fresh value head
+    warmup_rollouts: int
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSpec:
+    """Everything a teacher rank needs to know."""
+
+    rank: ActorSpec  # its checkpoint and layout in the actor's terms
 
 
 @dataclass(frozen=True, slots=True)

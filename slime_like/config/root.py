@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from slime_like.config.base import MISSING, Config, key
 from slime_like.config.model import ModelConfig, OptimConfig, ParallelConfig
 from slime_like.config.policy import AlgoConfig
+from slime_like.config.roles import CriticConfig, TeacherConfig
 from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig, MetricsConfig, PlacementConfig, RunConfig, WeightsConfig
 
@@ -19,6 +20,8 @@ class TrainConfig(Config):
     parallel: ParallelConfig = key(ParallelConfig, "How it is split.")
     algo: AlgoConfig = MISSING
     optim: OptimConfig = key(OptimConfig, "AdamW and its schedule.")
+    critic: CriticConfig = key(CriticConfig, "The value model of algo=ppo.")
+    teacher: TeacherConfig = key(TeacherConfig, "The policy that algo=distill learns from.")
     rollout: RolloutConfig = key(RolloutConfig, "Sampling and engines.")
     reward: RewardConfig = key(RewardConfig, "Who scores.")
     data: DataConfig = key(DataConfig, "Training prompts.")

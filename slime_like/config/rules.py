@@ -7,6 +7,8 @@ from slime_like.config.algo import SftConfig
 from slime_like.config.base import within
 from slime_like.config.known import ALGORITHMS
 from slime_like.config.policy import AlgoConfig, PolicyConfig
+from slime_like.config.role_algo import DistillConfig
+from slime_like.config.role_rules import check_roles
 from slime_like.config.root import TrainConfig
 from slime_like.config.schedule import settle_schedule
 from slime_like.errors import ConfigError
@@ -29,6 +31,7 @@ def check_rules(cfg: TrainConfig) -> None:
     _placement(cfg)
     _schedule(cfg)
     _memory_and_overlap(cfg)
+    check_roles(cfg)
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
     foreign.check_foreign("model.megatron", cfg.model.megatron)
 
@@ -171,7 +174,7 @@ def _fixed_by_algorithm(algo: AlgoConfig, chosen: str) -> None:
             f"algo.token_advantage={algo.token_advantage!r} under algo={chosen}: it would not read the keys of "
             f"algo={chosen}; choose the algorithm with algo={' or '.join(others)}"
         )
-    if (algo.group_advantage is None) != (default.group_advantage is None):
+    if not isinstance(algo, DistillConfig) and (algo.group_advantage is None) != (default.group_advantage is None):
         source = default.token_advantage or "none, as labels say what is right"
         fix = f"set algo.group_advantage={default.group_advantage}" if default.group_advantage else "set it to null"
         raise ConfigError(

@@ -124,7 +124,7 @@ REFUSALS = {
     "--colocate=1": ["--colocate takes no value", "'1'"],
     "--lr-decay-style wsd": ["--lr-decay-style wsd", "constant, linear, cosine"],
     "--optimizer sgd": ["--optimizer sgd", "adam"],
-    "--advantage-estimator ppo": ["ppo", "not supported yet", "grpo"],
+    "--advantage-estimator a2c": ["a2c", "not supported yet", "grpo"],
     "--qwen-gdn-backend flashqla": ["--qwen-gdn-backend", "not supported yet"],
     "--use-fault-tolerance": ["not supported yet"],
     "--partial-rollout": ["not supported yet"],

@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.config import algo, policy
+from slime_like.config import algo, policy, role_algo
 from slime_like.config.flags import render
 from slime_like.config.known import ALGORITHMS, known_keys
 from slime_like.config.load import from_yaml, load_config, load_prepared, show, to_yaml
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (config_folder() / "recipe").glob("*.yaml"))
 HEAVY = ("torch", "ray", "megatron", "sglang", "transformers", "datasets")
 SFT = ["algo=sft", "rollout.n_samples_per_prompt=1"]
+NEEDS = {"sft": SFT, "distill": ["algo=distill", "teacher.hf_checkpoint=${model.hf_checkpoint}"]}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -37,15 +38,16 @@ def test_every_recipe_loads_and_reads_back(recipe: str) -> None:
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_algorithm_has_a_file_and_loads(name: str, argv: list[str]) -> None:
     assert (config_folder() / "algo" / f"{name}.yaml").is_file()
-    cfg = load_config([*argv, *(SFT if name == "sft" else [f"algo={name}"])])
+    cfg = load_config([*argv, *NEEDS.get(name, (f"algo={name}",))])
     assert type(cfg.algo) is ALGORITHMS[name]
     assert cfg.algo.name == name
 
 
 def test_there_is_a_schema_for_each_algorithm_file() -> None:
     assert {path.stem for path in (config_folder() / "algo").glob("*.yaml")} == set(ALGORITHMS)
-    schemas = {c for c in vars(algo).values() if isinstance(c, type) and issubclass(c, policy.AlgoConfig)}
-    assert {schema for schema in schemas if schema.__module__ == algo.__name__} == set(ALGORITHMS.values())
+    modules = (algo, role_algo)
+    schemas = {c for m in modules for c in vars(m).values() if isinstance(c, type) and c.__module__ == m.__name__}
+    assert {schema for schema in schemas if issubclass(schema, policy.AlgoConfig)} == set(ALGORITHMS.values())
 
 
 def test_new_keys_are_a_decision() -> None:

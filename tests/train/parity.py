@@ -188,14 +188,14 @@ def shifted_positions() -> Any:
 
 def denominator_per_micro_batch() -> Any:
     """Each micro-batch's loss is divided by its own weight."""
-    from slime_like.train.megatron.step import OptimizerStep
+    from slime_like.train.megatron.step import PolicyStep
 
     def averaged(self: Any, micro: Any, *args: Any) -> Any:
         loss, count = stock(self, micro, *args)
         return loss / float(micro.rows.loss_weight.sum()) / 4, count
 
-    stock = OptimizerStep._loss_of
-    return replaced(OptimizerStep, "_loss_of", averaged)
+    stock = PolicyStep._loss_of
+    return replaced(PolicyStep, "_loss_of", averaged)
 
 
 def shuffled_biases() -> Any:

@@ -5,23 +5,23 @@ megatron is imported when a ``MegatronActor`` is made, after ``host.install``: i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_like.batch import Rows
-from slime_like.checkpoint_files import latest_iteration, name_latest
+from slime_like.batch import Columns, Rows
 from slime_like.config.resolved import ActorSpec
 from slime_like.interfaces import WeightSource
 from slime_like.metrics.types import Metric
-from slime_like.train.megatron import groups, host
+from slime_like.train.megatron import groups
+from slime_like.train.megatron.checkpointed import CheckpointedRank
 from slime_like.types import F32
 
 if TYPE_CHECKING:
-    from slime_like.train.megatron.checkpoint import PendingSave
+    from slime_like.train.megatron.checkpoint import Parts
 
 
-class MegatronActor:
+class MegatronActor(CheckpointedRank):
     """A rank of the trainer. Every rank calls the same methods in the same order; all are collective.
 
     ``version`` counts the rollouts trained on. Exactly one rank of the world ``is_reporter``: its metrics and scores
@@ -35,16 +35,12 @@ class MegatronActor:
 
         Raises ``ConfigError`` on a layout or model it cannot train, ``CheckpointError`` on an unusable HF folder.
         """
-        groups.check_layout(spec.layout, world_size)
-        host.install(spec.device)
-        device = groups.join_world(spec, rank, world_size, (master_addr, master_port), local_rank)
-        place = groups.make_groups(spec, device)
+        master = (master_addr, master_port)
+        place = groups.enter(spec, rank=rank, world_size=world_size, master=master, local_rank=local_rank)
 
         from slime_like.train.megatron.trainer import RankTrainer
 
-        self.version = 0
-        self.deadline_s = spec.deadline_s
-        self._pending: PendingSave | None = None
+        super().__init__(spec.deadline_s)
         self.dp_rank = place.dp_rank
         self.is_pipeline_last = place.is_last
         self.is_reporter = place.is_reporter
@@ -57,6 +53,20 @@ class MegatronActor:
         self.version += 1
         return metrics
 
+    def open_rollout(self, steps: Sequence[Sequence[Rows]]) -> None:
+        """First third of ``step``: the scores of this rank's own policies."""
+        self.trainer.open_rollout(steps)
+
+    def estimate(self, columns: Mapping[str, Columns]) -> Columns | None:
+        """Second third: advantages, with the ``columns`` of other roles. What a critic is to learn, where there is one."""
+        return self.trainer.estimate(columns)
+
+    def update(self, num_tokens: Sequence[int], *, frozen: bool) -> tuple[Metric, ...]:
+        """Last third: the optimizer steps, none if ``frozen``; the version counts on in any case."""
+        metrics = self.trainer.update(num_tokens, self.version, frozen=frozen)
+        self.version += 1
+        return metrics
+
     def score(self, rows: Rows) -> F32 | None:
         """[T] log-probabilities at the sampling temperature, 0 at first tokens, on the reporter; else None."""
         return self.trainer.score(rows)
@@ -65,42 +75,9 @@ class MegatronActor:
         """The live weights in HF names and shapes."""
         return self.trainer.export()
 
-    def begin_save(self, folder: Path, iteration: int) -> None:
-        """Copy everything as it is now and begin to write ``folder/iter_<iteration>``; training may go on."""
-        from slime_like.train.megatron import checkpoint
-
-        assert self._pending is None, "finish_save comes first"
-        self._pending = checkpoint.begin(self.trainer.checkpoint_parts(), folder, iteration, self.version)
-
-    def finish_save(self, *, wait: bool) -> bool:
-        """Whether the checkpoint that was begun is whole and in its folder; without ``wait`` only if no rank still writes.
-
-        Raises ``CheckpointError`` on every rank when a rank could not write its part.
-        """
-        pending = self._pending
-        if pending is not None and (wait or pending.is_written()):
-            self._pending = None
-            pending.finish(self.deadline_s)
-        return self._pending is None
-
-    def save(self, folder: Path, iteration: int) -> None:
-        """Write a checkpoint and name it the latest of ``folder``: for ranks without a driver."""
-        from slime_like.train.megatron.collective import on_rank_zero
-
-        self.begin_save(folder, iteration)
-        self.finish_save(wait=True)
-        on_rank_zero(lambda: name_latest(folder, iteration))
-
-    def load(self, folder: Path, iteration: int | None = None) -> int:
-        """Restore an iteration of ``folder`` (None: the latest), of any layout; returns which.
-
-        Raises ``CheckpointError`` when it is missing, torn, of another model, or of a layout that cannot become this one.
-        """
-        from slime_like.train.megatron import checkpoint
-
-        chosen = latest_iteration(folder) if iteration is None else iteration
-        self.version = checkpoint.load(self.trainer.checkpoint_parts(), folder, chosen)
-        return chosen
+    def parts(self) -> Parts:
+        """What its checkpoints hold."""
+        return self.trainer.checkpoint_parts()
 
     def export_hf(self, folder: Path) -> None:
         """Write an HF folder that transformers and SGLang load."""

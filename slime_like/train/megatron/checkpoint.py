@@ -30,6 +30,7 @@ from slime_like.checkpoint_files import (
     SCRATCH,
     Manifest,
     Scalar,
+    check_value_head,
     iteration_folder,
     publish,
     read_manifest,
@@ -149,7 +150,7 @@ def begin(parts: Parts, folder: Path, iteration: int, version: int) -> PendingSa
         min_lr=float(group["min_lr"]),
         distributed_optimizer=parts.place.layout.distributed_optimizer,
         layout=_layout(parts.place),
-        model=_fingerprint(parts.family),
+        model=_fingerprint(parts),
     )
     try:
         request = dist_checkpointing.save(
@@ -206,6 +207,19 @@ def load(parts: Parts, folder: Path, iteration: int) -> int:
     return manifest.version
 
 
+def load_weights(parts: Parts, source: Path) -> None:
+    """Start from the weights of an iteration's folder, and from nothing else of it. Collective; errors as ``load``."""
+    _check(read_manifest(source), parts, source)
+    metadata = {**_content(), "dp_cp_group": parts.place.dp_cp_group}
+    state: dict[str, Any] = {"model": parts.model.sharded_state_dict(metadata=metadata)}
+    try:
+        loaded: Any = dist_checkpointing.load(state, str(source), get_default_load_sharded_strategy(str(source)))
+    except (CheckpointException, CheckpointingException, pickle.UnpicklingError, *_TORN) as error:
+        raise CheckpointError(f"{source}: torn ({_reason(error)}); use another iteration") from error
+    parts.model.load_state_dict(loaded["model"])
+    parts.optimizer.reload_model_params()  # it has copies of its own
+
+
 # What torch's and megatron's readers raise on files that are cut short, missing or of another making.
 _TORN = (OSError, EOFError, KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError)
 
@@ -256,7 +270,9 @@ def _content() -> dict[str, Any]:
 
 
 def _check(manifest: Manifest, parts: Parts, source: Path) -> None:
-    wanted, found = _fingerprint(parts.family), manifest.model
+    if parts.model.head == "value":
+        check_value_head(source, manifest)
+    wanted, found = _fingerprint(parts), manifest.model
     for key in wanted:
         if wanted[key] != found.get(key):
             raise CheckpointError(
@@ -271,12 +287,14 @@ def _check(manifest: Manifest, parts: Parts, source: Path) -> None:
         )
 
 
-def _fingerprint(family: Family) -> dict[str, Scalar]:
+def _fingerprint(parts: Parts) -> dict[str, Scalar]:
+    family = parts.family
     hf = family.hf
     keys = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     more = ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
     return {
         **{key: getattr(hf, key, None) for key in (*keys, *more)},
+        "head": parts.model.head,
         "padded_vocabulary": family.padded_vocabulary,  # depends on parallel.tp where 128 is not a multiple of it
     }
 

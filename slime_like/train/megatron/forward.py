@@ -106,7 +106,7 @@ def score_micros(
     Columns are whole on every context parallel rank.
     """
     mask_of = {id(micro): mask for micro, mask in zip(micros, masks, strict=True)}
-    model: Policy = wrapped.module
+    model: Policy = getattr(wrapped, "module", wrapped)  # a model that is not trained has no wrapper
 
     def after(micro: Micro, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
         found = micro.layout.predictions(mask_of[id(micro)])

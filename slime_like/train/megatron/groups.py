@@ -13,6 +13,7 @@ import torch.distributed as dist
 from slime_like import deadline
 from slime_like.config.resolved import ActorSpec, Layout
 from slime_like.errors import ConfigError
+from slime_like.train.megatron import host
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,16 @@ def check_layout(layout: Layout, world_size: int) -> None:
         )
     if layout.ep > 1:
         raise ConfigError(f"parallel.ep={layout.ep}: no supported model family has experts yet; set parallel.ep=1")
+
+
+def enter(spec: ActorSpec, *, rank: int, world_size: int, master: tuple[str, int], local_rank: int = 0) -> Place:
+    """Join the world (unless this process has) and create megatron's groups. Before any import of megatron.
+
+    Raises ``ConfigError`` on a layout that the trainer does not support or the world cannot carry.
+    """
+    check_layout(spec.layout, world_size)
+    host.install(spec.device)
+    return make_groups(spec, join_world(spec, rank, world_size, master, local_rank))
 
 
 def join_world(spec: ActorSpec, rank: int, world_size: int, address: tuple[str, int], local_rank: int) -> torch.device:

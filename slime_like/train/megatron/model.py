@@ -21,10 +21,13 @@ from slime_like.train.megatron.transformer_config import pipeline_pattern
 from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
 
 OUTPUT = "output_layer.weight"
+VALUE_HEAD = "value_head."  # of a critic: no HF tensor makes it, it starts as it is built
 
 
 class Policy(HybridModel):
     """A decoder whose last stage returns hidden states: logits exist only in chunks, inside ``scores``."""
+
+    head = "vocabulary"
 
     def __init__(self, config: TransformerConfig, family: Family, place: Place) -> None:
         exactly = config.deterministic_mode and place.device.type == "cpu"
@@ -104,6 +107,8 @@ def _key(model: Policy, name: str) -> str:
 def _order(key: str) -> tuple[int, int]:
     if key.startswith("blocks."):
         return 1, int(key.split(".")[1])
+    if key.startswith(VALUE_HEAD):
+        return 4, 0
     return {"embedding.word_embeddings.weight": 0, "final_norm.weight": 2, OUTPUT: 3}[key], 0
 
 
@@ -111,6 +116,8 @@ def _order(key: str) -> tuple[int, int]:
 def load_hf(model: Policy, table: Mapping[str, Weight], folder: HFFolder, place: Place) -> None:
     """Fill this rank's parameters from an HF folder. Raises ``CheckpointError`` on a tensor missing or misshapen."""
     for key, parameter in named_weights(model):
+        if key.startswith(VALUE_HEAD):
+            continue
         weight = table[key]
         tensors = [folder.tensor(n, s).to(parameter.dtype) for n, s in zip(weight.names, weight.shapes, strict=True)]
         shard = weight.split(tensors, place.layout.tp, place.tp_rank)

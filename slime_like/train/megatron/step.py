@@ -7,6 +7,7 @@ and ranks, whatever packing, micro-batching and layout.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,18 +26,13 @@ from slime_like.train.megatron.reports import StepReport
 from slime_like.types import I64
 
 
-class OptimizerStep:
-    """Takes optimizer steps on one rank."""
+class OptimizerStep(ABC):
+    """Takes optimizer steps on one rank; what is minimised is its subclass's."""
 
-    def __init__(
-        self, wrapped: Any, optimizer: Any, schedule: Any, loss: LossFn, scoring: Scoring, place: Place
-    ) -> None:
+    def __init__(self, wrapped: Any, optimizer: Any, schedule: Any, place: Place) -> None:
         self._wrapped = wrapped
-        self._model: Policy = wrapped.module
         self._optimizer = optimizer
         self._schedule = schedule
-        self._loss = loss
-        self._scoring = scoring
         self._place = place
 
     def __call__(self, micros: Sequence[Micro], num_tokens: int, version: int | None) -> list[Metric]:
@@ -71,8 +67,23 @@ class OptimizerStep:
         run_schedule(self._wrapped, micros, after, train=True)
         return report
 
+    @abstractmethod
     def _loss_of(self, micro: Micro, hidden: Tensor, report: StepReport, version: int | None) -> tuple[Tensor, int]:
         """Sum of weight * loss over the micro-batch's trained tokens on this rank, and how many they are."""
+
+
+class PolicyStep(OptimizerStep):
+    """Optimizer steps of a policy under a token loss."""
+
+    def __init__(
+        self, wrapped: Any, optimizer: Any, schedule: Any, loss: LossFn, scoring: Scoring, place: Place
+    ) -> None:
+        super().__init__(wrapped, optimizer, schedule, place)
+        self._model: Policy = wrapped.module
+        self._loss = loss
+        self._scoring = scoring
+
+    def _loss_of(self, micro: Micro, hidden: Tensor, report: StepReport, version: int | None) -> tuple[Tensor, int]:
         rows, device = micro.rows, hidden.device
         found = micro.layout.predictions(rows.loss_weight > 0)
         logprobs, entropy = self._model.scores(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from slime_like.train.megatron.forward import Micro, Scoring, make_micro, score_
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import HFFolder
 from slime_like.train.megatron.model import Policy, load_hf, named_weights
-from slime_like.train.megatron.step import OptimizerStep
+from slime_like.train.megatron.step import PolicyStep
 from slime_like.train.megatron.transformer_config import choose_family, transformer_config
 from slime_like.types import F32
 
@@ -81,12 +81,20 @@ class RankModel:
         return checkpoint.Parts(self.model, self.optimizer, self.schedule, self.family, self.place)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenRollout:
     """A rollout on this rank between its scores and its updates."""
 
     plan: list[list[Micro]]  # per optimizer step
-    metrics: list[Metric]
+    metrics: list[Metric] = field(default_factory=list[Metric])
+    seconds: float = 0.0  # spent on it
+
+    @contextmanager
+    def timed(self) -> Generator[None]:
+        """Count what is done meanwhile."""
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
 
     @property
     def micros(self) -> list[Micro]:
@@ -103,7 +111,7 @@ class RankTrainer(RankModel):
         self.teacher = self._weights_of("teacher.hf_checkpoint", spec.teacher_checkpoint, spec.swaps_teacher)
         loss: LossFn = resolve("algo.loss", spec.algo.loss, LOSSES)(spec.algo)
         self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)
-        self.optimizer_step = OptimizerStep(self.wrapped, self.optimizer, self.schedule, loss, self.scoring, place)
+        self.optimizer_step = PolicyStep(self.wrapped, self.optimizer, self.schedule, loss, self.scoring, place)
         self.token_advantage: TokenAdvantage | None = None
         if spec.algo.token_advantage is not None:
             name = spec.algo.token_advantage
@@ -115,16 +123,15 @@ class RankTrainer(RankModel):
         """Annotate all rows of a rollout, then take every optimizer step. Global metrics on the reporter, else ()."""
         if not steps:  # filters left nothing to train on
             return ()
-        start = time.perf_counter()
         self.open_rollout(steps)
         self.estimate({})
-        metrics = self.update(num_tokens, version)
-        return (*metrics, Last("perf/actor_train_time", time.perf_counter() - start)) if metrics else ()
+        return self.update(num_tokens, version)
 
     def open_rollout(self, steps: Sequence[Sequence[Rows]]) -> None:
         """Lay out a rollout and score it by every policy of this rank that the algorithm reads."""
-        rollout = OpenRollout([[self.micro(rows) for rows in step] for step in steps], [])
-        rollout.metrics.extend(self._policy_scores(rollout.micros))
+        rollout = OpenRollout([[self.micro(rows) for rows in step] for step in steps])
+        with rollout.timed():
+            rollout.metrics.extend(self._policy_scores(rollout.micros))
         self._rollout = rollout
 
     def estimate(self, columns: Mapping[str, Columns]) -> Columns | None:
@@ -133,9 +140,10 @@ class RankTrainer(RankModel):
         Where the algorithm has a critic: what the critic is to learn, on the rank that speaks for its shard; else None.
         """
         rollout = self._open_rollout()
-        for name, column in columns.items():
-            fill(rollout.plan, name, column, self.place)
-        rollout.metrics.extend(self._assign_advantages(rollout.micros))
+        with rollout.timed():
+            for name, column in columns.items():
+                fill(rollout.plan, name, column, self.place)
+            rollout.metrics.extend(self._assign_advantages(rollout.micros))
         if not (isinstance(self.token_advantage, ValueTargets) and self.place.speaks_for_shard):
             return None
         returns = self.token_advantage.returns([self._view(micro) for micro in rollout.micros])
@@ -145,10 +153,14 @@ class RankTrainer(RankModel):
         """Every optimizer step of the open rollout, none of them if ``frozen``. Global metrics on the reporter."""
         rollout, self._rollout = self._open_rollout(), None
         metrics = rollout.metrics
-        for k, (micros, count) in enumerate(zip(rollout.plan, num_tokens, strict=True) if not frozen else ()):
-            metrics += self.optimizer_step(micros, count, version if k == 0 else None)
-        optim.settle_weights(self.wrapped)
-        metrics.append(Last("train/num_tokens", float(sum(num_tokens))))
+        with rollout.timed():
+            for k, (micros, count) in enumerate(zip(rollout.plan, num_tokens, strict=True) if not frozen else ()):
+                metrics += self.optimizer_step(micros, count, version if k == 0 else None)
+            optim.settle_weights(self.wrapped)
+        metrics += [
+            Last("train/num_tokens", float(sum(num_tokens))),
+            Last("perf/actor_train_time", rollout.seconds),
+        ]
         return tuple(metrics) if self.place.is_reporter else ()
 
     def _open_rollout(self) -> OpenRollout:

@@ -1,0 +1,34 @@
+"""Actions: the trained tokens of a micro-batch, sequence by sequence. A = actions of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slime_like.interfaces import TokenView
+
+
+def segments(view: TokenView) -> Tensor:
+    """[A] which sequence each action belongs to; ascending."""
+    lengths_S = view.cu_seqlens.diff().long()
+    segment_T = torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
+    return segment_T[view.loss_weight > 0]
+
+
+def ends(segment_A: Tensor) -> Tensor:
+    """[A] bool: whether an action is the last of its sequence."""
+    last_A = torch.ones_like(segment_A, dtype=torch.bool)
+    last_A[:-1] = segment_A[1:] != segment_A[:-1]
+    return last_A
+
+
+def token_rewards(view: TokenView, segment_A: Tensor, kl_coef: float, kl: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """[A] the sequence's reward at its last action, less ``kl_coef * KL(old || ref)`` at each."""
+    rewards_A = view.rewards[segment_A] * ends(segment_A)
+    if kl_coef > 0:
+        assert view.old_logprobs is not None and view.ref_logprobs is not None, "old and ref scores are not annotated"
+        mask_T = view.loss_weight > 0
+        rewards_A = rewards_A - kl_coef * kl(view.old_logprobs[mask_T], view.ref_logprobs[mask_T])
+    return rewards_A

@@ -1,0 +1,69 @@
+"""On-policy distillation: the student's own samples, judged token by token by a teacher (table TOKEN_ADVANTAGES)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime_like.algo.actions import segments
+from slime_like.algo.token_advantage import whiten
+from slime_like.config.policy import AlgoConfig
+from slime_like.config.role_algo import DistillConfig
+from slime_like.errors import ConfigError
+from slime_like.interfaces import Reduce, TokenView
+
+
+class ReverseKL:
+    """``opd_kl_coef * (log teacher - log student)`` of each sampled token: a one-sample estimate of -KL(student || teacher).
+
+    Added to it where asked for: ``reward_coef`` times the sequence's reward, and the group's advantage. The student's
+    log-probabilities are the old ones where there are any, else the rollout's, which are the same weights'.
+    Source: Agarwal et al. 2024, arXiv:2306.13649 (GKD); Lu et al. 2025, "On-Policy Distillation", Thinking Machines Lab.
+    """
+
+    def __init__(self, config: AlgoConfig) -> None:
+        if not isinstance(config, DistillConfig):
+            raise ConfigError(
+                f"algo.token_advantage='distill' needs a teacher, as algo=distill has; algo is {config.name!r}"
+            )
+        self._config = config
+
+    def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
+        """F32 [T] per view, 0 where not trained."""
+        raw = [self._advantages(view) for view in views]
+        if not self._config.normalize_advantages:
+            return raw
+        return whiten(raw, [view.loss_weight > 0 for view in views], reduce)
+
+    def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
+        """``teacher_kl``: mean of log student - log teacher over the trained tokens of all ranks."""
+        gaps = [(_student(view) - _teacher(view))[view.loss_weight > 0].double() for view in views]
+        if not gaps:
+            return {}
+        gaps_A = torch.cat(gaps)
+        total, count = reduce.sum(torch.stack([gaps_A.sum(), gaps_A.new_tensor(float(len(gaps_A)))])).tolist()
+        return {"teacher_kl": total / max(count, 1.0)}
+
+    def _advantages(self, view: TokenView) -> Tensor:
+        cfg = self._config
+        mask_T = view.loss_weight > 0
+        segment_A = segments(view)
+        sum_A = cfg.opd_kl_coef * (_teacher(view) - _student(view))[mask_T]
+        if cfg.reward_coef:
+            sum_A = sum_A + cfg.reward_coef * view.rewards[segment_A]
+        if view.advantages is not None:
+            sum_A = sum_A + view.advantages[segment_A]
+        out_T = torch.zeros_like(view.loss_weight, dtype=sum_A.dtype)
+        out_T[mask_T] = sum_A
+        return out_T
+
+
+def _student(view: TokenView) -> Tensor:
+    return view.rollout_logprobs if view.old_logprobs is None else view.old_logprobs
+
+
+def _teacher(view: TokenView) -> Tensor:
+    assert view.teacher_logprobs is not None, "the teacher has not scored these rows"
+    return view.teacher_logprobs

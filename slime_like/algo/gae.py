@@ -1,0 +1,81 @@
+"""Generalised advantage estimation, for PPO with a critic (table TOKEN_ADVANTAGES).
+
+Axes: T = tokens of a micro-batch, A = trained tokens (actions) of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime_like.algo.actions import ends, segments, token_rewards
+from slime_like.algo.token_advantage import discounted_returns, whiten
+from slime_like.config.names import KL_ESTIMATORS
+from slime_like.config.policy import AlgoConfig
+from slime_like.config.role_algo import PpoConfig
+from slime_like.errors import ConfigError
+from slime_like.interfaces import Reduce, TokenView
+from slime_like.registry import resolve
+
+MIN_VARIANCE = 1e-12  # below it the returns are one number, and nothing is there to be explained
+
+
+class GeneralisedAdvantage:
+    """``sum_k (gamma * lambd)^k * delta[a + k]`` with ``delta[a] = reward[a] + gamma * value[a + 1] - value[a]``.
+
+    Actions are the trained tokens of a sequence, in order; tokens that the model did not write lie between them without
+    discount. After its last action an episode is over, truncated ones as well: no value follows. Rewards of tokens are
+    those of REINFORCE++: the sequence's at its last action, less ``kl_coef * KL(old || ref)`` at each.
+    Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
+    """
+
+    def __init__(self, config: AlgoConfig) -> None:
+        if not isinstance(config, PpoConfig):
+            raise ConfigError(f"algo.token_advantage='gae' needs a critic, as algo=ppo has; algo is {config.name!r}")
+        self._config = config
+        self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
+
+    def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
+        """F32 [T] per view, 0 where not trained; under normalize_advantages of mean 0 and variance 1 over all ranks."""
+        raw = [self._advantages(view) for view in views]
+        if not self._config.normalize_advantages:
+            return raw
+        return whiten(raw, [view.loss_weight > 0 for view in views], reduce)
+
+    def returns(self, views: Sequence[TokenView]) -> list[Tensor]:
+        """F32 [T] per view: advantage before whitening plus value, 0 where not trained. What the critic is to learn."""
+        return [self._advantages(view) + torch.where(view.loss_weight > 0, _values(view), 0.0) for view in views]
+
+    def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
+        """``explained_variance``: 1 - Var(return - value) / Var(return) over the trained tokens of all ranks."""
+        pairs = [
+            torch.stack([target, target - _values(view)])[:, view.loss_weight > 0].double()
+            for target, view in zip(self.returns(views), views, strict=True)
+        ]
+        if not pairs:
+            return {}
+        both_2A = torch.cat(pairs, 1)
+        count = both_2A.new_tensor([float(both_2A.shape[1])])
+        totals = reduce.sum(torch.cat([count, both_2A.sum(1)]))
+        mean_2 = totals[1:] / totals[0].clamp(min=1.0)
+        variance, residual = (reduce.sum((both_2A - mean_2[:, None]).square().sum(1))).tolist()
+        return {"explained_variance": 1.0 - residual / variance if variance > MIN_VARIANCE else 0.0}
+
+    def _advantages(self, view: TokenView) -> Tensor:
+        cfg = self._config
+        mask_T = view.loss_weight > 0
+        segment_A = segments(view)
+        values_A = _values(view)[mask_T]
+        rewards_A = token_rewards(view, segment_A, cfg.kl_coef, self._kl).to(values_A.dtype)
+        later_A = torch.where(ends(segment_A), torch.zeros_like(values_A), values_A.roll(-1))
+        deltas_A = rewards_A + cfg.gamma * later_A - values_A
+        out_T = torch.zeros_like(view.loss_weight, dtype=values_A.dtype)
+        out_T[mask_T] = discounted_returns(deltas_A, segment_A, cfg.gamma * cfg.lambd)
+        return out_T
+
+
+def _values(view: TokenView) -> Tensor:
+    assert view.values is not None, "the critic has not scored these rows"
+    return view.values

@@ -1,0 +1,117 @@
+"""The plan's part for roles beside the actor: what a critic and a teacher are, and where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from slime_like.checkpoint_files import critic_source
+from slime_like.config.hf import check_weights
+from slime_like.config.resolved import ActorSpec, CriticSpec, Layout, TeacherSpec
+from slime_like.config.role_algo import DistillConfig, PpoConfig
+from slime_like.config.role_rules import shape_difference
+from slime_like.config.roles import CriticConfig, TeacherConfig
+from slime_like.config.root import TrainConfig
+from slime_like.config.schedule import settle_schedule
+from slime_like.errors import ConfigError
+
+Note = Callable[[str, object, str], None]  # key, value, reason
+
+
+def critic_spec(cfg: TrainConfig, actor: ActorSpec, note: Note) -> CriticSpec | None:
+    """The critic of algo=ppo; None elsewhere."""
+    if not isinstance(cfg.algo, PpoConfig):
+        return None
+    critic, loop = cfg.critic, cfg.loop
+    folder = critic.hf_checkpoint or actor.model.hf_checkpoint
+    rate = actor.optim.lr if critic.lr is None else critic.lr
+    if critic.lr is None:
+        note("critic.lr", rate, "optim.lr")
+    if critic.load is None:
+        note("critic.load", "a fresh value head", f"on the body of {folder}")
+    steps = loop.num_rollout * loop.steps_per_rollout
+    optim = replace(
+        actor.optim,
+        lr=rate,
+        min_lr=min(actor.optim.min_lr, rate),
+        warmup_steps=critic.lr_warmup_steps,
+        decay_steps=cfg.optim.decay_steps,
+        wsd_decay_steps=cfg.optim.wsd_decay_steps,
+    )
+    optim = settle_schedule(optim, steps)
+    optim.seal()
+    rank = replace(
+        _rank(actor, folder, role_layout(cfg, critic, actor.layout), own_folder=critic.hf_checkpoint is not None),
+        optim=optim,
+        num_steps=steps,
+    )
+    source = None if critic.load is None else str(critic_source(Path(critic.load)).resolve())
+    return CriticSpec(rank, critic.value_clip, source, critic.warmup_rollouts)
+
+
+def teacher_swap(cfg: TrainConfig, note: Note) -> str | None:
+    """The teacher's checkpoint where it is scored by swapping weights on the actor's ranks."""
+    teacher = cfg.teacher
+    if not isinstance(cfg.algo, DistillConfig) or teacher.hf_checkpoint is None:
+        return None
+    if teacher.placement in ("swap", "colocated", "split"):
+        return teacher.hf_checkpoint if teacher.placement == "swap" else None
+    if not Path(cfg.model.hf_checkpoint).exists():
+        note("teacher.placement", "colocated", "model.hf_checkpoint does not exist yet to be compared with")
+        return None
+    difference = shape_difference(cfg.model.hf_checkpoint, teacher.hf_checkpoint)
+    if difference is None and all(getattr(teacher, name) is None for name in ("tp", "pp", "cp", "dp")):
+        note("teacher.placement", "swap", "the teacher has the policy's shape")
+        return teacher.hf_checkpoint
+    note("teacher.placement", "colocated", f"another {difference}" if difference else "it has a layout of its own")
+    return None
+
+
+def teacher_spec(cfg: TrainConfig, actor: ActorSpec) -> TeacherSpec | None:
+    """The teacher of algo=distill where it has ranks of its own; None elsewhere."""
+    teacher = cfg.teacher
+    if not isinstance(cfg.algo, DistillConfig) or teacher.hf_checkpoint is None or actor.swaps_teacher:
+        return None
+    return TeacherSpec(_rank(actor, teacher.hf_checkpoint, role_layout(cfg, teacher, actor.layout), own_folder=True))
+
+
+def _rank(actor: ActorSpec, folder: str, layout: Layout, *, own_folder: bool) -> ActorSpec:
+    model = replace(actor.model, hf_checkpoint=folder, family="auto" if own_folder else actor.model.family)
+    model.seal()
+    return replace(actor, model=model, layout=layout)
+
+
+def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout) -> Layout:
+    """The actor's layout with the sizes that the role has of its own."""
+    tp, pp = role.tp or actor.tp, role.pp or actor.pp
+    cp, dp = role.cp or actor.cp, role.dp or actor.dp
+    return replace(actor, tp=tp, pp=pp, cp=cp, dp=dp, sequence_parallel=cfg.parallel.sequence_parallel and tp > 1)
+
+
+def role_devices(
+    name: str, placement: str, layout: Layout, *, device: str, trainers: int, first_free: int
+) -> tuple[tuple[int, ...], ...]:
+    """GPUs of each rank of a role: the trainer's, or those from ``first_free`` on; none on CPU."""
+    world = layout.world_size
+    if device == "cpu":
+        return tuple(() for _ in range(world))
+    if placement == "split":
+        return tuple((first_free + rank,) for rank in range(world))
+    if world > trainers:
+        raise ConfigError(
+            f"{name}.tp {layout.tp} * {name}.pp {layout.pp} * {name}.cp {layout.cp} * {name}.dp {layout.dp} = {world} "
+            f"ranks do not fit the trainer's {trainers} GPUs: lower them, or set {name}.placement=split"
+        )
+    return tuple((rank,) for rank in range(world))
+
+
+def role_bytes(critic: CriticSpec | None, teacher: TeacherSpec | None, process_bytes: int) -> int:
+    """A lower bound of the roles' memory on a CPU, as the plan counts the actor's."""
+    total = 0
+    for spec, per_parameter in ((critic, 16), (teacher, 4)):
+        if spec is not None:
+            layout, folder = spec.rank.layout, spec.rank.model.hf_checkpoint
+            parameters = check_weights("hf_checkpoint", folder) if Path(folder).exists() else 0
+            total += layout.world_size * process_bytes + layout.dp * parameters * per_parameter
+    return total

@@ -1,0 +1,88 @@
+"""One critic rank: values for a rollout, then regression on its returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slime_like.algo.value_loss import value_loss
+from slime_like.batch import Columns, Rows
+from slime_like.config.resolved import CriticSpec
+from slime_like.metrics.types import Last, Metric
+from slime_like.train.megatron import checkpoint, optim
+from slime_like.train.megatron.columns import fill, nested
+from slime_like.train.megatron.forward import Micro, to_device
+from slime_like.train.megatron.groups import Place
+from slime_like.train.megatron.reports import StepReport
+from slime_like.train.megatron.step import OptimizerStep
+from slime_like.train.megatron.trainer import OpenRollout, RankModel
+from slime_like.train.megatron.value_model import ValueModel, value_micros
+
+OWN = frozenset({"value_loss", "value_clipfrac", "values", "returns"})  # names that no policy metric has
+
+
+class ValueStep(OptimizerStep):
+    """Optimizer steps on the value loss."""
+
+    def __init__(self, wrapped: Any, optimizer: Any, schedule: Any, clip: float | None, place: Place) -> None:
+        super().__init__(wrapped, optimizer, schedule, place)
+        self._model: ValueModel = wrapped.module
+        self._clip = clip
+
+    def _loss_of(self, micro: Micro, hidden: Tensor, report: StepReport, version: int | None) -> tuple[Tensor, int]:
+        del version
+        rows, device = micro.rows, hidden.device
+        found = micro.layout.predictions(rows.loss_weight > 0)
+        target = to_device(found.target, device)
+        assert micro.values is not None and micro.returns is not None
+        values = self._model.values(hidden, to_device(found.source, device))
+        weight = to_device(rows.loss_weight[found.target], device)
+        out = value_loss(values, micro.values[target], micro.returns[target], self._clip)
+        report.add(out, weight, {})
+        return (weight * out.loss).sum(), len(found.target)
+
+
+class RankCritic(RankModel):
+    """The value model on one rank. Methods are collectives: every rank calls them in the same order."""
+
+    def __init__(self, spec: CriticSpec, place: Place) -> None:
+        super().__init__(spec.rank, place, ValueModel)
+        self.optimizer_step = ValueStep(self.wrapped, self.optimizer, self.schedule, spec.value_clip, place)
+        if spec.load is not None:
+            checkpoint.load_weights(self.checkpoint_parts(), Path(spec.load))
+        self._rollout: OpenRollout | None = None
+
+    def score(self, steps: Sequence[Sequence[Rows]]) -> tuple[Columns | None, tuple[Metric, ...]]:
+        """Values of a rollout, which stays open for ``update``, on the rank that speaks for its shard. No metrics yet."""
+        start = time.perf_counter()
+        rollout = OpenRollout([[self.micro(rows) for rows in step] for step in steps])
+        values = value_micros(self.wrapped, rollout.micros)
+        for micro, column in zip(rollout.micros, values, strict=True) if values else ():
+            micro.values = column
+        rollout.metrics.append(Last("perf/values_time", time.perf_counter() - start))
+        self._rollout = rollout
+        return (nested([v.cpu().numpy() for v in values], rollout.plan) if self.place.speaks_for_shard else None), ()
+
+    def update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
+        """One optimizer step per step of the open rollout. Global metrics on the reporter, else ()."""
+        rollout, self._rollout = self._rollout, None
+        assert rollout is not None, "score comes first"
+        start = time.perf_counter()
+        fill(rollout.plan, "returns", returns, self.place)
+        metrics = rollout.metrics
+        for micros, count in zip(rollout.plan, num_tokens, strict=True):
+            metrics += [_renamed(metric) for metric in self.optimizer_step(micros, count, None)]
+        optim.settle_weights(self.wrapped)
+        metrics.append(Last("perf/critic_train_time", time.perf_counter() - start))
+        return tuple(metrics) if self.place.is_reporter else ()
+
+
+def _renamed(metric: Metric) -> Metric:
+    """The actor reports under the same names: ``train/lr`` becomes ``train/critic_lr``."""
+    name = metric.name.removeprefix("train/")
+    return metric if name in OWN else replace(metric, name=f"train/critic_{name}")

@@ -1,0 +1,67 @@
+"""One rank of a role beside the actor: a critic or a teacher. As with ``actor``, importing this file costs little."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from slime_like.batch import Columns, Rows
+from slime_like.config.resolved import CriticSpec, TeacherSpec
+from slime_like.metrics.types import Metric
+from slime_like.train.megatron import groups
+from slime_like.train.megatron.checkpointed import CheckpointedRank
+
+if TYPE_CHECKING:
+    from slime_like.train.megatron.checkpoint import Parts
+    from slime_like.train.megatron.critic import RankCritic
+    from slime_like.train.megatron.teacher import RankTeacher
+
+
+class MegatronRole(CheckpointedRank):
+    """Every rank of the role calls the same methods in the same order; all are collective."""
+
+    def __init__(
+        self,
+        spec: CriticSpec | TeacherSpec,
+        *,
+        rank: int,
+        world_size: int,
+        master: tuple[str, int],
+        local_rank: int = 0,
+    ) -> None:
+        """Join the world and load the checkpoint. Raises ``ConfigError`` or ``CheckpointError`` as an actor's rank does."""
+        place = groups.enter(spec.rank, rank=rank, world_size=world_size, master=master, local_rank=local_rank)
+        self.dp_rank = place.dp_rank
+        self.is_reporter = place.is_reporter
+        super().__init__(spec.rank.deadline_s)
+        self.model: RankCritic | RankTeacher
+        if isinstance(spec, CriticSpec):
+            from slime_like.train.megatron.critic import RankCritic
+
+            self.model = RankCritic(spec, place)
+        else:
+            from slime_like.train.megatron.teacher import RankTeacher
+
+            self.model = RankTeacher(spec.rank, place)
+
+    @property
+    def critic(self) -> RankCritic:
+        """The rank as a critic's."""
+        from slime_like.train.megatron.critic import RankCritic
+
+        assert isinstance(self.model, RankCritic), "a teacher is neither trained nor saved"
+        return self.model
+
+    def score(self, steps: Sequence[Sequence[Rows]]) -> tuple[Columns | None, tuple[Metric, ...]]:
+        """Values or log-probabilities of this shard's rows, on the rank that speaks for it."""
+        return self.model.score(steps)
+
+    def update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
+        """A critic's optimizer steps on what it scored last."""
+        metrics = self.critic.update(returns, num_tokens)
+        self.version += 1
+        return metrics
+
+    def parts(self) -> Parts:
+        """What a critic's checkpoints hold."""
+        return self.critic.checkpoint_parts()

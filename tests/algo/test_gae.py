@@ -1,0 +1,273 @@
+"""GAE, the value loss and the teacher's advantage against recursions in Python floats, over any packing and dp."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_like.algo import gae
+from slime_like.algo.distill import ReverseKL
+from slime_like.algo.gae import GeneralisedAdvantage
+from slime_like.algo.value_loss import value_loss
+from slime_like.batch import Rows, TrainBatch
+from slime_like.config.algo import GrpoConfig
+from slime_like.config.names import GROUP_ADVANTAGES
+from slime_like.config.role_algo import DistillConfig, PpoConfig
+from slime_like.data.assemble import AssembleSpec, assemble
+from slime_like.errors import ConfigError
+from slime_like.interfaces import TokenView
+from slime_like.registry import resolve
+from slime_like.types import Sample, SampleGroup, Source, Status
+from tests.algo.samples import batches
+from tests.algo.simulate import LocalReduce, ThreadReduce
+
+FEW = settings(max_examples=25, deadline=None)
+Token = tuple[int, int]  # sample id, position
+PPO = {
+    "undiscounted": PpoConfig(normalize_advantages=False),
+    "gae": PpoConfig(gamma=0.9, lambd=0.8, normalize_advantages=False),
+    "kl in the reward": PpoConfig(gamma=0.95, lambd=0.5, kl_coef=0.3, normalize_advantages=False),
+    "whitened": PpoConfig(gamma=0.9, lambd=0.95, kl_coef=0.1, kl_reward_type="k3"),
+}
+DISTILL = {
+    "teacher alone": DistillConfig(opd_kl_coef=0.7),
+    "with rewards": DistillConfig(opd_kl_coef=0.7, reward_coef=0.5),
+    "with groups": DistillConfig(group_advantage="dr_grpo"),
+    "whitened": DistillConfig(reward_coef=0.5, normalize_advantages=True),
+}
+
+
+def number(name: str, token: Token) -> float:
+    """A score of a token that depends on nothing but the token."""
+    return 2 * math.sin(12.9898 * sum(name.encode()) + 78.233 * token[0] + 37.719 * token[1])
+
+
+def column(rows: Rows, name: str) -> Tensor:
+    """F64 [T]."""
+    out = np.zeros(len(rows.token_ids))
+    for s, (start, stop) in enumerate(zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)):
+        out[start:stop] = [number(name, (int(rows.sample_ids[s]), t)) for t in range(stop - start)]
+    return torch.tensor(out)
+
+
+def view(rows: Rows) -> TokenView:
+    def f64(values: np.ndarray) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    return TokenView(
+        cu_seqlens=torch.tensor(rows.cu_seqlens),
+        loss_weight=f64(rows.loss_weight),
+        rewards=f64(rows.rewards),
+        advantages=None if rows.advantages is None else f64(rows.advantages),
+        rollout_logprobs=f64(rows.rollout_logprobs),
+        old_logprobs=column(rows, "old"),
+        ref_logprobs=column(rows, "ref"),
+        teacher_logprobs=column(rows, "teacher"),
+        values=column(rows, "values"),
+    )
+
+
+def assembled(groups: Sequence[SampleGroup], config: PpoConfig | DistillConfig, dp: int, budget: int) -> TrainBatch:
+    name = config.group_advantage
+    advantage = None if name is None else resolve("algo.group_advantage", name, GROUP_ADVANTAGES)
+    return assemble(groups, AssembleSpec(advantage, config.aggregation, 1, dp, budget, 16), rollout_id=0)
+
+
+def on_ranks(batch: TrainBatch, estimator: GeneralisedAdvantage | ReverseKL) -> list[dict[str, dict[Token, float]]]:
+    """Per dp rank: advantages, returns and diagnostics by token, computed by threads that reduce over each other."""
+    (step,) = batch.steps
+    reduce = ThreadReduce(len(step.rows))
+
+    def rank(d: int) -> dict[str, dict[Token, float]]:
+        views = [view(rows) for rows in step.rows[d]]
+        found = {"advantages": by_token(step.rows[d], estimator(views, reduce.rank(d)))}
+        if isinstance(estimator, GeneralisedAdvantage):
+            found["returns"] = by_token(step.rows[d], estimator.returns(views))
+        numbers = estimator.diagnose(views, reduce.rank(d))
+        return found | {name: {(0, 0): value} for name, value in numbers.items()}
+
+    with ThreadPoolExecutor(len(step.rows)) as threads:
+        return list(threads.map(rank, range(len(step.rows))))
+
+
+def by_token(micros: Sequence[Rows], columns: Sequence[Tensor]) -> dict[Token, float]:
+    out: dict[Token, float] = {}
+    for rows, values in zip(micros, columns, strict=True):
+        assert not values[torch.tensor(rows.loss_weight == 0)].any()
+        for s, (start, stop) in enumerate(zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)):
+            trained = np.flatnonzero(rows.loss_weight[start:stop] > 0)
+            out |= {(int(rows.sample_ids[s]), int(t)): float(values[start + t]) for t in trained}
+    return out
+
+
+def merged(ranks: Sequence[dict[str, dict[Token, float]]], name: str) -> dict[Token, float]:
+    return {token: value for rank in ranks for token, value in rank[name].items()}
+
+
+# ---- once more, in Python floats -------------------------------------------------------------------------------------
+def trained(groups: Sequence[SampleGroup]) -> dict[int, tuple[Sample, list[int]]]:
+    """Sample id -> sample and positions of its actions."""
+    samples = [s for g in groups for s in g.samples if s.status not in (Status.FAILED, Status.ABORTED)]
+    return {
+        s.sample_id: (s, [t for p in s.spans if p.source is Source.MODEL for t in range(p.start, p.stop) if t])
+        for s in samples
+    }
+
+
+def kl(config: PpoConfig, token: Token) -> float:
+    log_ratio = number("old", token) - number("ref", token)
+    return log_ratio if config.kl_reward_type == "k1" else math.exp(-log_ratio) - 1 + log_ratio
+
+
+def naive_gae(groups: Sequence[SampleGroup], config: PpoConfig) -> tuple[dict[Token, float], dict[Token, float]]:
+    """Advantages before whitening and returns, by the recursion backwards through each sample."""
+    advantages: dict[Token, float] = {}
+    returns: dict[Token, float] = {}
+    for sample_id, (sample, actions) in trained(groups).items():
+        assert sample.reward is not None
+        value_after, advantage = 0.0, 0.0
+        for position in reversed(actions):
+            token = (sample_id, position)
+            reward = (sample.reward.score if position == actions[-1] else 0.0) - config.kl_coef * kl(config, token)
+            delta = reward + config.gamma * value_after - number("values", token)
+            advantage = delta + config.gamma * config.lambd * advantage
+            value_after = number("values", token)
+            advantages[token], returns[token] = advantage, advantage + value_after
+    return advantages, returns
+
+
+def whitened(values: dict[Token, float]) -> dict[Token, float]:
+    mean = statistics.fmean(values.values())
+    scale = math.sqrt(max(statistics.pvariance(values.values()), 1e-8))
+    return {token: (value - mean) / scale for token, value in values.items()}
+
+
+def explained(returns: dict[Token, float]) -> float:
+    variance = statistics.pvariance(returns.values())
+    residual = statistics.pvariance([value - number("values", token) for token, value in returns.items()])
+    return 1 - residual / variance if variance * len(returns) > 1e-12 else 0.0
+
+
+def naive_distillation(groups: Sequence[SampleGroup], config: DistillConfig) -> dict[Token, float]:
+    out: dict[Token, float] = {}
+    found = trained(groups)
+    for group in groups:
+        mine = [found[s.sample_id] for s in group.samples if s.sample_id in found]
+        mean = statistics.fmean([s.reward.score for s, _ in mine if s.reward]) if mine else 0.0
+        for sample, actions in mine:
+            assert sample.reward is not None
+            of_group = sample.reward.score - mean if config.group_advantage else 0.0
+            for token in [(sample.sample_id, position) for position in actions]:
+                gap = number("teacher", token) - number("old", token)
+                out[token] = config.opd_kl_coef * gap + config.reward_coef * sample.reward.score + of_group
+    return whitened(out) if config.normalize_advantages else out
+
+
+def same(found: dict[Token, float], expected: dict[Token, float]) -> bool:
+    return found.keys() == expected.keys() and all(
+        math.isclose(found[token], expected[token], rel_tol=1e-5, abs_tol=1e-5) for token in expected
+    )
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", PPO)
+@FEW
+@given(groups=batches(), dp=st.integers(1, 3), budget=st.integers(1, 30))
+def test_gae_equals_the_recursion_in_any_packing(name: str, groups: list[SampleGroup], dp: int, budget: int) -> None:
+    config = PPO[name]
+    batch = assembled(groups, config, min(dp, sum(len(g.samples) for g in groups)), budget)
+    ranks = on_ranks(batch, GeneralisedAdvantage(config))
+    advantages, returns = naive_gae(groups, config)
+    assert same(merged(ranks, "advantages"), whitened(advantages) if config.normalize_advantages else advantages)
+    assert same(merged(ranks, "returns"), returns)
+    found = [rank["explained_variance"][0, 0] for rank in ranks]
+    assert found == pytest.approx([explained(returns)] * len(ranks), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", DISTILL)
+@FEW
+@given(groups=batches(), dp=st.integers(1, 3), budget=st.integers(1, 30))
+def test_the_teachers_advantage_in_any_packing(name: str, groups: list[SampleGroup], dp: int, budget: int) -> None:
+    config = DISTILL[name]
+    batch = assembled(groups, config, min(dp, sum(len(g.samples) for g in groups)), budget)
+    ranks = on_ranks(batch, ReverseKL(config))
+    expected = naive_distillation(groups, config)
+    assert same(merged(ranks, "advantages"), expected)
+    gap = statistics.fmean([number("old", token) - number("teacher", token) for token in expected])
+    assert [rank["teacher_kl"][0, 0] for rank in ranks] == pytest.approx([gap] * len(ranks), rel=1e-6, abs=1e-6)
+
+
+@FEW
+@given(groups=batches(), seed=st.integers(0, 99))
+def test_a_bootstrap_across_sequences_would_show(groups: list[SampleGroup], seed: int) -> None:
+    """The planted fault: the next sequence's first value follows a sequence's last action."""
+    config = PPO["gae"]
+    batch = assembled(groups, config, 1, 10_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gae, "ends", lambda segment_A: torch.zeros_like(segment_A, dtype=torch.bool))
+        faulty = on_ranks(batch, GeneralisedAdvantage(config))
+    assert not same(merged(faulty, "advantages"), naive_gae(groups, config)[0])
+
+
+def test_without_old_scores_the_student_is_the_rollout() -> None:
+    rows = replace(_rows(), rollout_logprobs=np.array([0.0, -1.0, -2.0], np.float32))
+    student = replace(view(rows), old_logprobs=None)
+    (found,) = ReverseKL(DistillConfig())([student], LocalReduce())
+    teacher = column(rows, "teacher")
+    torch.testing.assert_close(found, torch.tensor([0.0, 1.0, 2.0]) + torch.where(found != 0, teacher, 0.0))
+
+
+def _rows() -> Rows:
+    return Rows(
+        token_ids=np.zeros(3, np.int32),
+        cu_seqlens=np.array([0, 3], np.int32),
+        loss_weight=np.array([0, 0.5, 0.5], np.float32),
+        versions=np.zeros(3, np.int32),
+        rollout_logprobs=np.zeros(3, np.float32),
+        rewards=np.ones(1, np.float32),
+        advantages=None,
+        sample_ids=np.zeros(1, np.int64),
+    )
+
+
+def test_a_rank_without_rows_takes_part() -> None:
+    for estimator in (GeneralisedAdvantage(PpoConfig()), ReverseKL(DistillConfig(normalize_advantages=True))):
+        assert estimator([], LocalReduce()) == []
+        assert estimator.diagnose([], LocalReduce()) == {}
+
+
+def test_config_of_another_algorithm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="algo=ppo"):
+        GeneralisedAdvantage(GrpoConfig())
+    with pytest.raises(ConfigError, match="algo=distill"):
+        ReverseKL(GrpoConfig())
+
+
+@FEW
+@given(
+    rows=st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=20),
+    clip=st.none() | st.floats(0.05, 2),
+)
+def test_value_loss_and_its_gradient(rows: list[tuple[float, float, float]], clip: float | None) -> None:
+    values, old, returns = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    values = values.clone().requires_grad_()
+    out = value_loss(values, old, returns, clip)
+    (gradient,) = torch.autograd.grad(out.loss.sum(), values)
+    for i, (v, o, r) in enumerate(rows):
+        bounded = v if clip is None else min(max(v, o - clip), o + clip)
+        held = (bounded - r) ** 2 > (v - r) ** 2
+        assert float(out.loss[i].detach()) == pytest.approx(max((v - r) ** 2, (bounded - r) ** 2) / 2)
+        if clip is not None:
+            assert float(out.means["value_clipfrac"][i]) == float(held)
+        if not math.isclose((bounded - r) ** 2, (v - r) ** 2, abs_tol=1e-9) or bounded == v:
+            assert float(gradient[i]) == pytest.approx(0.0 if held else v - r, abs=1e-9)

@@ -1,0 +1,141 @@
+"""critic.* and teacher.*: what a plan makes of them, and one message for each that cannot work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime_like.checkpoint_files import Manifest, write_manifest
+from slime_like.cluster.machine import Machine
+from slime_like.cluster.plan import Plan, make_plan
+from slime_like.cluster.plan_view import render_plan
+from slime_like.config.flags import translate
+from slime_like.config.load import load_config
+from slime_like.errors import ConfigError, SlimeLikeError
+from tests.config.model_folder import write_model
+
+LAPTOP = Machine(0, 4, 16 * 2**30, ())
+SERVER = Machine(8, 64, 512 * 2**30, ("H100",) * 8)
+
+
+@pytest.fixture
+def plan(argv: list[str]):
+    def make(*extra: str, machine: Machine = LAPTOP) -> Plan:
+        return make_plan(load_config([*argv, *extra]), machine)
+
+    return make
+
+
+def test_the_critic_is_a_role_with_the_actors_layout(plan) -> None:
+    made = plan("algo=ppo", "parallel.tp=2", "critic.warmup_rollouts=10", "critic.lr=1e-5")
+    assert [(role.name, len(role.devices)) for role in made.roles] == [("trainer", 2), ("engine", 1), ("critic", 2)]
+    assert made.critic is not None
+    assert made.critic.rank.layout == made.actor.layout
+    assert (made.critic.rank.optim.lr, made.actor.optim.lr) == (1e-5, 1e-6)
+    assert (made.critic.rank.num_steps, made.actor.num_steps) == (100, 90)
+    assert made.threads_per_process == 1  # actor and critic train side by side
+    assert "critic rank" in made.summary
+    assert plan("algo=grpo").critic is None
+    assert plan("algo=ppo", "run.mode=rollout_only").critic is None
+
+
+def test_a_critic_has_its_own_layout_and_devices(plan) -> None:
+    made = plan("algo=ppo", "parallel.tp=4", "critic.tp=2", "critic.dp=2", "critic.placement=split", machine=SERVER)
+    assert made.roles[-1].devices == ((4,), (5,), (6,), (7,))
+    assert (made.critic.rank.layout.tp, made.critic.rank.layout.dp, made.num_gpus) == (2, 2, 8)
+    shared = plan("algo=ppo", "parallel.tp=4", "critic.tp=2", machine=SERVER)
+    assert (shared.roles[-1].devices, shared.num_gpus) == (((0,), (1,)), 4)
+    assert not shared.critic.rank.layout.sequence_parallel or shared.critic.rank.layout.tp > 1
+
+
+def test_a_teacher_is_swapped_in_or_a_role(plan, model: Path, tmp_path: Path) -> None:
+    swapped = plan("algo=distill", f"teacher.hf_checkpoint={model}")
+    assert (swapped.teacher, swapped.actor.teacher_checkpoint) == (None, str(model))
+    assert not swapped.actor.needs_old_logprobs
+    other = write_model(tmp_path / "deeper", num_hidden_layers=6)
+    own = plan("algo=distill", f"teacher.hf_checkpoint={other}", "teacher.tp=2")
+    assert own.teacher is not None
+    assert (own.teacher.rank.layout.tp, own.actor.swaps_teacher) == (2, False)
+    assert (own.roles[-1].name, len(own.roles[-1].devices)) == ("teacher", 2)
+    reasons = {decision.key: decision.reason for decision in own.decisions}
+    assert "num_hidden_layers (6 and 4)" in reasons["teacher.placement"]
+
+
+def test_the_printed_plan_shows_the_roles(argv: list[str]) -> None:
+    cfg = load_config([*argv, "algo=ppo", "critic.dp=2"])
+    text = render_plan(cfg, make_plan(cfg, LAPTOP), LAPTOP)
+    assert "critic   2 x (tp 1 * pp 1 * cp 1 * dp 2)" in text
+    assert "a fresh value head" in text
+
+
+def actors_checkpoint(folder: Path) -> Path:
+    """An iteration as an actor writes it, by its manifest."""
+    (folder / "iter_0000003").mkdir(parents=True)
+    manifest = Manifest(3, 3, 3, 1e-6, 0.0, True, {"tp": 1}, {"model_type": "qwen3", "head": "vocabulary"})
+    write_manifest(folder / "iter_0000003", manifest)
+    return folder
+
+
+BAD = {
+    "a critic without ppo": (["critic.lr=1e-5"], ["critic.lr=1e-05 has no effect", "algo=ppo"]),
+    "a teacher without distill": (["teacher.tp=2"], ["teacher.tp=2 has no effect", "algo=distill"]),
+    "no teacher": (["algo=distill"], ["algo=distill", "set teacher.hf_checkpoint"]),
+    "only warm-up": (["algo=ppo", "critic.warmup_rollouts=100"], ["critic.warmup_rollouts=100", "num_rollout=100"]),
+    "swap with a layout": (
+        ["algo=distill", "teacher.hf_checkpoint=MODEL", "teacher.placement=swap", "teacher.tp=2"],
+        ["teacher.tp=2", "teacher.placement=swap"],
+    ),
+    "swap of another shape": (
+        ["algo=distill", "teacher.hf_checkpoint=DEEPER", "teacher.placement=swap"],
+        ["num_hidden_layers (6 and 4)", "teacher.placement=colocated"],
+    ),
+    "another vocabulary": (["algo=distill", "teacher.hf_checkpoint=WIDER"], ["vocabulary of 256", "is of 128"]),
+    "another tokenizer": (
+        ["algo=distill", "teacher.hf_checkpoint=TOKENIZED", "model.hf_checkpoint=OTHER_TOKENS"],
+        ["vocabulary of 3 tokens", "is of 2", "'b' is token 2 there and 1 here"],
+    ),
+    "a critic's other vocabulary": (["algo=ppo", "critic.hf_checkpoint=WIDER"], ["256 tokens", "128"]),
+    "heads": (["algo=ppo", "critic.tp=3"], ["critic.tp=3", "8 attention heads"]),
+    "no folder": (["algo=ppo", "critic.load=/no/such"], ["critic.load='/no/such'", "not a folder"]),
+    "no value head": (["algo=ppo", "critic.load=ACTOR"], ["iter_0000003: holds no value head", "critic.load"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_work_is_refused_at_load(name: str, argv: list[str], model: Path, tmp_path: Path) -> None:
+    extra, words = BAD[name]
+    folders = {
+        "DEEPER": write_model(tmp_path / "deeper", num_hidden_layers=6),
+        "WIDER": write_model(tmp_path / "wider", vocab_size=256),
+        "TOKENIZED": write_model(tmp_path / "tokenized"),
+        "OTHER_TOKENS": write_model(tmp_path / "other"),
+        "ACTOR": actors_checkpoint(tmp_path / "checkpoints"),
+        "MODEL": model,
+    }
+    for key, vocabulary in (("TOKENIZED", {"a": 0, "c": 1, "b": 2}), ("OTHER_TOKENS", {"a": 0, "b": 1})):
+        (folders[key] / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    filled = []
+    for text in extra:
+        key, _, value = text.partition("=")
+        filled.append(f"{key}={folders.get(value, value)}")
+    with pytest.raises(SlimeLikeError) as caught:
+        load_config([*argv, *filled])
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_slimes_flags() -> None:
+    found = translate(
+        ["--advantage-estimator", "ppo", "--critic-lr", "1e-5", "--num-critic-only-steps", "2", "--lambd", "0.9"]
+    )
+    assert set(found.overrides) >= {"algo=ppo", "critic.lr=1e-05", "critic.warmup_rollouts=2", "algo.lambd=0.9"}
+    opd = translate(
+        ["--use-opd", "--opd-type", "megatron", "--opd-teacher-load", "t", "--advantage-estimator", "dr_grpo"]
+    )
+    assert list(opd.overrides[:2]) == ["algo=distill", "algo.group_advantage=dr_grpo"]
+    assert "teacher.hf_checkpoint='t'" in opd.overrides
+    with pytest.raises(ConfigError, match="--opd-type megatron"):
+        translate(["--use-opd", "--opd-type", "sglang"])
+    with pytest.raises(ConfigError, match="--advantage-estimator ppo is not supported yet"):
+        translate(["--use-opd", "--opd-type", "megatron", "--advantage-estimator", "ppo"])

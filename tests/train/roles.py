@@ -1,0 +1,219 @@
+"""What ranks do for test_roles: an actor with a critic or a teacher, in one world, for a rollout or two."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slime_like.batch import Columns, Rows
+from slime_like.config.policy import AlgoConfig
+from slime_like.config.resolved import CriticSpec, Layout, TeacherSpec
+from slime_like.config.role_algo import DistillConfig, PpoConfig
+from slime_like.errors import SlimeLikeError
+from slime_like.metrics.types import reduce_metrics
+from slime_like.types import F32
+from tests.train.jobs import Shared, make_actor
+from tests.train.lifecycle import batch
+from tests.train.models import count_tokens, make_spec
+from tests.train.parity import replaced
+from tests.train.ranks import World
+
+PPO = PpoConfig(gamma=0.95, lambd=0.9, kl_coef=0.1, eps_clip=0.3)
+DISTILL = DistillConfig(opd_kl_coef=0.5, reward_coef=1.0)
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Metrics per rollout on the reporter, and every row's column before and after on all ranks."""
+
+    metrics: list[dict[str, float]]
+    before: list[list[F32]]  # [step][row] -> [T]
+    after: list[list[F32]]
+
+
+def rollout(layout: Layout, rank: int) -> tuple[list[list[Rows]], list[int]]:
+    """This dp rank's rows of two optimizer steps, and the global counts of trained tokens."""
+    steps = [batch(seed) for seed in range(STEPS)]
+    return [rows[rank :: layout.dp] for rows in steps], [count_tokens(rows) for rows in steps]
+
+
+def make_role(world: World, spec: CriticSpec | TeacherSpec) -> Any:
+    from slime_like.train.megatron.role import MegatronRole
+
+    return MegatronRole(spec, rank=world.rank, world_size=world.size, master=(world.host, world.port))
+
+
+def make_critic(world: World, folder: Path, layout: Layout, **changes: Any) -> Any:
+    """A critic whose head is not zero, the same in every layout."""
+    spec = make_spec(folder, layout, optim={"lr": 1e-3}, steps_per_rollout=STEPS)
+    critic = make_role(world, replace(CriticSpec(spec, value_clip=0.2, load=None, warmup_rollouts=0), **changes))
+    head = getattr(critic.critic.model, "value_head", None)
+    if head is not None and changes.get("load") is None:
+        with torch.no_grad():
+            head.weight.copy_(head_weight())
+            head.bias.fill_(0.3)
+    critic.critic.optimizer.reload_model_params()  # the optimizer has copies of its own
+    return critic
+
+
+def head_weight() -> torch.Tensor:
+    return torch.randn(1, 64, generator=torch.Generator().manual_seed(7)) / 8
+
+
+def everyones(columns: Columns | None, dp_rank: int) -> list[Columns]:
+    """The columns of every data-parallel rank, on all ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (dp_rank, columns))
+    return [columns for _, columns in sorted((f for f in found if f[1] is not None), key=lambda f: f[0])]
+
+
+def in_order(ranks: list[Columns]) -> list[list[F32]]:
+    """Columns by row of the whole step: rows were dealt in turn."""
+    steps = zip(*ranks, strict=True)
+    return [[c for turn in zip(*step, strict=True) for c in turn] for step in steps]
+
+
+# ---- critic ----------------------------------------------------------------------------------------------------------
+def ppo(world: World, shared: Shared, layout: Layout, *, rollouts: int = 2, fault: bool = False) -> Trained:
+    """Rollouts through actor and critic, as the ensemble takes them."""
+    with _summed_twice() if fault else contextlib.nullcontext():
+        actor = make_actor(world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS)
+        critic = make_critic(world, shared.models["untied"], layout)
+        first: list[list[F32]] = []
+        metrics: list[dict[str, float]] = []
+        for _ in range(rollouts):
+            values, report = ppo_rollout(actor, critic, layout)
+            first = first or values
+            metrics.append(report)
+        last, _ = critic.score(rollout(layout, critic.dp_rank)[0])
+        return Trained(metrics, first, in_order(everyones(last, critic.dp_rank)))
+
+
+def ppo_rollout(actor: Any, critic: Any, layout: Layout, *, frozen: bool = False) -> tuple[list[list[F32]], Any]:
+    """Values before the update, and what both report."""
+    steps, counts = rollout(layout, actor.dp_rank)
+    values, none = critic.score(steps)
+    assert none == ()
+    actor.open_rollout(steps)
+    shards = everyones(values, critic.dp_rank)
+    returns = everyones(actor.estimate({"values": shards[actor.dp_rank]}), actor.dp_rank)
+    found = (*actor.update(counts, frozen=frozen), *critic.update(returns[critic.dp_rank], counts))
+    return in_order(shards), reduce_metrics(found)
+
+
+def _summed_twice() -> Any:
+    """The planted fault: a tensor parallel rank's whole gradient taken for a part of it."""
+    from slime_like.train.megatron import value_model
+
+    stock = value_model.gather_from_sequence_parallel_region
+    return replaced(
+        value_model,
+        "gather_from_sequence_parallel_region",
+        lambda x, **_: stock(x, tensor_parallel_output_grad=True),
+    )
+
+
+def warmup(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+    """A rollout on which the critic alone trains."""
+    actor = make_actor(world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS)
+    critic = make_critic(world, shared.models["untied"], layout)
+    before = [p.detach().clone() for p in actor.trainer.model.parameters()]
+    _, metrics = ppo_rollout(actor, critic, layout, frozen=True)
+    same = all(torch.equal(a, b) for a, b in zip(before, actor.trainer.model.parameters(), strict=True))
+    return {"metrics": metrics, "actor unchanged": same, "version": actor.version}
+
+
+def fresh(world: World, shared: Shared, layout: Layout) -> list[float]:
+    """Values of a critic made from an HF causal LM, tied or not."""
+    out: list[float] = []
+    for kind in ("tied", "untied"):
+        spec = make_spec(shared.models[kind], layout)
+        critic = make_role(world, CriticSpec(spec, value_clip=None, load=None, warmup_rollouts=0))
+        values, _ = critic.score(rollout(layout, critic.dp_rank)[0])
+        out += [float(np.abs(c).max()) for step in values or [] for c in step]
+    return out
+
+
+def critic_resumes(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+    """A critic saved after one rollout and another loaded from it take the same second one."""
+    folder = shared.scratch / "critic"
+    actor = make_actor(world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS)
+    critic = make_critic(world, shared.models["untied"], layout)
+    ppo_rollout(actor, critic, layout)
+    critic.save(folder, 1)
+    actor.save(shared.scratch / "actor", 1)
+    expected, _ = critic.score(rollout(layout, critic.dp_rank)[0])
+    other = make_critic(world, shared.models["untied"], layout)
+    other.load(folder, 1)
+    found, _ = other.score(rollout(layout, other.dp_rank)[0])
+    _, report = ppo_rollout(actor, other, layout)
+    out = {"expected": expected, "found": found, "version": other.version, "report": report}
+    started = make_critic(world, shared.models["untied"], layout, load=str(folder / "iter_0000001"))
+    out["loaded"], _ = started.score(rollout(layout, started.dp_rank)[0])
+    for name, kind, action in (
+        ("actor as critic.load", "tied", lambda c, f: c),
+        ("actor resumed as critic", "tied", lambda c, f: c.load(f, 1)),
+    ):
+        source = shared.scratch / "actor"
+        load = str(source / "iter_0000001") if "critic.load" in name else None
+        try:
+            action(make_critic(world, shared.models[kind], layout, load=load), source)
+            out[name] = "no error"
+        except SlimeLikeError as error:
+            out[name] = f"{type(error).__name__}: {error}"
+    return out
+
+
+def faulty_ppo(world: World, shared: Shared, layout: Layout) -> Trained:
+    """``ppo`` with the planted fault."""
+    return ppo(world, shared, layout, fault=True)
+
+
+# ---- teacher ---------------------------------------------------------------------------------------------------------
+def distill(
+    world: World, shared: Shared, layout: Layout, *, own: bool, algo: AlgoConfig = DISTILL, rollouts: int = 2
+) -> Trained:
+    """Rollouts of a student that starts as its teacher's copy and is drawn away by rewards."""
+    folder = shared.models["untied"]
+    swapped = None if own else str(folder)
+    spec: dict[str, Any] = {"algo": algo, "steps_per_rollout": STEPS, "teacher_checkpoint": swapped}
+    actor = make_actor(world, folder, layout, **spec)
+    teacher = make_role(world, TeacherSpec(make_spec(folder, layout))) if own else None
+    metrics: list[dict[str, float]] = []
+    shards: list[Columns] = []
+    for _ in range(rollouts):
+        steps, counts = rollout(layout, actor.dp_rank)
+        actor.open_rollout(steps)
+        columns: dict[str, Columns] = {}
+        if teacher is not None:
+            scored, _ = teacher.score(steps)
+            shards = everyones(scored, teacher.dp_rank)
+            columns = {"teacher_logprobs": shards[actor.dp_rank]}
+        assert actor.estimate(columns) is None
+        metrics.append(reduce_metrics(actor.update(counts, frozen=False)))
+    return Trained(metrics, in_order(shards) if shards else [], [])
+
+
+def own_teacher(world: World, shared: Shared, layout: Layout) -> Trained:
+    """The teacher on ranks of its own."""
+    return distill(world, shared, layout, own=True)
+
+
+def swapped_teacher(world: World, shared: Shared, layout: Layout) -> Trained:
+    """The teacher in the actor's place."""
+    return distill(world, shared, layout, own=False)
+
+
+def teacher_of_another_shape(world: World, shared: Shared, layout: Layout) -> list[list[F32]]:
+    """Log-probabilities of a teacher of another family."""
+    teacher = make_role(world, TeacherSpec(make_spec(shared.models["llama"], layout)))
+    columns, metrics = teacher.score(rollout(layout, teacher.dp_rank)[0])
+    assert (len(metrics) == 1) == teacher.is_reporter
+    return in_order(everyones(columns, teacher.dp_rank))

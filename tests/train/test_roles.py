@@ -1,0 +1,179 @@
+"""A critic and a teacher beside the actor: the same values, losses and weights in every layout, and those of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.config.resolved import Layout
+from tests.train.jobs import SP, Job, Results
+from tests.train.lifecycle import batch
+from tests.train.roles import STEPS, Trained, head_weight
+
+pytestmark = pytest.mark.ranks
+
+TEMPERATURE = 0.7
+LAYOUTS = {"tp2 sp": Layout(**SP), "pp2": Layout(pp=2), "dp2": Layout(dp=2), "cp2": Layout(cp=2)}
+ROLES = "tests.train.roles"
+
+
+def jobs(name: str, layout: Layout) -> list[Job]:
+    return [
+        Job(f"ppo {name}", f"{ROLES}:ppo", (layout,)),
+        Job(f"teacher's ranks {name}", f"{ROLES}:own_teacher", (layout,)),
+        Job(f"teacher swapped {name}", f"{ROLES}:swapped_teacher", (layout,)),
+        Job(f"other shape {name}", f"{ROLES}:teacher_of_another_shape", (layout,)),
+        Job(f"fresh {name}", f"{ROLES}:fresh", (layout,)),
+    ]
+
+
+JOBS = {
+    1: [*jobs("one rank", Layout()), Job("critic resumes", f"{ROLES}:critic_resumes", (Layout(),))],
+    2: [
+        *(job for name, layout in LAYOUTS.items() for job in jobs(name, layout)),
+        Job("value gradient summed twice", f"{ROLES}:faulty_ppo", (LAYOUTS["tp2 sp"],)),
+        Job("critic's warm-up", f"{ROLES}:warmup", (LAYOUTS["dp2"],)),
+    ],
+}
+EXPECTED = {
+    "train/value_loss",
+    "train/value_clipfrac",
+    "train/values",
+    "train/returns",
+    "train/explained_variance",
+    "train/critic_grad_norm",
+    "train/critic_lr",
+    "train/pg_loss",
+    "train/grad_norm",
+    "perf/values_time",
+    "perf/critic_train_time",
+}
+
+
+def reported(results: Results, name: str) -> Trained:
+    """What the ranks found, with the metrics of all of them: each metric is reported by one rank of its role."""
+    ranks: list[Trained] = results[name]
+    metrics: list[dict[str, float]] = []
+    for per_rank in zip(*(rank.metrics for rank in ranks), strict=True):
+        names = [metric for found in per_rank for metric in found]
+        assert len(names) == len(set(names)), "a metric was reported twice"
+        metrics.append({metric: value for found in per_rank for metric, value in found.items()})
+    return Trained(metrics, ranks[0].before, ranks[0].after)
+
+
+def close(found: list[list[Any]], expected: list[list[Any]], bound: float = 1e-5) -> bool:
+    pairs = [(a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)]
+    return bool(pairs) and max(float(np.abs(a - b).max()) for a, b in pairs) <= bound
+
+
+def compare(found: dict[str, float], expected: dict[str, float]) -> None:
+    for name, value in expected.items():
+        if name.startswith("train/"):
+            assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_actor_and_critic_are_the_same_run_in_every_layout(name: str, results: Results) -> None:
+    single, found = reported(results, "ppo one rank"), reported(results, f"ppo {name}")
+    assert found.metrics[0].keys() >= EXPECTED
+    for mine, one in zip(found.metrics, single.metrics, strict=True):
+        compare(mine, one)
+    assert close(found.before, single.before)
+    assert close(found.after, single.after, 2e-4)
+    assert not close(single.before, single.after, 0.01)  # the critic has moved
+
+
+def test_values_are_those_of_transformers(results: Results, models: dict[str, Path]) -> None:
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(models["untied"], dtype=torch.float32)
+    found = reported(results, "ppo one rank").before
+    for step, rows in ((k, r) for k in range(STEPS) for r in enumerate(batch(k))):
+        index, row = rows
+        expected = np.zeros(len(row.token_ids), np.float32)
+        for start, stop in zip(row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True):
+            ids = torch.from_numpy(row.token_ids[start:stop].astype(np.int64))[None]
+            with torch.no_grad():
+                values = model(input_ids=ids).last_hidden_state[0] @ head_weight()[0] + 0.3
+            expected[start + 1 : stop] = values[:-1].numpy()
+        expected[row.loss_weight == 0] = 0
+        np.testing.assert_allclose(found[step][index], expected, atol=2e-5)
+
+
+def test_a_gradient_that_is_summed_twice_would_show(results: Results) -> None:
+    single, faulty = reported(results, "ppo one rank"), reported(results, "value gradient summed twice")
+    assert close(faulty.before, single.before)
+    assert not close(faulty.after, single.after, 1e-3)
+    key = "train/critic_grad_norm"
+    assert faulty.metrics[0][key] != pytest.approx(single.metrics[0][key], rel=1e-2)
+
+
+def test_the_value_loss_falls(results: Results) -> None:
+    first, second = reported(results, "ppo one rank").metrics
+    assert second["train/value_loss"] < first["train/value_loss"]
+
+
+def test_a_fresh_head_expects_nothing(results: Results) -> None:
+    for name in ("one rank", *LAYOUTS):
+        found = [value for rank in results[f"fresh {name}"] for value in rank]
+        assert found
+        assert set(found) == {0.0}
+
+
+def test_the_actor_rests_while_the_critic_warms_up(results: Results) -> None:
+    ranks = results["critic's warm-up"]
+    assert all(rank["actor unchanged"] and rank["version"] == 1 for rank in ranks)
+    metrics = {name: value for rank in ranks for name, value in rank["metrics"].items()}
+    assert metrics["train/value_loss"] > 0
+    assert "train/grad_norm" not in metrics
+
+
+def test_a_critic_is_saved_resumed_and_started_from(results: Results) -> None:
+    (found,) = results["critic resumes"]
+    assert close(found["found"], found["expected"], 0.0)
+    assert close(found["loaded"], found["expected"], 0.0)
+    assert found["version"] == 2
+    assert found["report"]["train/value_loss"] > 0
+
+
+@pytest.mark.parametrize("name", ["actor as critic.load", "actor resumed as critic"])
+def test_an_actors_checkpoint_has_no_value_head(name: str, results: Results) -> None:
+    (found,) = results["critic resumes"]
+    assert found[name].startswith("CheckpointError: ")
+    assert "iter_0000001: holds no value head" in found[name]
+    assert "critic.load" in found[name]
+
+
+@pytest.mark.parametrize("kind", ["teacher's ranks", "teacher swapped"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_distillation_is_the_same_run_in_every_layout(kind: str, name: str, results: Results) -> None:
+    single, found = reported(results, "teacher's ranks one rank"), reported(results, f"{kind} {name}")
+    for mine, one in zip(found.metrics, single.metrics, strict=True):
+        compare(mine, one)
+    first, second = single.metrics
+    assert first["train/teacher_kl"] == pytest.approx(0, abs=1e-6)  # the student starts as a copy
+    assert abs(second["train/teacher_kl"]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["one rank", *LAYOUTS])
+def test_a_teacher_of_another_family_scores_as_transformers(
+    name: str, results: Results, models: dict[str, Path]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
+    found = results[f"other shape {name}"][0]
+    for k in range(STEPS):
+        for row, column in zip(batch(k), found[k], strict=True):
+            expected = np.zeros(len(row.token_ids), np.float32)
+            for start, stop in zip(row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True):
+                ids = torch.from_numpy(row.token_ids[start:stop].astype(np.int64))[None]
+                with torch.no_grad():
+                    table = torch.log_softmax(model(input_ids=ids).logits[0, :-1] / TEMPERATURE, -1)
+                expected[start + 1 : stop] = table.gather(1, ids[0, 1:, None])[:, 0].numpy()
+            expected[row.loss_weight == 0] = 0
+            np.testing.assert_allclose(column, expected, atol=2e-5)
