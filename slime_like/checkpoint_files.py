@@ -71,6 +71,17 @@ def latest_iteration(folder: Path) -> int:
     return int(text)
 
 
+def megatron_folder(folder: Path) -> Path | None:
+    """The folder with megatron's files that ``folder`` means: itself, or the one its latest file names; None: neither."""
+    if (folder / "metadata.json").is_file():
+        return folder
+    if not (folder / LATEST).is_file():
+        return None
+    text = (folder / LATEST).read_text(encoding="utf-8").strip()
+    found = iteration_folder(folder, int(text)) if text.isdigit() else folder / text  # "release": converted weights
+    return found if (found / "metadata.json").is_file() else None
+
+
 def name_latest(folder: Path, iteration: int) -> None:
     """Make ``iteration``, which is whole, the one that a run resumes from."""
     write_text(folder / LATEST, str(iteration))
@@ -156,7 +167,7 @@ def _not_ours(folder: Path) -> str:
     if (folder / "metadata.json").is_file():
         return (
             f"{folder}: a Megatron checkpoint of another trainer (no {MANIFEST}), which cannot be resumed; "
-            "start from the model in HF format with model.hf_checkpoint"
+            "start from its weights with model.megatron_checkpoint"
         )
     return f"{folder}: incomplete (no {MANIFEST}); {_fix(folder)}"
 

@@ -184,7 +184,7 @@ def _actor(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, no
         cfg.model,
         dtype=dtype,
         family=cfg.model.family if model is None else family_of(cfg, model),
-        ref_checkpoint=cfg.model.ref_checkpoint or cfg.model.hf_checkpoint,
+        ref_checkpoint=cfg.model.ref_checkpoint or cfg.model.megatron_checkpoint or cfg.model.hf_checkpoint,
     )
     if cfg.model.family == "auto":
         reason = "made by run.prepare" if model is None else f"model_type of {model.folder}"

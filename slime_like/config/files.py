@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from slime_like.checkpoint_files import LATEST, megatron_folder
 from slime_like.config import names
 from slime_like.config.algo import SftConfig
 from slime_like.config.hf import HfConfig, check_rope, check_tokenizer, check_weights, read_hf_config
@@ -27,6 +28,7 @@ def check_files(cfg: TrainConfig) -> None:
     _context(cfg, model)
     check_weights(key, folder)
     check_tokenizer(key, folder, chat_template=cfg.data.apply_chat_template)
+    _megatron(cfg)
     _reference(cfg, model)
     check_role_files(cfg, model)
     if cfg.run.replay_from is not None and not Path(cfg.run.replay_from).is_dir():
@@ -95,10 +97,19 @@ def _context(cfg: TrainConfig, model: HfConfig) -> None:
             )
 
 
+def _megatron(cfg: TrainConfig) -> None:
+    path = cfg.model.megatron_checkpoint
+    if path is not None and megatron_folder(Path(path)) is None:
+        raise CheckpointError(
+            f"model.megatron_checkpoint={path!r} is no torch_dist checkpoint (no metadata.json there, nor in the folder "
+            f"that {LATEST} names): give an iter_* folder, or the one above it"
+        )
+
+
 def _reference(cfg: TrainConfig, model: HfConfig) -> None:
     """The reference runs by swapping weights on the actor's ranks, so its shape is the actor's."""
     folder = cfg.model.ref_checkpoint
-    if folder is None or isinstance(cfg.algo, SftConfig):
+    if folder is None or isinstance(cfg.algo, SftConfig) or megatron_folder(Path(folder)) is not None:
         return
     reference = read_hf_config("model.ref_checkpoint", folder)
     check_weights("model.ref_checkpoint", folder)

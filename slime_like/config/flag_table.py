@@ -196,7 +196,7 @@ SWITCHES: dict[str, tuple[str, Value]] = {
 COMBINED: dict[str, tuple[str, ...]] = {
     "--advantage-estimator": ("algo",),
     "--rollout-num-gpus": ("rollout.num_engines", "placement.mode"),
-    "--load": ("run.resume",),
+    "--load": ("run.resume", "model.megatron_checkpoint"),
     "--use-kl-loss": ("algo.kl_loss_coef",),
     "--kl-loss-coef": ("algo.kl_loss_coef",),
     "--kl-coef": ("algo.kl_coef",),

@@ -6,8 +6,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, cast
 
+from slime_like.checkpoint_files import MANIFEST, megatron_folder
 from slime_like.config import foreign
 from slime_like.config.flag_table import (
     ALWAYS,
@@ -243,8 +245,7 @@ def _combine(seen: Mapping[str, list[str]]) -> Iterator[str]:
     # slime replaces what its filter drops for as long as it takes.
     yield from (["rollout.max_refills=100"] if "--dynamic-sampling-filter-path" in seen else [])
     if (path := _one(seen, "--load")) is not None:
-        # slime resumes by --load and --save naming one folder; run.resume=auto looks in run.dir.
-        yield f"run.resume={render('auto' if path == _one(seen, '--save') else path)}"
+        yield _load(path, _one(seen, "--save"))
     if (text := _one(seen, "--kl-loss-coef")) is not None:
         if number("--kl-loss-coef", text) > 0 and "--use-kl-loss" not in seen:
             raise ConfigError(
@@ -274,6 +275,17 @@ def _distillation(seen: Mapping[str, list[str]], estimator: str) -> Iterator[str
         )
     yield "algo=distill"
     yield f"algo.group_advantage={estimator}"
+
+
+def _load(path: str, save: str | None) -> str:
+    """slime resumes by --load and --save naming one folder; run.resume=auto looks in run.dir.
+
+    Weights without a trainer's state, as slime's converters write them, are where a run starts.
+    """
+    source = megatron_folder(Path(path))
+    if source is not None and not (source / MANIFEST).is_file():
+        return f"model.megatron_checkpoint={render(path)}"
+    return f"run.resume={render('auto' if path == save else path)}"
 
 
 def _one(seen: Mapping[str, list[str]], flag: str) -> str | None:

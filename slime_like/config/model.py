@@ -13,7 +13,12 @@ class ModelConfig(Config):
     """The policy and its reference."""
 
     hf_checkpoint: str = key(MISSING, "Folder with the HF config, tokenizer and safetensors the run starts from.")
-    ref_checkpoint: str | None = key(None, "HF folder of the reference policy; null: hf_checkpoint.")
+    megatron_checkpoint: str | None = key(
+        None, "Megatron torch_dist folder with the weights to start from instead of hf_checkpoint's (slime: --load)."
+    )
+    ref_checkpoint: str | None = key(
+        None, "HF or Megatron torch_dist folder of the reference policy; null: what the policy starts from."
+    )
     family: str = key("auto", "Weight-name family; auto: by the HF config's model_type.")
     dtype: str = key(
         "auto", "Compute dtype; auto: bfloat16 on GPU, float32 on CPU.", choices=("auto", "float32", "bfloat16")

@@ -137,7 +137,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest garbled": (lambda d: manifest(d).write_text("{"), r"checkpoint\.json: garbled"),
     "manifest of something else": (lambda d: manifest(d).write_text("[1]"), r"checkpoint\.json: garbled"),
     "another format": (change_format, r"checkpoint\.json: format 99, this version reads 1"),
-    "another trainer's": (lambda d: manifest(d).unlink(), r"another trainer .* model\.hf_checkpoint"),
+    "another trainer's": (lambda d: manifest(d).unlink(), r"another trainer .* model\.megatron_checkpoint"),
     "folder lost": (rename_away, r"iter_0000004: missing, though .* names it"),
     "another model": (change_model, r"num_hidden_layers is 4 there and 6 in model\.hf_checkpoint"),
     "rollout side lost": (

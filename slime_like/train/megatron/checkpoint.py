@@ -150,7 +150,7 @@ def begin(parts: Parts, folder: Path, iteration: int, version: int) -> PendingSa
         min_lr=float(group["min_lr"]),
         distributed_optimizer=parts.place.layout.distributed_optimizer,
         layout=_layout(parts.place),
-        model=_fingerprint(parts),
+        model=_fingerprint(parts.family, parts.model.head),
     )
     try:
         request = dist_checkpointing.save(
@@ -272,13 +272,7 @@ def _content() -> dict[str, Any]:
 def _check(manifest: Manifest, parts: Parts, source: Path) -> None:
     if parts.model.head == "value":
         check_value_head(source, manifest)
-    wanted, found = _fingerprint(parts), manifest.model
-    for key in wanted:
-        if wanted[key] != found.get(key):
-            raise CheckpointError(
-                f"{source}: of another model: {key} is {found.get(key)} there and {wanted[key]} in "
-                "model.hf_checkpoint; give the checkpoint the model it was trained from"
-            )
+    check_model(manifest, parts.family, parts.model.head, source)
     mine = parts.place.layout.distributed_optimizer
     if manifest.distributed_optimizer != mine:
         raise CheckpointError(
@@ -287,14 +281,24 @@ def _check(manifest: Manifest, parts: Parts, source: Path) -> None:
         )
 
 
-def _fingerprint(parts: Parts) -> dict[str, Scalar]:
-    family = parts.family
+def check_model(manifest: Manifest, family: Family, head: str, source: Path) -> None:
+    """Raise ``CheckpointError`` unless the checkpoint is of the family's model with this head."""
+    wanted, found = _fingerprint(family, head), manifest.model
+    for key in wanted:
+        if wanted[key] != found.get(key):
+            raise CheckpointError(
+                f"{source}: of another model: {key} is {found.get(key)} there and {wanted[key]} in "
+                "model.hf_checkpoint; give the checkpoint the model it was trained from"
+            )
+
+
+def _fingerprint(family: Family, head: str) -> dict[str, Scalar]:
     hf = family.hf
     keys = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     more = ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
     return {
         **{key: getattr(hf, key, None) for key in (*keys, *more)},
-        "head": parts.model.head,
+        "head": head,
         "padded_vocabulary": family.padded_vocabulary,  # depends on parallel.tp where 128 is not a multiple of it
     }
 

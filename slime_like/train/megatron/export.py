@@ -88,7 +88,7 @@ class HFExport:
         return tuple(t.contiguous() for t in weight.merge(shards))
 
 
-def write_hf(export: HFExport, source: HFFolder, folder: Path, place: Place) -> None:
+def write_hf(export: HFExport, source: HFFolder, folder: Path, place: Place, max_bytes: int = FILE_BYTES) -> None:
     """Write an HF folder that transformers and SGLang load: safetensors, config.json and the source's other files.
 
     Every pipeline stage writes its own files into a temporary folder next to ``folder``, which then takes its place.
@@ -103,7 +103,7 @@ def write_hf(export: HFExport, source: HFFolder, folder: Path, place: Place) -> 
     on_rank_zero(prepare)
     written: dict[str, str] = {}
     total = 0
-    for i, bucket in enumerate(export.buckets(FILE_BYTES)):
+    for i, bucket in enumerate(export.buckets(max_bytes)):
         if bucket.tensors:
             file = f"model-stage{place.pp_rank}-{i:05d}.safetensors"
             tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors}

@@ -21,7 +21,7 @@ from slime_like.errors import DataError
 from slime_like.interfaces import Diagnostics, LossFn, TokenAdvantage, TokenView, ValueTargets
 from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.registry import resolve
-from slime_like.train.megatron import checkpoint, determinism, host, optim
+from slime_like.train.megatron import checkpoint, determinism, host, initial, optim
 from slime_like.train.megatron.columns import fill, nested
 from slime_like.train.megatron.export import HFExport, write_hf
 from slime_like.train.megatron.forward import Micro, Scoring, make_micro, score_micros, to_device
@@ -58,11 +58,19 @@ class RankModel:
         if spec.deterministic:
             determinism.require(place.device, self.table.values())
         self.model = kind(transformer_config(spec, self.family), self.family, place).to(place.device)
-        load_hf(self.model, self.table, self.folder, place)
+        self._start()
         self.wrapped = optim.wrap(spec, self.model)
         self.optimizer = optim.make_optimizer(spec, self.wrapped)
         self.schedule = optim.make_schedule(spec, self.optimizer)
         host.verify()
+
+    def _start(self) -> None:
+        """The weights that the run starts from."""
+        path = self.spec.model.megatron_checkpoint
+        if path is None or self.model.head != Policy.head:  # it is the policy's
+            load_hf(self.model, self.table, self.folder, self.place)
+        else:
+            initial.fill(self.model, "model.megatron_checkpoint", path, self.table, self.family, self.place)
 
     def micro(self, rows: Rows) -> Micro:
         """Lay out one micro-batch. Raises ``DataError`` on a token that the model does not have."""
@@ -247,11 +255,11 @@ class RankTrainer(RankModel):
         """This rank's shards of another checkpoint of the same shape (None: the policy's own), on the host."""
         if not needed:
             return None
-        if folder in (None, self.spec.model.hf_checkpoint):
+        if folder in (None, self.spec.model.megatron_checkpoint or self.spec.model.hf_checkpoint):
             return self._host_copy()
-        load_hf(self.model, self.table, HFFolder(folder, key), self.place)
+        initial.fill(self.model, key, folder, self.table, self.family, self.place)
         other = self._host_copy()
-        load_hf(self.model, self.table, self.folder, self.place)
+        self._start()
         return other
 
     def _host_copy(self) -> dict[str, Tensor]:

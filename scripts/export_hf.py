@@ -1,0 +1,60 @@
+"""Write a checkpoint of a run as a model in HF format. Starts neither Ray nor an engine; training may be going on.
+
+python scripts/export_hf.py runs/my_run --output models/mine                    # the newest checkpoint
+python scripts/export_hf.py runs/my_run/checkpoints/iter_0000040 --output models/mine --dtype bfloat16
+python scripts/export_hf.py /models/Qwen3-4B_torch_dist --hf-checkpoint /models/Qwen3-4B --output models/mine
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime_like.checkpoint_files import megatron_folder
+from slime_like.config.load import from_yaml
+from slime_like.errors import CheckpointError, SlimeLikeError
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0, or 1 with one message."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="a run's folder, its checkpoints folder, or one iteration of it")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write; replaced if it is an export")
+    parser.add_argument("--hf-checkpoint", help="config and tokenizer; default: that of the run's config.yaml")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--max-shard-gb", type=float, default=4.0, help="size of one safetensors file")
+    args = parser.parse_args(argv)
+    try:
+        source = find(args.checkpoint)
+        hf = args.hf_checkpoint or model_of(source)
+        from slime_like.train.megatron.convert import export_checkpoint
+
+        export_checkpoint(source, hf, args.output, dtype=args.dtype, max_bytes=int(args.max_shard_gb * 2**30))
+    except SlimeLikeError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    sys.stdout.write(f"{source} -> {args.output}\n")
+    return 0
+
+
+def find(path: Path) -> Path:
+    """The iteration folder that ``path`` means."""
+    for folder in (path / "checkpoints", path):
+        if (found := megatron_folder(folder)) is not None:
+            return found
+    raise CheckpointError(f"{path}: no checkpoint there (a run's folder, its checkpoints folder, or an iter_* folder)")
+
+
+def model_of(source: Path) -> str:
+    """``model.hf_checkpoint`` of the run that ``source`` belongs to."""
+    config = source.parents[1] / "config.yaml"
+    if not config.is_file():
+        raise CheckpointError(f"{config}: missing, so the model is unknown: give its folder with --hf-checkpoint")
+    return from_yaml(config.read_text()).model.hf_checkpoint
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,58 @@
+"""A checkpoint of a run as a model in HF format, on the host and in one process: no Ray, no engine, no optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime_like.checkpoint_files import MANIFEST, read_manifest
+from slime_like.config.algo import SftConfig
+from slime_like.config.model import ModelConfig, OptimConfig
+from slime_like.config.resolved import ActorSpec, Layout
+from slime_like.ports import free_port
+from slime_like.train.megatron import groups, host
+
+LOOPBACK = "127.0.0.1"
+
+
+def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes: int) -> None:
+    """Write the weights of the iteration folder ``source`` to ``out``, with config and tokenizer of the HF folder ``hf``.
+
+    ``dtype`` is float32 or bfloat16; files are at most ``max_bytes`` (or one tensor) large. ``out`` is complete or absent.
+    Raises ``CheckpointError`` where the checkpoint is torn or of another model than ``hf``.
+    """
+    spec = _spec(hf, dtype)
+    host.install(spec.device)
+    device = groups.join_world(spec, 0, 1, (LOOPBACK, free_port(LOOPBACK)), 0)
+    place = groups.make_groups(spec, device)
+
+    from slime_like.train.megatron.checkpoint import check_model
+    from slime_like.train.megatron.export import HFExport, write_hf
+    from slime_like.train.megatron.hf import HFFolder
+    from slime_like.train.megatron.initial import load_megatron
+    from slime_like.train.megatron.model import Policy
+    from slime_like.train.megatron.transformer_config import choose_family, transformer_config
+
+    folder = HFFolder(hf)
+    family = choose_family(spec, Policy.adapt(folder.config()))
+    if (source / MANIFEST).is_file():
+        check_model(read_manifest(source), family, Policy.head, source)
+    model = Policy(transformer_config(spec, family), family, place)
+    load_megatron(model, source, "checkpoint", family)
+    write_hf(HFExport(model, family, place), folder, out, place, max_bytes)
+
+
+def _spec(hf: str, dtype: str) -> ActorSpec:
+    return ActorSpec(
+        model=ModelConfig(hf_checkpoint=hf),
+        optim=OptimConfig(),
+        algo=SftConfig(),
+        layout=Layout(),
+        device="cpu",
+        dtype=dtype,
+        temperature=1.0,
+        num_steps=1,
+        steps_per_rollout=1,
+        max_tokens_per_rank=1,
+        seed=0,
+        deadline_s=600.0,
+    )

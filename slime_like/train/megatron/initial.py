@@ -1,0 +1,114 @@
+"""Weights a run starts from, out of a Megatron ``torch_dist`` folder: this trainer's own, or one that GPTModel wrote.
+
+GPTModel stores a decoder block under one number and, where all blocks are alike, all blocks of a parameter in one tensor
+of shape [L, ...]; its final norm has another name, and TransformerEngine's fused linears hold the norm before them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
+    gpt_compatible_layer_maps,
+    retarget_sharded_state_dict_to_gpt_checkpoint,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from torch.distributed.checkpoint import CheckpointException
+
+from slime_like.checkpoint_files import MANIFEST, megatron_folder
+from slime_like.errors import CheckpointError
+from slime_like.train.megatron.families.base import Family, Weight
+from slime_like.train.megatron.groups import Place
+from slime_like.train.megatron.hf import HFFolder
+from slime_like.train.megatron.model import Policy, load_hf
+
+# Where TransformerEngine's layers keep the norms: in the linear that follows.
+FUSED_NORMS = {
+    "decoder.layers.input_layernorm.weight": "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+    "decoder.layers.pre_mlp_layernorm.weight": "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+}
+MODEL = ("decoder.", "embedding.", "output_layer.")
+UNREADABLE = (
+    CheckpointException,
+    CheckpointingException,
+    pickle.UnpicklingError,
+    OSError,
+    EOFError,
+    KeyError,
+    ValueError,
+)
+
+
+def fill(model: Policy, key: str, folder: str, table: dict[str, Weight], family: Family, place: Place) -> None:
+    """Fill this rank's parameters from ``folder``, the value of ``key``: HF format or Megatron's. Collective.
+
+    Raises ``CheckpointError`` naming key and tensor where the folder is torn or of another model.
+    """
+    source = megatron_folder(Path(folder))
+    if source is None:
+        load_hf(model, table, HFFolder(folder, key), place)
+    else:
+        load_megatron(model, source, key, family)
+
+
+def load_megatron(model: Policy, source: Path, key: str, family: Family) -> None:
+    """Fill this rank's parameters from the iteration folder ``source``. Optimizer state that it holds is not read."""
+    state: dict[str, Any] = model.sharded_state_dict(metadata={"singleton_local_shards": False})
+    try:
+        stored = dist_checkpointing.load_tensors_metadata(str(source))
+        if not (source / MANIFEST).is_file():
+            retarget_sharded_state_dict_to_gpt_checkpoint(state, gpt_compatible_layer_maps("".join(family.blocks())))
+            for entry in state.values():
+                if isinstance(entry, ShardedBase) and entry.key not in stored:
+                    entry.key = FUSED_NORMS.get(entry.key, entry.key)
+        state = {
+            name: entry for name, entry in state.items() if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
+        }
+        _check(state, stored, source, key)
+        _check_unread(state, stored, source, key)
+        loaded: Any = dist_checkpointing.load(state, str(source))
+    except UNREADABLE as error:  # CheckpointException is a BaseException
+        text = str(error).strip().splitlines() or [""]
+        raise CheckpointError(f"{key}: {source} is torn or no torch_dist checkpoint ({text[0][:200]})") from error
+    model.load_state_dict(loaded, strict=False)  # megatron's own states of layers, which hold no tensor, were left out
+
+
+def _check(state: dict[str, Any], stored: dict[str, Any], source: Path, key: str) -> None:
+    for entry in state.values():
+        if entry.key not in stored:
+            raise CheckpointError(
+                f"{key}: {source} has no tensor {entry.key!r}: it is of another model than model.hf_checkpoint, or "
+                f"written by other layers; it holds {len(stored)} tensors such as {sorted(stored)[0]!r}"
+            )
+        parts = [entry] if isinstance(entry, ShardedTensor) else _tensors(entry.build())
+        for part in parts:
+            wanted, found = tuple(part.global_shape), tuple(stored[part.key].global_shape)
+            if part.allow_shape_mismatch:  # the vocabulary, padded in one way or another
+                wanted, found = wanted[1:], found[1:]
+            if wanted != found:
+                raise CheckpointError(
+                    f"{key}: {source}: {part.key} has shape {found} there and {wanted} by model.hf_checkpoint's "
+                    "config.json: give the checkpoint the model it was made from"
+                )
+
+
+def _check_unread(state: dict[str, Any], stored: dict[str, Any], source: Path, key: str) -> None:
+    """Weights that the model has no place for mean another model: what is left would load, and be wrong."""
+    wanted = {entry.key for entry in state.values()}
+    unread = sorted(k for k in stored if k not in wanted and k.startswith(MODEL) and k.endswith(("weight", "bias")))
+    if unread:
+        raise CheckpointError(
+            f"{key}: {source} holds {unread[0]!r}, for which the model of model.hf_checkpoint has no place "
+            f"({len(unread)} such tensors): give the checkpoint the model it was made from"
+        )
+
+
+def _tensors(built: Any) -> list[ShardedTensor]:
+    if isinstance(built, ShardedTensor):
+        return [built]
+    values = built.values() if isinstance(built, dict) else built
+    return [tensor for value in values for tensor in _tensors(value)]

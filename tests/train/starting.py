@@ -1,0 +1,140 @@
+"""What ranks do for test_starting: weights out of Megatron folders, and out of the trainer without a run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime_like.config.algo import GrpoConfig, SftConfig
+from slime_like.config.resolved import Layout
+from slime_like.errors import SlimeLikeError
+from tests.train.jobs import Shared, make_actor
+from tests.train.lifecycle import batch, digest, train
+from tests.train.ranks import World
+
+PADDED = 384  # another multiple than our own 256
+
+
+def write_gpt(world: World, shared: Shared, fused_names: bool) -> dict[str, Any]:
+    """Save a random GPTModel of megatron's own layers, and what it says: logits F32 [S, V] of some ids.
+
+    ``fused_names`` gives its norms the keys that TransformerEngine's fused linears have.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from slime_like.train.megatron.initial import FUSED_NORMS
+
+    actor = make_actor(world, shared.models["untied"], Layout(), algo=SftConfig())
+    config = _gpt_config(actor)
+    torch.manual_seed(7)
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    model = GPTModel(config, spec, PADDED, 512, position_embedding_type="rope", rotary_base=10_000)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.add_(0.1 * noise) if "norm" in name else parameter.copy_(0.1 * noise)
+    state: dict[str, Any] = model.sharded_state_dict(metadata={"singleton_local_shards": False})
+    keys = {entry.key for entry in state.values()}
+    if fused_names:
+        for entry in state.values():
+            entry.key = FUSED_NORMS.get(entry.key, entry.key)
+    folder = shared.scratch / "release"
+    folder.mkdir(parents=True)
+    dist_checkpointing.save({"model": state, "iteration": 3}, str(folder))
+    (shared.scratch / "latest_checkpointed_iteration.txt").write_text("release")
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        logits = model(ids, torch.arange(20)[None], None)[0, :, :250]
+    return {"keys": sorted(keys), "logprobs": _next_logprobs(logits, ids), "ids": ids[0].numpy()}
+
+
+def _gpt_config(actor: Any) -> Any:
+    import dataclasses
+
+    stock = actor.trainer.model.config
+    layers = actor.trainer.family.hf.num_hidden_layers
+    return dataclasses.replace(stock, num_layers=layers, is_hybrid_model=False, normalization="RMSNorm")
+
+
+def _next_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> Any:
+    """[S] of each token but the first, at the tests' temperature."""
+    log_p = torch.log_softmax(logits / 0.7, -1)
+    return log_p[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+
+
+def start_from(world: World, shared: Shared, folder: str, layout: Layout) -> dict[str, Any]:
+    """A trainer that starts from ``folder``: its scores of the same ids, its first steps, and its reference."""
+    import dataclasses
+
+    import numpy as np
+
+    path = str(shared.scratch.with_name(folder))
+    model = {"megatron_checkpoint": path}
+    actor = make_actor(world, shared.models["untied"], layout, model=model, algo=GrpoConfig(kl_loss_coef=0.1))
+    ids = np.arange(3, 23, dtype=np.int32)
+    rows = dataclasses.replace(
+        batch(1)[1],
+        **{
+            name: np.zeros(20, dtype)
+            for name, dtype in (("loss_weight", np.float32), ("rollout_logprobs", np.float32), ("versions", np.int32))
+        },
+        token_ids=ids,
+        cu_seqlens=np.array([0, 20], dtype=np.int32),
+    )
+    scores = actor.score(rows)
+    metrics = train(actor, layout, 1)
+    return {"scores": scores, "kl": metrics.get("train/kl_loss")}
+
+
+def own_weights(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:
+    """Another run's checkpoint as the start: its weights, a fresh optimizer."""
+    folder = shared.scratch.with_name(saved_by)
+    actor = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig())
+    actor.load(folder)
+    model = {"megatron_checkpoint": str(folder)}
+    fresh = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig(), model=model)
+    return {"same": digest(fresh) == digest(actor), "steps": fresh.trainer.schedule.num_steps, "version": fresh.version}
+
+
+def bad_starts(world: World, shared: Shared, gpt: str) -> dict[str, str]:
+    """What a trainer says to a folder of another model, one cut short and one that is none."""
+    source = shared.scratch.with_name(gpt)
+    cut = shared.scratch / "cut"
+    shutil.copytree(source, cut)
+    for shard in cut.rglob("*.distcp"):
+        shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 3])
+    garbled = shared.scratch / "garbled"
+    shutil.copytree(source, garbled)
+    (garbled / "release" / ".metadata").write_bytes(b"nonsense")
+    out: dict[str, str] = {}
+    cases = {"other family": ("llama", source), "cut": ("untied", cut), "garbled": ("untied", garbled)}
+    for name, (kind, folder) in cases.items():
+        try:
+            make_actor(world, shared.models[kind], Layout(), model={"megatron_checkpoint": str(folder)})
+        except SlimeLikeError as error:
+            out[name] = f"{type(error).__name__}: {error}"
+    return out
+
+
+def export_checkpoint(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:
+    """The export script's work in a process group of one: float32 and bfloat16, in several files."""
+    from slime_like.checkpoint_files import megatron_folder
+    from slime_like.train.megatron.convert import export_checkpoint as export
+
+    assert dist.get_world_size() == 1
+    source = megatron_folder(shared.scratch.with_name(saved_by))
+    assert source is not None
+    hf = str(shared.models["tied"])
+    out: dict[str, Path] = {}
+    for dtype in ("float32", "bfloat16"):
+        out[dtype] = shared.scratch / dtype
+        export(source, hf, out[dtype], dtype=dtype, max_bytes=100_000)
+    actor = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig())
+    actor.load(shared.scratch.with_name(saved_by))
+    return {"folders": out, "scores": actor.score(batch(1)[1]), "rows": batch(1)[1]}

@@ -1,0 +1,82 @@
+"""Megatron folders that other trainers wrote are read as weights to start from; checkpoints leave as HF folders."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.config.resolved import Layout
+from tests.train.jobs import SP, Job, Results
+
+pytestmark = pytest.mark.ranks
+
+TARGETS = {"tp2": Layout(**SP), "pp2": Layout(pp=2)}
+JOBS = {
+    1: [
+        Job("gpt", "tests.train.starting:write_gpt", (False,)),
+        Job("gpt fused", "tests.train.starting:write_gpt", (True,)),
+        Job("start from gpt", "tests.train.starting:start_from", ("gpt", Layout())),
+        Job("start from gpt fused", "tests.train.starting:start_from", ("gpt_fused", Layout())),
+        Job("a run", "tests.train.lifecycle:save_then_continue", (Layout(),)),
+        Job("own weights", "tests.train.starting:own_weights", ("a_run",)),
+        Job("bad starts", "tests.train.starting:bad_starts", ("gpt",)),
+        Job("export checkpoint", "tests.train.starting:export_checkpoint", ("a_run",)),
+    ],
+    2: [
+        Job(f"start from gpt, {name}", "tests.train.starting:start_from", ("gpt", layout))
+        for name, layout in TARGETS.items()
+    ],
+}
+
+
+def test_gpt_model_stacks_its_layers(results: Results) -> None:
+    """What the reader is for: this is the layout of keys that megatron's trainers write."""
+    (written,) = results["gpt"]
+    assert "decoder.layers.self_attention.linear_qkv.weight" in written["keys"]
+    assert "decoder.final_layernorm.weight" in written["keys"]
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt fused", *(f"gpt, {name}" for name in TARGETS)])
+def test_a_gpt_checkpoint_says_the_same_here(name: str, results: Results) -> None:
+    (written,) = results[name.split(",")[0]]
+    (started,) = [r for r in results[f"start from {name}"] if r["scores"] is not None]
+    np.testing.assert_allclose(started["scores"][1:], written["logprobs"], atol=1e-5, rtol=0)
+    assert np.ptp(written["logprobs"]) > 0.1
+    assert started["kl"] == 0  # the reference is where the policy started
+
+
+def test_weights_of_another_run_without_its_optimizer(results: Results) -> None:
+    (own,) = results["own weights"]
+    assert own == {"same": True, "steps": 0, "version": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("other family", "q_layernorm.weight', for which the model of model.hf_checkpoint has no place"),
+        ("cut", "is torn or no torch_dist checkpoint"),
+        ("garbled", "is torn or no torch_dist checkpoint"),
+    ],
+)
+def test_a_bad_start_names_key_and_folder(name: str, says: str, results: Results) -> None:
+    (bad,) = results["bad starts"]
+    assert bad[name].startswith("CheckpointError: model.megatron_checkpoint: ")
+    assert says in bad[name]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1)])
+def test_an_exported_checkpoint_loads_in_transformers(dtype: str, tolerance: float, results: Results) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (exported,) = results["export checkpoint"]
+    folder, rows = exported["folders"][dtype], exported["rows"]
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert (folder / "model.safetensors.index.json").is_file()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert str(model.dtype) == f"torch.{dtype}"
+    ids = torch.from_numpy(rows.token_ids.astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model.float()(input_ids=ids).logits[0, :-1]
+    expected = torch.log_softmax(logits / 0.7, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+    np.testing.assert_allclose(exported["scores"][1:], expected, atol=tolerance, rtol=0)
