@@ -54,7 +54,7 @@ def test_weights_of_another_run_without_its_optimizer(results: Results) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("other family", "q_layernorm.weight', for which the model of model.hf_checkpoint has no place"),
+        ("other family", "k_layernorm.weight', for which the model of model.hf_checkpoint has no place"),
         ("cut", "is torn or no torch_dist checkpoint"),
         ("garbled", "is torn or no torch_dist checkpoint"),
     ],

@@ -10,6 +10,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
@@ -98,7 +99,9 @@ def _check(state: dict[str, Any], stored: dict[str, Any], source: Path, key: str
 
 def _check_unread(state: dict[str, Any], stored: dict[str, Any], source: Path, key: str) -> None:
     """Weights that the model has no place for mean another model: what is left would load, and be wrong."""
-    wanted = {entry.key for entry in state.values()}
+    stages: list[set[str]] = [set() for _ in range(dist.get_world_size())]  # each asks for its own layers
+    dist.all_gather_object(stages, {entry.key for entry in state.values()})
+    wanted: set[str] = set().union(*stages)
     unread = sorted(k for k in stored if k not in wanted and k.startswith(MODEL) and k.endswith(("weight", "bias")))
     if unread:
         raise CheckpointError(
