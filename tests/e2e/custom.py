@@ -25,12 +25,6 @@ def length(prompt: Prompt, sample: Sample) -> float:
     return float(len(sample.text))
 
 
-def broken(prompt: Prompt, sample: Sample) -> float:
-    """Not a number."""
-    del prompt, sample
-    return float("nan")
-
-
 def digits(prompt: Prompt, sample: Sample) -> float:
     """A score that the answers of a random model differ in, and that it can learn."""
     del prompt

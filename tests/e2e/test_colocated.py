@@ -106,11 +106,11 @@ def test_a_replay_trains_on_the_same_rollouts(run: Done, warm: Warm, tmp_path: P
         "run.mode=train_only",
         f"run.replay_from={run.run_dir / 'rollouts'}",
         f"run.dir={tmp_path / 'run'}",
-        "loop.num_rollout=2",
+        f"loop.num_rollout={FROZEN_AFTER}",
         log=tmp_path / "replay.log",
     )
     assert replay.code == 0, replay.output
-    first, again = metrics(run.run_dir)[1:3], metrics(tmp_path / "run")[-2:]
+    first, again = metrics(run.run_dir)[1:][:FROZEN_AFTER], metrics(tmp_path / "run")[-FROZEN_AFTER:]
     for name in ("rollout/raw_reward", "train/pg_loss", "train/grad_norm"):
         assert [row[name] for row in again] == pytest.approx([row[name] for row in first], rel=1e-5, abs=1e-7)
 
@@ -144,22 +144,6 @@ def test_rollout_only_with_parts_of_ones_own(warm: Warm, tmp_path: Path) -> None
         float(len(s.text)) for g in groups for s in g.samples
     }
     assert all(row["rollout/staleness_max"] == 0 for row in rows)
-
-
-def test_a_reward_that_is_no_number_ends_the_run(warm: Warm, tmp_path: Path) -> None:
-    done = train(
-        "+recipe=quickstart",
-        *warm.overrides,
-        *SMALL,
-        "evaluation.datasets={}",
-        "run.mode=rollout_only",
-        f"run.dir={tmp_path / 'run'}",
-        "reward.name=tests.e2e.custom:broken",
-        log=tmp_path / "nan.log",
-    )
-    assert done.code == 1
-    assert "RewardError: reward 'tests.e2e.custom:broken' returned nan" in done.output
-    assert "Traceback" not in done.output
 
 
 def test_a_push_that_never_happened_ends_the_run(warm: Warm, tmp_path: Path) -> None:
