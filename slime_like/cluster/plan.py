@@ -11,7 +11,8 @@ from slime_like.config.algo import SftConfig
 from slime_like.config.deterministic import check_bits
 from slime_like.config.files import family_of
 from slime_like.config.hf import HfConfig, check_weights, read_hf_config
-from slime_like.config.model import OptimConfig
+from slime_like.config.model import OptimConfig, ParallelConfig
+from slime_like.config.pipeline import segments
 from slime_like.config.resolved import ActorSpec, CriticSpec, EngineSpec, Layout, TeacherSpec, TransportSpec
 from slime_like.config.root import TrainConfig
 from slime_like.config.rules import batch_identity, samples_per_rollout, trainer_ranks
@@ -195,18 +196,7 @@ def _actor(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, no
         model=settled,
         optim=optim,
         algo=cfg.algo,
-        layout=Layout(
-            tp=p.tp,
-            pp=p.pp,
-            cp=p.cp,
-            dp=dp,
-            ep=p.ep,
-            sequence_parallel=p.sequence_parallel and p.tp > 1,
-            distributed_optimizer=p.distributed_optimizer,
-            overlap_grad_reduce=p.overlap_grad_reduce,
-            overlap_param_gather=p.overlap_param_gather,
-            bucket_size=p.bucket_size,
-        ),
+        layout=_layout(p, dp, model, notes),
         device=device,
         dtype=dtype,
         temperature=1.0 if isinstance(cfg.algo, SftConfig) else cfg.rollout.temperature,
@@ -250,6 +240,35 @@ def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, notes: _Notes) ->
         reason = "loop.steps_per_rollout is 1: the push reads all weights after every optimizer step"
         notes.add("parallel.overlap_param_gather", "no effect", reason)
     return optim
+
+
+def _layout(p: ParallelConfig, dp: int, model: HfConfig | None, notes: _Notes) -> Layout:
+    """The trainer's layout; the pipeline's segments are open while ``run.prepare`` has yet to make the model."""
+    split = segments(p, model.num_layers) if model is not None else ()
+    if len(set(split)) > 1 or len(split) > p.pp:
+        given = {
+            "vpp": p.vpp if p.vpp > 1 else None,
+            "layers_per_virtual_stage": p.layers_per_virtual_stage,
+            "first_stage_layers": p.first_stage_layers,
+            "last_stage_layers": p.last_stage_layers,
+            "pipeline_layout": p.pipeline_layout,
+        }
+        keys = ", ".join(f"parallel.{key} {value}" for key, value in given.items() if value is not None)
+        notes.add("layers per pipeline segment", " ".join(map(str, split)), keys or f"parallel.pp {p.pp} leaves a rest")
+    return Layout(
+        tp=p.tp,
+        pp=p.pp,
+        cp=p.cp,
+        dp=dp,
+        ep=p.ep,
+        sequence_parallel=p.sequence_parallel and p.tp > 1,
+        distributed_optimizer=p.distributed_optimizer,
+        overlap_grad_reduce=p.overlap_grad_reduce,
+        overlap_param_gather=p.overlap_param_gather,
+        bucket_size=p.bucket_size,
+        vpp=len(split) // p.pp if split else p.vpp,
+        segments=split,
+    )
 
 
 def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[EngineSpec, ...]:

@@ -83,10 +83,11 @@ def _rank(actor: ActorSpec, folder: str, layout: Layout, *, own_folder: bool) ->
 
 
 def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout) -> Layout:
-    """The actor's layout with the sizes that the role has of its own."""
+    """The actor's layout with the sizes that the role has of its own, and an even pipeline without virtual stages."""
     tp, pp = role.tp or actor.tp, role.pp or actor.pp
     cp, dp = role.cp or actor.cp, role.dp or actor.dp
-    return replace(actor, tp=tp, pp=pp, cp=cp, dp=dp, sequence_parallel=cfg.parallel.sequence_parallel and tp > 1)
+    sequence_parallel = cfg.parallel.sequence_parallel and tp > 1
+    return replace(actor, tp=tp, pp=pp, cp=cp, dp=dp, sequence_parallel=sequence_parallel, vpp=1, segments=())
 
 
 def role_devices(

@@ -11,6 +11,7 @@ from slime_like.config.files import check_files
 from slime_like.config.flags import Command
 from slime_like.config.help import render_help
 from slime_like.config.load import load_config, show
+from slime_like.config.resolved import Layout
 from slime_like.config.root import TrainConfig
 
 
@@ -49,7 +50,8 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
         detail = (
             f"tp {rollout.tp} each, context {plan.max_context_len}"
             if role.layout is None
-            else f"tp {role.layout.tp} * pp {role.layout.pp} * cp {role.layout.cp} * dp {role.layout.dp}"
+            else f"tp {role.layout.tp} * pp {role.layout.pp}{_virtual(role.layout)} * cp {role.layout.cp} * "
+            f"dp {role.layout.dp}"
         )
         yield f"  {role.name:<9}{len(role.devices)} x ({detail}){_devices(role)}"
     yield ""
@@ -66,6 +68,10 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     yield ""
     yield "resolved"
     yield from _table([(d.key, d.value, d.reason) for d in plan.decisions])
+
+
+def _virtual(layout: Layout) -> str:
+    return f" of {layout.vpp} virtual stages" if layout.vpp > 1 else ""
 
 
 def _devices(role: Role) -> str:

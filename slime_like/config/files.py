@@ -9,6 +9,7 @@ from slime_like.checkpoint_files import LATEST, megatron_folder
 from slime_like.config import names
 from slime_like.config.algo import SftConfig
 from slime_like.config.hf import HfConfig, check_rope, check_tokenizer, check_weights, read_hf_config
+from slime_like.config.pipeline import segments
 from slime_like.config.role_rules import check_role_files
 from slime_like.config.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, DataError
@@ -59,10 +60,7 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
     p = cfg.parallel
     _divides("parallel.tp", p.tp, model.num_heads, "attention heads", model)
     _divides("parallel.tp", p.tp, model.num_kv_heads, "key/value heads", model)
-    if p.pp > model.num_layers:
-        raise ConfigError(
-            f"parallel.pp={p.pp} is more than the {model.num_layers} layers of the model in {model.folder}: lower it"
-        )
+    segments(p, model.num_layers)
     _divides("rollout.tp", cfg.rollout.tp, model.num_heads, "attention heads", model)
     if model.num_kv_heads % cfg.rollout.tp and cfg.rollout.tp % model.num_kv_heads:
         raise ConfigError(

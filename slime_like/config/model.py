@@ -54,6 +54,13 @@ class ParallelConfig(Config):
 
     tp: int = key(1, "Tensor parallel size.")
     pp: int = key(1, "Pipeline parallel size.")
+    vpp: int = key(1, "Virtual pipeline stages per pipeline rank: the interleaved schedule.")
+    layers_per_virtual_stage: int | None = key(None, "Instead of vpp: decoder layers per virtual stage.")
+    first_stage_layers: int | None = key(None, "Decoder layers of the first pipeline rank; null: an even split.")
+    last_stage_layers: int | None = key(None, "Decoder layers of the last pipeline rank; null: an even split.")
+    pipeline_layout: str | None = key(
+        None, "Every pipeline segment, in Megatron's notation: Ett|ttt|ttL (t layer, E embedding, L output layer)."
+    )
     cp: int = key(1, "Context parallel size: ranks that share each sequence.")
     ep: int = key(1, "Expert parallel size.")
     sequence_parallel: bool = key(True, "Shard norms and residuals over tp as well (no effect with tp=1).")
@@ -73,6 +80,7 @@ class ParallelConfig(Config):
     def check(self, prefix: str) -> None:
         super().check(prefix)
         positive(prefix, self, "tp", "pp", "cp", "ep", "max_tokens_per_rank", "bucket_size")
+        positive(prefix, self, "vpp", "layers_per_virtual_stage", "first_stage_layers", "last_stage_layers")
 
 
 @dataclass(kw_only=True)

@@ -23,6 +23,8 @@ class Layout:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     bucket_size: int | None = None  # parameters, of overlap_grad_reduce
+    vpp: int = 1  # virtual pipeline stages per pipeline rank
+    segments: tuple[int, ...] = ()  # decoder blocks per pipeline segment, pp * vpp of them; (): an even split
 
     @property
     def world_size(self) -> int:

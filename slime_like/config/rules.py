@@ -6,6 +6,7 @@ from slime_like.config import foreign, names
 from slime_like.config.algo import SftConfig
 from slime_like.config.base import within
 from slime_like.config.known import ALGORITHMS
+from slime_like.config.pipeline import check_pipeline
 from slime_like.config.policy import AlgoConfig, PolicyConfig
 from slime_like.config.role_algo import DistillConfig
 from slime_like.config.role_rules import check_roles
@@ -28,6 +29,7 @@ def check_rules(cfg: TrainConfig) -> None:
     _lengths(cfg)
     _sampling(cfg)
     trainer_ranks(cfg)
+    check_pipeline(cfg.parallel)
     _placement(cfg)
     _schedule(cfg)
     _memory_and_overlap(cfg)

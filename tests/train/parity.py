@@ -145,7 +145,7 @@ def gradient_errors(trainer: Any, grads: dict[str, Tensor]) -> dict[str, float]:
 
 def _gather_gradients(wrapped: Any) -> None:
     """The distributed optimizer reduces only a shard of each bucket to a rank: put the shards together."""
-    for group in wrapped.bucket_groups:
+    for group in [group for chunk in wrapped for group in chunk.bucket_groups]:
         ranks = group.intra_distributed_optimizer_instance_group
         for bucket in group.buckets:
             mine = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()

@@ -54,7 +54,7 @@ def make_critic(world: World, folder: Path, layout: Layout, **changes: Any) -> A
     """A critic whose head is not zero, the same in every layout."""
     spec = make_spec(folder, layout, optim={"lr": 1e-3}, steps_per_rollout=STEPS)
     critic = make_role(world, replace(CriticSpec(spec, value_clip=0.2, load=None, warmup_rollouts=0), **changes))
-    head = getattr(critic.critic.model, "value_head", None)
+    head = getattr(critic.critic.model.last, "value_head", None)
     if head is not None and changes.get("load") is None:
         with torch.no_grad():
             head.weight.copy_(head_weight())

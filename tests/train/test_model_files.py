@@ -130,6 +130,10 @@ def test_a_layout_that_cannot_run_is_refused(layout: Layout, world: int, message
 
 
 def test_stages_get_whole_blocks() -> None:
-    assert pipeline_pattern(("*-",) * 5, 2) == "*-*-*-|*-*-"
+    assert pipeline_pattern(("*-",) * 5, Layout(pp=2)) == "*-*-*-|*-*-"
+    assert pipeline_pattern(("*-",) * 4, Layout(pp=2, vpp=2)) == "*-|*-|*-|*-"
+    assert pipeline_pattern(("*-",) * 4, Layout(pp=2, segments=(1, 3))) == "*-|*-*-*-"
     with pytest.raises(ConfigError, match=r"parallel\.pp=3 is more than the model's 2"):
-        pipeline_pattern(("*-",) * 2, 3)
+        pipeline_pattern(("*-",) * 2, Layout(pp=3))
+    with pytest.raises(ConfigError, match=r"segments of 1 \+ 3 layers for parallel\.pp=2 .* a model of 2 layers"):
+        pipeline_pattern(("*-",) * 2, Layout(pp=2, segments=(1, 3)))

@@ -27,6 +27,8 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "dp2": Layout(dp=2),
         "dp2 plain optimizer": Layout(dp=2, distributed_optimizer=False),
         "cp2": Layout(cp=2),
+        "pp2 vpp2": Layout(pp=2, vpp=2),
+        "pp2 uneven": Layout(pp=2, segments=(1, 3)),
     },
     4: {
         "tp2 pp2": Layout(pp=2, **SP),

@@ -42,14 +42,14 @@ from slime_like.train.megatron import patches
 from slime_like.train.megatron.collective import make_empty, on_rank_zero
 from slime_like.train.megatron.families.base import Family
 from slime_like.train.megatron.groups import Place
-from slime_like.train.megatron.model import Policy
+from slime_like.train.megatron.model import Chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a checkpoint is made of on one rank."""
 
-    model: Policy
+    model: Chunks
     optimizer: Any
     schedule: Any
     family: Family
@@ -270,9 +270,9 @@ def _content() -> dict[str, Any]:
 
 
 def _check(manifest: Manifest, parts: Parts, source: Path) -> None:
-    if parts.model.head == "value":
+    if parts.model.last.head == "value":
         check_value_head(source, manifest)
-    check_model(manifest, parts.family, parts.model.head, source)
+    check_model(manifest, parts.family, parts.model.last.head, source)
     mine = parts.place.layout.distributed_optimizer
     if manifest.distributed_optimizer != mine:
         raise CheckpointError(

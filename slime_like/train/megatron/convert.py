@@ -29,14 +29,14 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     from slime_like.train.megatron.export import HFExport, write_hf
     from slime_like.train.megatron.hf import HFFolder
     from slime_like.train.megatron.initial import load_megatron
-    from slime_like.train.megatron.model import Policy
+    from slime_like.train.megatron.model import Policy, build_chunks
     from slime_like.train.megatron.transformer_config import choose_family, transformer_config
 
     folder = HFFolder(hf)
     family = choose_family(spec, Policy.adapt(folder.config()))
     if (source / MANIFEST).is_file():
         check_model(read_manifest(source), family, Policy.head, source)
-    model = Policy(transformer_config(spec, family), family, place)
+    model = build_chunks(Policy, transformer_config(spec, family), family, place)
     load_megatron(model, source, "checkpoint", family)
     write_hf(HFExport(model, family, place), folder, out, place, max_bytes)
 

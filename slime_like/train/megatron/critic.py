@@ -18,6 +18,7 @@ from slime_like.train.megatron import checkpoint, optim
 from slime_like.train.megatron.columns import fill, nested
 from slime_like.train.megatron.forward import Micro, to_device
 from slime_like.train.megatron.groups import Place
+from slime_like.train.megatron.model import Chunks
 from slime_like.train.megatron.reports import StepReport
 from slime_like.train.megatron.step import OptimizerStep
 from slime_like.train.megatron.trainer import OpenRollout, RankModel
@@ -29,9 +30,11 @@ OWN = frozenset({"value_loss", "value_clipfrac", "values", "returns"})  # names 
 class ValueStep(OptimizerStep):
     """Optimizer steps on the value loss."""
 
-    def __init__(self, wrapped: Any, optimizer: Any, schedule: Any, clip: float | None, place: Place) -> None:
+    def __init__(self, wrapped: Chunks, optimizer: Any, schedule: Any, clip: float | None, place: Place) -> None:
         super().__init__(wrapped, optimizer, schedule, place)
-        self._model: ValueModel = wrapped.module
+        model = wrapped.last
+        assert isinstance(model, ValueModel)
+        self._model = model
         self._clip = clip
 
     def _loss_of(self, micro: Micro, hidden: Tensor, report: StepReport, version: int | None) -> tuple[Tensor, int]:

@@ -19,7 +19,7 @@ from slime_like.train.megatron.collective import make_empty, move_into_place, on
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import INDEX, SINGLE, HFFolder
-from slime_like.train.megatron.model import OUTPUT, Policy, named_weights
+from slime_like.train.megatron.model import OUTPUT, Chunks, named_weights
 
 FILE_BYTES = 4 << 30  # safetensors files of an export
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
@@ -32,7 +32,7 @@ class HFExport:
     its pipeline stage. Tied embeddings go once, from the first stage; vocabulary padding is cut.
     """
 
-    def __init__(self, model: Policy, family: Family, place: Place) -> None:
+    def __init__(self, model: Chunks, family: Family, place: Place) -> None:
         self._place = place
         table = family.weights()
         tied = bool(family.hf.tie_word_embeddings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from slime_like.batch import Rows
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.layers import PackedRows
 from slime_like.train.megatron.layout import TokenLayout, attention_pieces, token_layout
-from slime_like.train.megatron.model import Policy
+from slime_like.train.megatron.model import Chunks
 
 
 @dataclass(slots=True)
@@ -74,39 +75,73 @@ def make_micro(rows: Rows, place: Place) -> Micro:
     return Micro(rows, layout, to_device(ids, place.device)[None], packed)
 
 
-def run_schedule(wrapped: Any, micros: Sequence[Micro], after: Callable[..., Any], *, train: bool) -> list[Any]:
+def run_schedule(wrapped: Chunks, micros: Sequence[Micro], after: Callable[..., Any], *, train: bool) -> list[Any]:
     """Every micro-batch through megatron's schedule; ``after(micro, hidden)`` runs on the last stage.
 
     train: ``after`` returns megatron's (loss, count, report) and gradients are accumulated and reduced. Otherwise it
     returns anything, and the list of what it returned comes back (empty on other stages).
     """
+    blanks = _blanks(wrapped, micros)
+    count = len(blanks) + len(micros)
 
     def forward_step(batches: Iterator[Micro], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         micro = next(batches)
-        return model(micro.input_ids, micro.packed), partial(after, micro)
+        hidden = model(micro.input_ids, micro.packed)
+        return hidden, _nothing_after if any(micro is blank for blank in blanks) else partial(after, micro)
 
-    return get_forward_backward_func()(
+    out = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micros),
-        model=[wrapped],
-        num_microbatches=len(micros),
+        data_iterator=[iter([*blanks, *micros]) for _ in wrapped],
+        model=list(wrapped),
+        num_microbatches=count,
         seq_length=1,  # shapes travel with the tensors: variable_seq_lengths
         micro_batch_size=1,
         forward_only=not train,
         collect_non_loss_data=not train,
     )
+    return out[len(blanks) :]
+
+
+def _blanks(wrapped: Chunks, micros: Sequence[Micro]) -> list[Micro]:
+    """Micro-batches of padding that fill up to what the interleaved schedule asks for: a multiple of its group.
+
+    They come first: the last micro-batch of a step is the one whose backward reduces gradients.
+    """
+    if len(wrapped) == 1 or not micros:
+        return []
+    group = int(
+        wrapped.last.config.microbatch_group_size_per_vp_stage or wrapped.last.config.pipeline_model_parallel_size
+    )
+    blank = make_micro(_no_sequences(micros[0].rows), wrapped.last.place)
+    return [blank] * (-len(micros) % group)
+
+
+def _no_sequences(rows: Rows) -> Rows:
+    """Rows with the columns of ``rows`` and nothing in them."""
+    columns = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
+    empty: dict[str, Any] = {
+        name: value[:0] for name, value in columns.items() if isinstance(value, np.ndarray) and name != "cu_seqlens"
+    }
+    return dataclasses.replace(rows, **empty, cu_seqlens=np.zeros(1, np.int32), extras={})
+
+
+def _nothing_after(hidden: Tensor, non_loss_data: bool = False) -> Any:
+    """Neither loss nor tokens, but a backward pass that the other stages can wait for."""
+    if non_loss_data:
+        return None
+    return hidden.sum() * 0.0, torch.zeros((), dtype=torch.int32, device=hidden.device), {}
 
 
 @torch.no_grad()
 def score_micros(
-    wrapped: Any, micros: Sequence[Micro], masks: Sequence[npt.NDArray[np.bool_]], scoring: Scoring
+    wrapped: Chunks, micros: Sequence[Micro], masks: Sequence[npt.NDArray[np.bool_]], scoring: Scoring
 ) -> list[Tensor]:
     """F32 [T] log-probabilities per micro-batch at its masked tokens, 0 elsewhere; empty but on the last stage.
 
     Columns are whole on every context parallel rank.
     """
     mask_of = {id(micro): mask for micro, mask in zip(micros, masks, strict=True)}
-    model: Policy = getattr(wrapped, "module", wrapped)  # a model that is not trained has no wrapper
+    model = wrapped.last
 
     def after(micro: Micro, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
         found = micro.layout.predictions(mask_of[id(micro)])

@@ -25,7 +25,7 @@ from slime_like.errors import CheckpointError
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import HFFolder
-from slime_like.train.megatron.model import Policy, load_hf
+from slime_like.train.megatron.model import Chunks, load_hf
 
 # Where TransformerEngine's layers keep the norms: in the linear that follows.
 FUSED_NORMS = {
@@ -44,7 +44,7 @@ UNREADABLE = (
 )
 
 
-def fill(model: Policy, key: str, folder: str, table: dict[str, Weight], family: Family, place: Place) -> None:
+def fill(model: Chunks, key: str, folder: str, table: dict[str, Weight], family: Family, place: Place) -> None:
     """Fill this rank's parameters from ``folder``, the value of ``key``: HF format or Megatron's. Collective.
 
     Raises ``CheckpointError`` naming key and tensor where the folder is torn or of another model.
@@ -56,30 +56,43 @@ def fill(model: Policy, key: str, folder: str, table: dict[str, Weight], family:
         load_megatron(model, source, key, family)
 
 
-def load_megatron(model: Policy, source: Path, key: str, family: Family) -> None:
+def load_megatron(model: Chunks, source: Path, key: str, family: Family) -> None:
     """Fill this rank's parameters from the iteration folder ``source``. Optimizer state that it holds is not read."""
-    state: dict[str, Any] = model.sharded_state_dict(metadata={"singleton_local_shards": False})
+    policies = model.policies
+    states: list[dict[str, Any]] = [p.sharded_state_dict(metadata={"singleton_local_shards": False}) for p in policies]
     try:
         stored = dist_checkpointing.load_tensors_metadata(str(source))
         if not (source / MANIFEST).is_file():
-            retarget_sharded_state_dict_to_gpt_checkpoint(state, gpt_compatible_layer_maps("".join(family.blocks())))
-            for entry in state.values():
-                if isinstance(entry, ShardedBase) and entry.key not in stored:
-                    entry.key = FUSED_NORMS.get(entry.key, entry.key)
-        state = {
-            name: entry for name, entry in state.items() if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
-        }
-        _check(state, stored, source, key)
-        _check_unread(state, stored, source, key)
-        loaded: Any = dist_checkpointing.load(state, str(source))
+            for state in states:
+                _ask_as_gpt(state, stored, family)
+        wanted = {f"chunk{i}": _tensors_of(state) for i, state in enumerate(states)}
+        entries = [entry for state in wanted.values() for entry in state.values()]
+        _check(entries, stored, source, key)
+        _check_unread(entries, stored, source, key)
+        loaded: Any = dist_checkpointing.load(wanted, str(source))
     except UNREADABLE as error:  # CheckpointException is a BaseException
         text = str(error).strip().splitlines() or [""]
         raise CheckpointError(f"{key}: {source} is torn or no torch_dist checkpoint ({text[0][:200]})") from error
-    model.load_state_dict(loaded, strict=False)  # megatron's own states of layers, which hold no tensor, were left out
+    for policy, name in zip(policies, wanted, strict=True):
+        policy.load_state_dict(
+            loaded[name], strict=False
+        )  # megatron's states of layers that hold no tensor are left out
 
 
-def _check(state: dict[str, Any], stored: dict[str, Any], source: Path, key: str) -> None:
+def _ask_as_gpt(state: dict[str, Any], stored: dict[str, Any], family: Family) -> None:
+    """Give the entries of one model chunk the keys under which GPTModel stored them."""
+    retarget_sharded_state_dict_to_gpt_checkpoint(state, gpt_compatible_layer_maps("".join(family.blocks())))
     for entry in state.values():
+        if isinstance(entry, ShardedBase) and entry.key not in stored:
+            entry.key = FUSED_NORMS.get(entry.key, entry.key)
+
+
+def _tensors_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in state.items() if isinstance(entry, (ShardedTensor, ShardedTensorFactory))}
+
+
+def _check(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -> None:
+    for entry in entries:
         if entry.key not in stored:
             raise CheckpointError(
                 f"{key}: {source} has no tensor {entry.key!r}: it is of another model than model.hf_checkpoint, or "
@@ -97,10 +110,10 @@ def _check(state: dict[str, Any], stored: dict[str, Any], source: Path, key: str
                 )
 
 
-def _check_unread(state: dict[str, Any], stored: dict[str, Any], source: Path, key: str) -> None:
+def _check_unread(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -> None:
     """Weights that the model has no place for mean another model: what is left would load, and be wrong."""
     stages: list[set[str]] = [set() for _ in range(dist.get_world_size())]  # each asks for its own layers
-    dist.all_gather_object(stages, {entry.key for entry in state.values()})
+    dist.all_gather_object(stages, {entry.key for entry in entries})
     wanted: set[str] = set().union(*stages)
     unread = sorted(k for k in stored if k not in wanted and k.startswith(MODEL) and k.endswith(("weight", "bias")))
     if unread:

@@ -25,23 +25,28 @@ VALUE_HEAD = "value_head."  # of a critic: no HF tensor makes it, it starts as i
 
 
 class Policy(HybridModel):
-    """A decoder whose last stage returns hidden states: logits exist only in chunks, inside ``scores``."""
+    """A segment of the decoder; the last one returns hidden states: logits exist only in chunks, inside ``scores``.
+
+    ``chunk`` counts the segments of this rank: with virtual stages there are several.
+    """
 
     head = "vocabulary"
 
-    def __init__(self, config: TransformerConfig, family: Family, place: Place) -> None:
+    def __init__(self, config: TransformerConfig, family: Family, place: Place, chunk: int = 0) -> None:
         exactly = config.deterministic_mode and place.device.type == "cpu"
         super().__init__(
             config,
             stack_spec(config, ExactAttention if exactly else PackedAttention),
             vocab_size=family.padded_vocabulary,
             max_sequence_length=int(family.hf.max_position_embeddings),
-            hybrid_layer_pattern=pipeline_pattern(family.blocks(), place.layout.pp),
-            pre_process=place.is_first,
-            post_process=place.is_last,
+            hybrid_layer_pattern=pipeline_pattern(family.blocks(), place.layout),
+            pre_process=place.is_first and chunk == 0,
+            post_process=place.is_last and chunk == place.layout.vpp - 1,
             share_embeddings_and_output_weights=bool(family.hf.tie_word_embeddings),
             position_embedding_type="none",
+            vp_stage=chunk if place.layout.vpp > 1 else None,
         )
+        self.place = place
         self.rotary = Rotary(family.hf, family.head_dim, current_device())
         size = family.padded_vocabulary // place.layout.tp
         start = size * place.tp_rank
@@ -86,12 +91,50 @@ class Policy(HybridModel):
         )
 
 
-def named_weights(model: Policy) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(our key, parameter) of this pipeline stage, in export order. The only reader of megatron's parameter names.
+class Chunks(torch.nn.ModuleList):
+    """What a pipeline rank holds of the model: one segment, or with virtual stages several that take turns.
 
-    A decoder block is two layers of the hybrid stack; ``layer_number`` counts them from 1 over all stages.
+    Either bare models or each in its data parallel wrapper. The order is that of megatron's interleaved schedule.
     """
-    found = {_key(model, name): parameter for name, parameter in model.named_parameters()}
+
+    @property
+    def policies(self) -> list[Policy]:
+        """The models, without wrappers."""
+        found: list[Any] = [getattr(chunk, "module", chunk) for chunk in self]
+        return found
+
+    @property
+    def last(self) -> Policy:
+        """The one whose hidden states become scores, on the last pipeline stage."""
+        return self.policies[-1]
+
+    def sharded_state_dict(self, *, metadata: dict[str, Any]) -> dict[str, Any]:
+        """megatron's; names inside count from 0 in each chunk, the keys on disk do not depend on the split."""
+        parts = [policy.sharded_state_dict(metadata=metadata) for policy in self.policies]
+        return parts[0] if len(parts) == 1 else {f"chunk{i}": part for i, part in enumerate(parts)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """The counterpart of ``sharded_state_dict``."""
+        policies = self.policies
+        parts = [state_dict] if len(policies) == 1 else [state_dict[f"chunk{i}"] for i in range(len(policies))]
+        for policy, part in zip(policies, parts, strict=True):
+            policy.load_state_dict(part, strict, assign)
+
+
+def build_chunks(kind: type[Policy], config: TransformerConfig, family: Family, place: Place) -> Chunks:
+    """This rank's part of a model, on its device and not yet filled."""
+    chunks = (kind(config, family, place, chunk) for chunk in range(place.layout.vpp))
+    return Chunks(chunks).to(place.device)
+
+
+def named_weights(model: Chunks) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(our key, parameter) of this pipeline rank, in export order. The only reader of megatron's parameter names.
+
+    A decoder block is two layers of the hybrid stack; ``layer_number`` counts them from 1 over all segments.
+    """
+    found = {
+        _key(policy, name): parameter for policy in model.policies for name, parameter in policy.named_parameters()
+    }
     yield from sorted(found.items(), key=lambda item: _order(item[0]))
 
 
@@ -113,7 +156,7 @@ def _order(key: str) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def load_hf(model: Policy, table: Mapping[str, Weight], folder: HFFolder, place: Place) -> None:
+def load_hf(model: Chunks, table: Mapping[str, Weight], folder: HFFolder, place: Place) -> None:
     """Fill this rank's parameters from an HF folder. Raises ``CheckpointError`` on a tensor missing or misshapen."""
     for key, parameter in named_weights(model):
         if key.startswith(VALUE_HEAD):

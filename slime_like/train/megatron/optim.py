@@ -13,15 +13,15 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from slime_like.config.resolved import ActorSpec
 from slime_like.config.schedule import settle_schedule
 from slime_like.train.megatron import host
-from slime_like.train.megatron.model import Policy
+from slime_like.train.megatron.model import Chunks
 from slime_like.train.megatron.transformer_config import dtype_of
 
 __all__ = ["HybridDeviceOptimizer", "make_optimizer", "make_schedule", "offload_fields", "settle_weights", "wrap"]
 _MEGATRON_STYLE = {"wsd": "WSD"}
 
 
-def wrap(spec: ActorSpec, model: Policy) -> Any:
-    """The model in megatron's DDP: float32 gradient buffers, reduced over dp (scattered for the distributed optimizer)."""
+def wrap(spec: ActorSpec, model: Chunks) -> Chunks:
+    """Each chunk of the model in megatron's DDP: float32 gradient buffers, reduced over dp (scattered for the distributed optimizer)."""
     layout = spec.layout
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -31,24 +31,32 @@ def wrap(spec: ActorSpec, model: Policy) -> Any:
         overlap_param_gather=layout.overlap_param_gather,
         bucket_size=layout.bucket_size,
     )
-    wrapped = DistributedDataParallel(model.config, config, model)
-    model.config.finalize_model_grads_func = finalize_model_grads
-    if layout.overlap_grad_reduce:
-        model.config.no_sync_func = wrapped.no_sync  # every micro-batch but the last: nothing is reduced
-    return wrapped
+    config_of_model = model.last.config
+    config_of_model.finalize_model_grads_func = finalize_model_grads
+    # One bucket for all chunks but the first: their reductions hide behind the computation of the others.
+    wrapped = [
+        DistributedDataParallel(config_of_model, config, policy, disable_bucketing=i > 0)
+        for i, policy in enumerate(model.policies)
+    ]
+    if layout.overlap_grad_reduce:  # every micro-batch but the last: nothing is reduced
+        no_sync: Any = [chunk.no_sync for chunk in wrapped]
+        config_of_model.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+    return Chunks(wrapped)
 
 
-def settle_weights(wrapped: Any) -> None:
+def settle_weights(wrapped: Chunks) -> None:
     """Make this rank's weights whole: with overlap_param_gather they are only gathered as forward comes to them.
 
     For whoever reads weights without a forward: export, checkpoint, another model's weights in their place. Collective.
     """
-    if wrapped.ddp_config.overlap_param_gather:
-        with torch.no_grad():
-            wrapped.start_param_sync(force_sync=True)
+    chunks: list[Any] = list(wrapped)
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            with torch.no_grad():
+                chunk.start_param_sync(force_sync=True)
 
 
-def make_optimizer(spec: ActorSpec, wrapped: Any) -> Any:
+def make_optimizer(spec: ActorSpec, wrapped: Chunks) -> Any:
     """Megatron's optimizer over this rank's parameters (its shard of them, with the distributed optimizer)."""
     optim, dtype = spec.optim, dtype_of(spec)
     config = OptimizerConfig(
@@ -66,9 +74,10 @@ def make_optimizer(spec: ActorSpec, wrapped: Any) -> Any:
         overlap_param_gather=spec.layout.overlap_param_gather,
         **_offload(spec),
     )
+    chunks: list[Any] = list(wrapped)
     with host.building_optimizer():
-        optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
-    wrapped.module.config.grad_scale_func = optimizer.scale_loss
+        optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    wrapped.last.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
 

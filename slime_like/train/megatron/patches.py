@@ -173,11 +173,48 @@ def _checkpoint_config(module: ModuleType) -> None:
     replace(module, "save_config", _keeping_errors(module.save_config))
 
 
+def _pipeline_shapes(module: ModuleType) -> None:
+    """Two pipeline ranks, virtual stages, rows of unequal length: shapes of activations and gradients change places.
+
+    Each rank is then both before and after the other, and upstream posts sends and receives of shapes in an order that
+    pairs one rank's "to the previous" with the other's "from the previous". Its tensors go in the right order.
+    """
+    communicator = module.P2PCommunicator
+    stock = communicator._communicate_shapes
+
+    def communicate_shapes(
+        self: Any, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        if self.pp_group.size() != 2:
+            return stock(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+        device = module.torch.cuda.current_device()
+
+        def shape(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else torch.tensor(tensor.shape, dtype=torch.int64, device=device)
+
+        received = [torch.zeros(3, dtype=torch.int64, device=device) for _ in range(2)]
+        requests = module._p2p_ops(
+            tensor_send_prev=shape(tensor_send_prev),
+            tensor_recv_prev=received[0] if recv_prev else None,
+            tensor_send_next=shape(tensor_send_next),
+            tensor_recv_next=received[1] if recv_next else None,
+            group=self.pp_group,
+            prev_pipeline_rank=self.prev_rank,
+            next_pipeline_rank=self.next_rank,
+        )
+        for request in requests.values():
+            request.wait()
+        return received[0].tolist(), received[1].tolist()
+
+    replace(communicator, "_communicate_shapes", communicate_shapes)
+
+
 def table() -> dict[str, Patch]:
     """Module name -> patch, for what this environment lacks."""
     patches: dict[str, Patch] = {
         "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
         "megatron.core.dist_checkpointing.serialization": _checkpoint_config,
+        "megatron.core.pipeline_parallel.p2p_communication": _pipeline_shapes,
     }
     if importlib.util.find_spec("transformer_engine") is None:
         patches["megatron.core.tensor_parallel.random"] = _recompute

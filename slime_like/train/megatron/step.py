@@ -20,7 +20,7 @@ from slime_like.interfaces import LossFn, LossView
 from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.train.megatron.forward import Micro, Scoring, run_schedule, to_device
 from slime_like.train.megatron.groups import Place
-from slime_like.train.megatron.model import Policy
+from slime_like.train.megatron.model import Chunks
 from slime_like.train.megatron.reduce import DifferentiableSum
 from slime_like.train.megatron.reports import StepReport
 from slime_like.types import I64
@@ -29,7 +29,7 @@ from slime_like.types import I64
 class OptimizerStep(ABC):
     """Takes optimizer steps on one rank; what is minimised is its subclass's."""
 
-    def __init__(self, wrapped: Any, optimizer: Any, schedule: Any, place: Place) -> None:
+    def __init__(self, wrapped: Chunks, optimizer: Any, schedule: Any, place: Place) -> None:
         self._wrapped = wrapped
         self._optimizer = optimizer
         self._schedule = schedule
@@ -62,7 +62,8 @@ class OptimizerStep(ABC):
             loss, count = self._loss_of(micro, hidden, report, version)
             return loss * num_tokens, torch.tensor(count, dtype=torch.int32, device=hidden.device), {}
 
-        self._wrapped.zero_grad_buffer()
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()  # pyright: ignore[reportCallIssue]
         self._optimizer.zero_grad()
         run_schedule(self._wrapped, micros, after, train=True)
         return report
@@ -76,10 +77,10 @@ class PolicyStep(OptimizerStep):
     """Optimizer steps of a policy under a token loss."""
 
     def __init__(
-        self, wrapped: Any, optimizer: Any, schedule: Any, loss: LossFn, scoring: Scoring, place: Place
+        self, wrapped: Chunks, optimizer: Any, schedule: Any, loss: LossFn, scoring: Scoring, place: Place
     ) -> None:
         super().__init__(wrapped, optimizer, schedule, place)
-        self._model: Policy = wrapped.module
+        self._model = wrapped.last
         self._loss = loss
         self._scoring = scoring
 

@@ -12,7 +12,7 @@ from slime_like.train.megatron.columns import nested
 from slime_like.train.megatron.forward import Micro, Scoring, make_micro, score_micros
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import HFFolder
-from slime_like.train.megatron.model import Policy, load_hf
+from slime_like.train.megatron.model import Policy, build_chunks, load_hf
 from slime_like.train.megatron.transformer_config import choose_family, transformer_config
 
 
@@ -23,7 +23,7 @@ class RankTeacher:
         folder = HFFolder(spec.model.hf_checkpoint, "teacher.hf_checkpoint")
         family = choose_family(spec, folder.config())
         self.place = place
-        self.model = Policy(transformer_config(spec, family), family, place).to(place.device)
+        self.model = build_chunks(Policy, transformer_config(spec, family), family, place)
         self.model.requires_grad_(requires_grad=False)
         load_hf(self.model, family.weights(), folder, place)
         self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)

@@ -27,7 +27,7 @@ from slime_like.train.megatron.export import HFExport, write_hf
 from slime_like.train.megatron.forward import Micro, Scoring, make_micro, score_micros, to_device
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import HFFolder
-from slime_like.train.megatron.model import Policy, load_hf, named_weights
+from slime_like.train.megatron.model import Policy, build_chunks, load_hf, named_weights
 from slime_like.train.megatron.step import PolicyStep
 from slime_like.train.megatron.transformer_config import choose_family, transformer_config
 from slime_like.types import F32
@@ -57,7 +57,7 @@ class RankModel:
         self.table = self.family.weights()
         if spec.deterministic:
             determinism.require(place.device, self.table.values())
-        self.model = kind(transformer_config(spec, self.family), self.family, place).to(place.device)
+        self.model = build_chunks(kind, transformer_config(spec, self.family), self.family, place)
         self._start()
         self.wrapped = optim.wrap(spec, self.model)
         self.optimizer = optim.make_optimizer(spec, self.wrapped)
@@ -67,7 +67,7 @@ class RankModel:
     def _start(self) -> None:
         """The weights that the run starts from."""
         path = self.spec.model.megatron_checkpoint
-        if path is None or self.model.head != Policy.head:  # it is the policy's
+        if path is None or self.model.last.head != Policy.head:  # it is the policy's
             load_hf(self.model, self.table, self.folder, self.place)
         else:
             initial.fill(self.model, "model.megatron_checkpoint", path, self.table, self.family, self.place)

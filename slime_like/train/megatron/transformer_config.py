@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime_like.config.names import FAMILIES
-from slime_like.config.resolved import ActorSpec
+from slime_like.config.pipeline import even_segments
+from slime_like.config.resolved import ActorSpec, Layout
 from slime_like.errors import ConfigError
 from slime_like.registry import nearest, resolve
 from slime_like.train.megatron.families.base import Family
@@ -61,6 +62,7 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
         "is_hybrid_model": True,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "sequence_parallel": layout.sequence_parallel and layout.tp > 1,
@@ -73,7 +75,8 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
     }
     chosen: dict[str, Any] = {
         "moe_token_dispatcher_type": "alltoall",  # the default refuses rows that differ in length, even without experts
-        "batch_p2p_comm": spec.device == "cuda",
+        # Virtual stages on two ranks: one batch would pair messages of both directions (see patches).
+        "batch_p2p_comm": spec.device == "cuda" and layout.vpp == 1,
         "perform_initialization": False,  # every weight is loaded
         **_UNFUSED,
         **_recompute(spec, family),
@@ -112,11 +115,13 @@ def _recompute(spec: ActorSpec, family: Family) -> dict[str, Any]:
             return {}
 
 
-def pipeline_pattern(blocks: tuple[str, ...], pp: int) -> str:
-    """Layer symbols with ``|`` between pipeline stages; where pp does not divide the blocks, early stages get one more."""
-    if len(blocks) < pp:
-        raise ConfigError(f"parallel.pp={pp} is more than the model's {len(blocks)} decoder blocks")
-    base, extra = divmod(len(blocks), pp)
-    sizes = [base + (stage < extra) for stage in range(pp)]
-    edges = [sum(sizes[:stage]) for stage in range(pp + 1)]
+def pipeline_pattern(blocks: tuple[str, ...], layout: Layout) -> str:
+    """Layer symbols with ``|`` between pipeline segments. Raises ``ConfigError`` where blocks and segments differ."""
+    sizes = layout.segments or even_segments(len(blocks), layout.pp, layout.vpp)
+    if sum(sizes) != len(blocks) or len(sizes) != layout.pp * layout.vpp:
+        raise ConfigError(
+            f"pipeline segments of {' + '.join(map(str, sizes))} layers for parallel.pp={layout.pp} * parallel.vpp="
+            f"{layout.vpp} and a model of {len(blocks)} layers: use models of one depth, or an even split"
+        )
+    edges = [sum(sizes[:segment]) for segment in range(len(sizes) + 1)]
     return "|".join("".join(blocks[a:b]) for a, b in itertools.pairwise(edges))

@@ -17,7 +17,7 @@ from slime_like.train.megatron.families.base import Family
 from slime_like.train.megatron.forward import Micro, run_schedule, sum_columns, to_device
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.layers import current_device
-from slime_like.train.megatron.model import Policy
+from slime_like.train.megatron.model import Chunks, Policy
 
 
 class ValueHead(torch.nn.Module):
@@ -39,9 +39,9 @@ class ValueModel(Policy):
 
     head = "value"
 
-    def __init__(self, config: TransformerConfig, family: Family, place: Place) -> None:
-        super().__init__(config, family, place)
-        if place.is_last:
+    def __init__(self, config: TransformerConfig, family: Family, place: Place, chunk: int = 0) -> None:
+        super().__init__(config, family, place, chunk)
+        if self.post_process:
             del self.output_layer
             self.value_head = ValueHead(config)
 
@@ -67,12 +67,13 @@ class ValueModel(Policy):
 
 
 @torch.no_grad()
-def value_micros(wrapped: Any, micros: Sequence[Micro]) -> list[Tensor]:
+def value_micros(wrapped: Chunks, micros: Sequence[Micro]) -> list[Tensor]:
     """F32 [T] values per micro-batch: at each trained token the value before it, 0 elsewhere.
 
     Empty but on the last stage; whole on every context parallel rank.
     """
-    model: ValueModel = wrapped.module
+    model = wrapped.last
+    assert isinstance(model, ValueModel)
 
     def after(micro: Micro, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
         found = micro.layout.predictions(micro.rows.loss_weight > 0)
