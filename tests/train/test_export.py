@@ -21,6 +21,7 @@ CASES = {
     "export tied pp2": ("tied", Layout(pp=2)),
     "export untied dp2": ("untied", Layout(dp=2)),
     "export tied cp2": ("tied", Layout(cp=2)),
+    "export tied vpp2": ("tied", Layout(pp=2, vpp=2)),
 }
 JOBS = {
     2: [Job(name, "tests.train.lifecycle:export", (*case, MAX_BYTES)) for name, case in CASES.items()]

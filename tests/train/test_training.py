@@ -16,7 +16,13 @@ from tests.train.jobs import SP, Job, Results
 
 pytestmark = pytest.mark.ranks
 
-LAYOUTS = {"tp2 sp": Layout(**SP), "pp2": Layout(pp=2), "dp2": Layout(dp=2), "cp2": Layout(cp=2)}
+LAYOUTS = {
+    "tp2 sp": Layout(**SP),
+    "pp2": Layout(pp=2),
+    "dp2": Layout(dp=2),
+    "cp2": Layout(cp=2),
+    "vpp2": Layout(pp=2, vpp=2),
+}
 ROLLOUTS = "tests.train.lifecycle:rollouts"
 LEARN = {"temperature": 1.0, "optim": {"lr": 5e-3, "warmup_steps": 2}}
 GRPO = GrpoConfig(kl_loss_coef=0.1, entropy_coef=0.01)
