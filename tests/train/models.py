@@ -104,6 +104,16 @@ def make_rows(lengths: Sequence[int], seed: int, *, version: int = 0) -> Rows:
     )
 
 
+def joined(first: Rows, second: Rows) -> Rows:
+    """Both micro-batches as one."""
+    assert first.advantages is not None and second.advantages is not None
+    join = lambda name: np.concatenate([getattr(first, name), getattr(second, name)])  # noqa: E731
+    bounds = np.concatenate([first.cu_seqlens, first.cu_seqlens[-1] + second.cu_seqlens[1:]]).astype(np.int32)
+    names = ("token_ids", "loss_weight", "versions", "rollout_logprobs", "rewards", "advantages", "sample_ids")
+    columns: dict[str, Any] = {name: join(name) for name in names}
+    return Rows(cu_seqlens=bounds, **columns)
+
+
 def normalised(rows: Sequence[Rows]) -> list[Rows]:
     """The same rows with loss weights that sum to 1 over all of them."""
     import dataclasses

@@ -36,6 +36,7 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "dp2 cp2": Layout(dp=2, cp=2),
         "pp2 cp2": Layout(pp=2, cp=2),
         "cp4": Layout(cp=4),
+        "dp2 pp2 vpp2": Layout(dp=2, pp=2, vpp=2),
     },
 }
 RECOMPUTE: dict[str, dict[str, Any]] = {

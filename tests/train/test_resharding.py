@@ -9,7 +9,13 @@ from tests.train.jobs import SP, Job, Results
 
 pytestmark = pytest.mark.ranks
 
-LAYOUTS = {"tp2": Layout(**SP), "pp2": Layout(pp=2), "dp2": Layout(dp=2), "cp2": Layout(cp=2)}
+LAYOUTS = {
+    "tp2": Layout(**SP),
+    "pp2": Layout(pp=2),
+    "dp2": Layout(dp=2),
+    "cp2": Layout(cp=2),
+    "vpp2": Layout(pp=2, vpp=2),
+}
 SOURCES = ("single", *LAYOUTS)
 JOBS = {
     1: [Job("reshard from single", "tests.train.lifecycle:save_then_continue", (Layout(),))],

@@ -19,7 +19,8 @@ JOBS = {
         Job("cross entropy", "tests.train.traps:fused_cross_entropy"),
         Job("decay", "tests.train.traps:decay"),
         Job("refused", "tests.train.traps:refused"),
-    ]
+    ],
+    2: [Job("pipeline shapes", "tests.train.traps:pipeline_shapes")],
 }
 
 
@@ -35,6 +36,12 @@ def test_each_touch_up_replaces_something_that_fails_here(results: Results) -> N
     assert found["rng"] != "ok"
     assert found["recompute"] == "NameError"
     assert found["recompute with the patch"] == "ok"
+
+
+def test_shapes_between_two_virtual_stages_keep_their_direction(results: Results) -> None:
+    for rank, found in enumerate(results["pipeline shapes"]):
+        assert found["ours"] == ([2 - rank, 1, 8], [12 - rank, 1, 8])  # the other's "to the next", "to the previous"
+        assert found["upstream"] == ([12 - rank, 1, 8], [2 - rank, 1, 8])
 
 
 def test_logit_gradients_are_not_rounded_to_bfloat16(results: Results) -> None:

@@ -146,3 +146,15 @@ def refused(world: World, shared: Shared) -> dict[str, str]:
         except SlimeLikeError as error:
             out[name] = f"{type(error).__name__}: {error}"
     return out
+
+
+def pipeline_shapes(world: World, shared: Shared) -> dict[str, tuple[list[int], list[int]]]:
+    """What each of two pipeline ranks hears when both send to the next and to the previous, which are one rank."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    trainer = make_actor(world, shared.models["tied"], Layout(pp=2)).trainer
+    communicator: Any = P2PCommunicator(trainer.place.pp_group, trainer.model.last.config)
+    to_next, to_previous = torch.zeros(1 + world.rank, 1, 8), torch.zeros(11 + world.rank, 1, 8)
+    ours = communicator._communicate_shapes(to_next, to_previous, True, True)
+    exchange = stock("P2PCommunicator", "_communicate_shapes")
+    return {"ours": ours, "upstream": exchange(communicator, to_next, to_previous, True, True)}
