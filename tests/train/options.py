@@ -104,7 +104,7 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str 
 
     # Without clipping: the norm's last bit depends on how the sum over ranks is divided.
     actor = make_actor(world, shared.models[kind], layout, steps_per_rollout=2, optim={"clip_grad": 0.0})
-    wrapped = actor.trainer.wrapped
+    wrapped: Any = actor.trainer.wrapped[0]
     early: list[bool] = []
     for group in wrapped.bucket_groups:
         stock = group.register_grad_ready
@@ -128,7 +128,7 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str 
         if fault == "weights are read early":
             stack.enter_context(replaced(trainer_module.optim, "settle_weights", lambda wrapped: None))
         if fault == "output layer does not wait":
-            wrapped.remove_forward_pre_hook_handles[actor.trainer.model.output_layer].remove()
+            wrapped.remove_forward_pre_hook_handles[actor.trainer.model.last.output_layer].remove()
             stack.enter_context(contextlib.suppress(AssertionError))  # megatron's, at the next gather of that bucket
         if layout.overlap_param_gather:
             stack.enter_context(replaced(model_module, "vocab_scores", read))
