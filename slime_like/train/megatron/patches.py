@@ -193,17 +193,20 @@ def _pipeline_shapes(module: ModuleType) -> None:
             return None if tensor is None else torch.tensor(tensor.shape, dtype=torch.int64, device=device)
 
         received = [torch.zeros(3, dtype=torch.int64, device=device) for _ in range(2)]
+        sent = shape(tensor_send_prev), shape(tensor_send_next)
         requests = module._p2p_ops(
-            tensor_send_prev=shape(tensor_send_prev),
+            tensor_send_prev=sent[0],
             tensor_recv_prev=received[0] if recv_prev else None,
-            tensor_send_next=shape(tensor_send_next),
+            tensor_send_next=sent[1],
             tensor_recv_next=received[1] if recv_next else None,
             group=self.pp_group,
             prev_pipeline_rank=self.prev_rank,
             next_pipeline_rank=self.next_rank,
         )
-        for request in requests.values():
-            request.wait()
+        # Not for the sends: the other may read them in its next exchange, after the tensors of this one.
+        for name in requests.keys() & {"recv_prev", "recv_next"}:
+            requests[name].wait()
+        self.unread_shapes = [*getattr(self, "unread_shapes", [])[-8:], (requests, sent)]  # alive while in flight
         return received[0].tolist(), received[1].tolist()
 
     replace(communicator, "_communicate_shapes", communicate_shapes)
