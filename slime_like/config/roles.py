@@ -9,7 +9,7 @@ from slime_like.config.base import Config, key, positive, within
 
 @dataclass(kw_only=True)
 class CriticConfig(Config):
-    """The value model of algo=ppo. A layout key that is null is the actor's."""
+    """The value model of algo=ppo. A layout key that is null is the actor's; its pipeline is split evenly."""
 
     hf_checkpoint: str | None = key(None, "HF folder whose body the critic starts from; null: model.hf_checkpoint.")
     load: str | None = key(
@@ -37,7 +37,7 @@ class CriticConfig(Config):
 
 @dataclass(kw_only=True)
 class TeacherConfig(Config):
-    """The policy that algo=distill learns from. A layout key that is null is the actor's."""
+    """The policy that algo=distill learns from. A layout key that is null is the actor's; a pipeline is split evenly."""
 
     hf_checkpoint: str | None = key(None, "HF folder of the teacher (slime: --opd-teacher-load).")
     placement: str = key(

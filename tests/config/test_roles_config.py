@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,13 +33,22 @@ def test_the_critic_is_a_role_with_the_actors_layout(plan) -> None:
     made = plan("algo=ppo", "parallel.tp=2", "critic.warmup_rollouts=10", "critic.lr=1e-5")
     assert [(role.name, len(role.devices)) for role in made.roles] == [("trainer", 2), ("engine", 1), ("critic", 2)]
     assert made.critic is not None
-    assert made.critic.rank.layout == made.actor.layout
+    assert made.critic.rank.layout == replace(made.actor.layout, segments=())
     assert (made.critic.rank.optim.lr, made.actor.optim.lr) == (1e-5, 1e-6)
     assert (made.critic.rank.num_steps, made.actor.num_steps) == (100, 90)
     assert made.threads_per_process == 1  # actor and critic train side by side
     assert "critic rank" in made.summary
     assert plan("algo=grpo").critic is None
     assert plan("algo=ppo", "run.mode=rollout_only").critic is None
+
+
+def test_virtual_and_uneven_segments_are_the_actors_alone(plan) -> None:
+    for split in ("parallel.vpp=2", "parallel.first_stage_layers=1"):
+        made = plan("algo=ppo", "parallel.pp=2", split)
+        assert len(set(made.actor.layout.segments)) > 1 or made.actor.layout.vpp == 2
+        assert made.critic is not None
+        layout = made.critic.rank.layout
+        assert (layout.pp, layout.vpp, layout.segments) == (2, 1, ())
 
 
 def test_a_critic_has_its_own_layout_and_devices(plan) -> None:

@@ -35,6 +35,7 @@ JOBS = {
     1: [*jobs("one rank", Layout()), Job("critic resumes", f"{ROLES}:critic_resumes", (Layout(),))],
     2: [
         *(job for name, layout in LAYOUTS.items() for job in jobs(name, layout)),
+        Job("ppo vpp2", f"{ROLES}:ppo", (Layout(pp=2, vpp=2),)),
         Job("value gradient summed twice", f"{ROLES}:faulty_ppo", (LAYOUTS["tp2 sp"],)),
         Job("critic's warm-up", f"{ROLES}:warmup", (LAYOUTS["dp2"],)),
     ],
@@ -76,7 +77,7 @@ def compare(found: dict[str, float], expected: dict[str, float]) -> None:
             assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "vpp2"])
 def test_actor_and_critic_are_the_same_run_in_every_layout(name: str, results: Results) -> None:
     single, found = reported(results, "ppo one rank"), reported(results, f"ppo {name}")
     assert found.metrics[0].keys() >= EXPECTED

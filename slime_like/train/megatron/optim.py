@@ -33,14 +33,10 @@ def wrap(spec: ActorSpec, model: Chunks) -> Chunks:
     )
     config_of_model = model.last.config
     config_of_model.finalize_model_grads_func = finalize_model_grads
-    # One bucket for all chunks but the first: their reductions hide behind the computation of the others.
-    wrapped = [
-        DistributedDataParallel(config_of_model, config, policy, disable_bucketing=i > 0)
-        for i, policy in enumerate(model.policies)
-    ]
+    wrapped = [DistributedDataParallel(config_of_model, config, policy) for policy in model.policies]
     if layout.overlap_grad_reduce:  # every micro-batch but the last: nothing is reduced
-        no_sync: Any = [chunk.no_sync for chunk in wrapped]
-        config_of_model.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+        (only,) = wrapped  # virtual stages are refused with overlap
+        config_of_model.no_sync_func = only.no_sync
     return Chunks(wrapped)
 
 
