@@ -246,7 +246,7 @@ RULES = {
 LAYOUTS = {
     "heads": ("parallel.tp=3", "parallel.tp=3", "8 attention heads", "1, 2, 4, 8"),
     "key/value heads": ("parallel.tp=8", "parallel.tp=8", "4 key/value heads", "1, 2, 4"),
-    "layers": ("parallel.pp=5", "parallel.pp=5", "4 layers", "lower it"),
+    "layers": ("parallel.pp=5", "parallel.pp=5", "4 layers", "lower parallel.pp"),
     "engine": ("rollout.tp=3", "rollout.tp=3", "8 attention heads"),
     "context": ("rollout.max_context_len=4096", "rollout.max_context_len=4096", "2048 positions", "lower it"),
     "response": ("rollout.max_response_len=2048", "rollout.max_response_len=2048", "2048 positions", "lower it"),

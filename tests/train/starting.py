@@ -57,7 +57,7 @@ def write_gpt(world: World, shared: Shared, fused_names: bool) -> dict[str, Any]
 def _gpt_config(actor: Any) -> Any:
     import dataclasses
 
-    stock = actor.trainer.model.config
+    stock = actor.trainer.model.last.config
     layers = actor.trainer.family.hf.num_hidden_layers
     return dataclasses.replace(stock, num_layers=layers, is_hybrid_model=False, normalization="RMSNorm")
 

@@ -11,7 +11,7 @@ from tests.train.jobs import SP, Job, Results
 
 pytestmark = pytest.mark.ranks
 
-TARGETS = {"tp2": Layout(**SP), "pp2": Layout(pp=2)}
+TARGETS = {"tp2": Layout(**SP), "pp2": Layout(pp=2), "vpp2": Layout(pp=2, vpp=2)}
 JOBS = {
     1: [
         Job("gpt", "tests.train.starting:write_gpt", (False,)),

@@ -150,7 +150,7 @@ def begin(parts: Parts, folder: Path, iteration: int, version: int) -> PendingSa
         min_lr=float(group["min_lr"]),
         distributed_optimizer=parts.place.layout.distributed_optimizer,
         layout=_layout(parts.place),
-        model=_fingerprint(parts.family, parts.model.head),
+        model=_fingerprint(parts.family, parts.model.last.head),
     )
     try:
         request = dist_checkpointing.save(
