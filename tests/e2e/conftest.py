@@ -37,6 +37,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
         f"model.hf_checkpoint={folder / 'assets' / 'model'}",
         f"data.train={folder / 'assets' / 'sft.jsonl'}",
         f"loop.num_rollout={SFT_STEPS}",
+        f"run.save_hf_interval={SFT_STEPS // 2}",
         log=folder / "sft.log",
     )
     assert done.code == 0, done.output
