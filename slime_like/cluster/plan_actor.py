@@ -7,6 +7,7 @@ from dataclasses import replace
 from slime_like.cluster.plan_roles import teacher_swap
 from slime_like.cluster.plan_types import Notes
 from slime_like.config.algo import SftConfig
+from slime_like.config.attention import check_attention
 from slime_like.config.deterministic import check_bits
 from slime_like.config.files import family_of
 from slime_like.config.hf import HfConfig
@@ -60,6 +61,7 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
         deterministic=cfg.run.deterministic,
         teacher_checkpoint=teacher_swap(cfg, notes.add),
     )
+    check_attention(cfg, device, dtype)
     if cfg.run.deterministic and device == "cpu":
         check_bits(cfg, settled.family, dtype)
     if spec.needs_reference and cfg.model.ref_checkpoint is None:

@@ -75,6 +75,17 @@ def group_filter(flag: str, text: str) -> list[str]:
     return [SLIME_FILTERS.get(text) or dotted(flag, text)]
 
 
+def attention(flag: str, text: str) -> str:
+    """Megatron's backend: our own attention is a flash kernel on a GPU; among TransformerEngine's it chooses itself."""
+    found = {"auto": "auto", "flash": "torch", "local": "torch"}.get(text)
+    if found is None:
+        raise ConfigError(
+            f"{flag} {text}: expected auto, flash or local (our own attention, a flash kernel in 16 bits on a GPU); with "
+            "model.attention=te TransformerEngine chooses one of its own kernels"
+        )
+    return found
+
+
 def mebibytes(flag: str, text: str) -> float:
     """slime gives bytes, the key wants MiB."""
     return whole(flag, text) / 2**20
@@ -154,6 +165,7 @@ VALUES: dict[str, tuple[str, Convert]] = {
     "--expert-model-parallel-size": ("parallel.ep", whole),
     "--max-tokens-per-gpu": ("parallel.max_tokens_per_rank", whole),
     "--ddp-bucket-size": ("parallel.bucket_size", whole),
+    "--attention-backend": ("model.attention", attention),
     "--recompute-granularity": ("model.recompute", one_of("full", "selective")),
     "--recompute-method": ("model.recompute_method", one_of("uniform", "block")),
     "--recompute-num-layers": ("model.recompute_num_layers", whole),
@@ -260,7 +272,6 @@ REFUSED: dict[str, str] = {
     "--offload-train": "",
     "--offload-rollout": "",
     "--fp16": "use --bf16, or model.dtype=float32",
-    "--attention-backend": "the actor chooses its attention kernel",
     "--megatron-to-hf-mode": "HF checkpoints are read and written by our own converter",
     "--save-hf": "run.save_hf=true writes the final weights to run.dir/hf, run.save_hf_interval=N every N-th to run.dir/hf_iter_*",
     "--wandb-key": "set the environment variable WANDB_API_KEY, so that no key stands in a command line",

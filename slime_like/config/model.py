@@ -23,6 +23,10 @@ class ModelConfig(Config):
     dtype: str = key(
         "auto", "Compute dtype; auto: bfloat16 on GPU, float32 on CPU.", choices=("auto", "float32", "bfloat16")
     )
+    attention: str = key(
+        "auto",
+        "Core attention (table ATTENTIONS): torch (our own; auto) or te (TransformerEngine's, where it is installed).",
+    )
     recompute: str = key(
         "none",
         "Activation recompute: none, selective (recompute_modules) or full.",

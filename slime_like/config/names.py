@@ -42,6 +42,10 @@ FAMILIES = {
     "qwen2": "slime_like.train.megatron.families.qwen2:Qwen2",
     "qwen3": "slime_like.train.megatron.families.qwen3:Qwen3",
 }
+ATTENTIONS = {
+    "torch": "slime_like.train.megatron.layers:PackedAttention",
+    "te": "slime_like.train.megatron.te_attention:TEAttention",
+}
 TRANSPORTS = {
     "tensor": "slime_like.weights.tensor:TensorSender",
     "broadcast": "slime_like.weights.broadcast:BroadcastSender",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slime_like.config import foreign, names
 from slime_like.config.algo import SftConfig
+from slime_like.config.attention import check_attention
 from slime_like.config.base import within
 from slime_like.config.known import ALGORITHMS
 from slime_like.config.pipeline import check_pipeline
@@ -33,6 +34,7 @@ def check_rules(cfg: TrainConfig) -> None:
     _placement(cfg)
     _schedule(cfg)
     _memory_and_overlap(cfg)
+    check_attention(cfg, cfg.placement.device, cfg.model.dtype)
     check_roles(cfg)
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
     foreign.check_foreign("model.megatron", cfg.model.megatron)
@@ -122,6 +124,8 @@ def _names(cfg: TrainConfig) -> None:
         check("algo.token_advantage", cfg.algo.token_advantage, names.TOKEN_ADVANTAGES)
     if cfg.model.family != "auto":
         check("model.family", cfg.model.family, names.FAMILIES)
+    if cfg.model.attention != "auto":
+        check("model.attention", cfg.model.attention, names.ATTENTIONS)
     _open_name("reward.name", cfg.reward.name, names.REWARDS)
     _open_name("rollout.generate", cfg.rollout.generate, names.GENERATE)
     _open_name("data.source", cfg.data.source, names.DATA_SOURCES)

@@ -141,6 +141,28 @@ RULES = {
     "filter": ("rollout.filters=[nonzero_sd]", "rollout.filters='nonzero_sd'", "'nonzero_std'"),
     "prepare": ("run.prepare=quickstart", "run.prepare='quickstart'", "my_package.my_module:function"),
     "family": ("model.family=qwen33", "model.family='qwen33'", "'qwen3'"),
+    "attention": ("model.attention=flash", "model.attention='flash'", "te, torch"),
+    "te on a CPU": (
+        "model.attention=te placement.device=cpu",
+        "model.attention=te on a CPU",
+        "set model.attention=auto",
+    ),
+    "te and determinism": (
+        "model.attention=te run.deterministic=true",
+        "model.attention=te with run.deterministic=true",
+        "set model.attention=auto",
+        "run.deterministic=false",
+    ),
+    "te in float32": (
+        "model.attention=te model.dtype=float32",
+        "model.attention=te with model.dtype=float32",
+        "set model.dtype=bfloat16",
+    ),
+    "te by another exchange": (
+        "model.attention=te model.megatron.cp_comm_type=a2a",
+        "model.megatron.cp_comm_type='a2a' with model.attention=te",
+        "remove it",
+    ),
     "recompute": ("model.recompute_modules=[core]", "model.recompute_modules=['core']", "core_attn"),
     "top-p": ("rollout.top_p=0.9", "rollout.top_p=0.9", "rollout.top_p=1"),
     "top-k": ("rollout.top_k=50", "rollout.top_k=50", "rollout.top_k=-1"),

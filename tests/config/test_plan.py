@@ -10,6 +10,7 @@ from slime_like.cluster import machine as machine_module
 from slime_like.cluster.machine import Machine, probe_machine, visible
 from slime_like.cluster.plan import Plan, make_plan
 from slime_like.cluster.plan_view import render_plan, show_plan
+from slime_like.config import attention
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError
 
@@ -55,6 +56,16 @@ def test_a_server_gets_cuda_and_bfloat16(plan) -> None:
     assert made.roles[0].devices == tuple((i,) for i in range(8))
     assert made.roles[1].devices == ((0,),)
     assert made.num_gpus == 8
+
+
+def test_transformer_engine_where_it_is_installed(plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "installed", lambda: True)
+    assert plan("model.attention=te", machine=SERVER).actor.model.attention == "te"
+    with pytest.raises(ConfigError, match=r"model\.attention=te on a CPU: .*set model\.attention=auto"):
+        plan("model.attention=te")  # placement.device=auto found no GPU
+    monkeypatch.setattr(attention, "installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"model\.attention=te, but transformer_engine is not installed.*pip install"):
+        plan("model.attention=te", machine=SERVER)
 
 
 def test_context_parallel_ranks_are_part_of_one_copy_of_the_model(plan) -> None:

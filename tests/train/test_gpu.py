@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,15 @@ def test_a_deterministic_gpu_gives_the_same_bits_twice(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     ((first, second),) = run_ranks("tests.train.test_gpu:same_bits", 1, models["tied"])
     assert first == second
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs transformer_engine")
+@pytest.mark.parametrize("cp", [1, 2])
+def test_transformer_engine_attends_as_torch_does(cp: int, models: dict[str, Path]) -> None:
+    if cp > torch.cuda.device_count():
+        pytest.skip(f"needs {cp} GPUs")
+    for found in run_ranks("tests.train.te:on_gpu", cp, models["tied"], cp):
+        assert (found["torch"]["core"], found["te"]["core"]) == ("PackedAttention", "TEAttention")
+        assert {name: error for name, error in found["core"].items() if error > 2e-2} == {}  # two bfloat16 kernels
+        for name in ("torch", "te"):
+            assert found[name]["grad"] < 0.08 and found[name]["score"] < 0.3, found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import math
 from typing import Any
 
@@ -44,12 +46,14 @@ LEARNING: dict[str, dict[str, Any]] = {
     },
 }
 NUM_STEPS = 40
+CP, LENGTHS = (1, 2, 4), (5, 3, 9)  # of what TransformerEngine would be given
 HALF = {"bfloat16 tp2 sp": Layout(**SP), "bfloat16 dp2": Layout(dp=2)}
 OPTIONS = "tests.train.options"
 JOBS = {
     1: [
         Job("schedules", f"{OPTIONS}:schedules", (LEARNING, NUM_STEPS)),
         Job("adamw float64", f"{OPTIONS}:adamw"),
+        Job("te", "tests.train.te:on_cpu", (CP, LENGTHS)),
     ],
     2: [
         *(Job(name, f"{OPTIONS}:recompute", (layout, VARIANTS)) for name, layout in RECOMPUTE.items()),
@@ -185,6 +189,34 @@ def test_a_divided_optimizer_is_the_same_optimizer(name: str, results: Results) 
         assert rank["host"] > 0
         assert (rank["device"] > 0) == (name == "offload half")
         assert rank["equal"] and rank["restored"] and rank["resumed"], rank
+
+
+# ---- TransformerEngine's attention (what it computes: test_gpu) ------------------------------------------------------
+@pytest.mark.parametrize("cp", CP)
+def test_transformer_engine_is_given_the_same_sequences(cp: int, results: Results) -> None:
+    (found,) = results["te"]
+    unit = 2 * cp if cp > 1 else 1
+    lengths = [-(-length // unit) * unit for length in LENGTHS]
+    for rank in range(cp):
+        given = found["given"][cp, rank]
+        bounds = np.cumsum([0, *lengths, given["tokens"] - sum(lengths)])
+        assert given["cu_seqlens_q"].tolist() == given["cu_seqlens_kv"].tolist() == np.unique(bounds).tolist()
+        assert given["cu_seqlens_q"].dtype == np.int32
+        assert given["max_seqlen_q"] == given["max_seqlen_kv"] == np.diff(bounds).max()
+        assert (given["qkv_format"], given["pad_between_seqs"]) == ("thd", False)
+        padded = given["cu_seqlens_q_padded"], given["cu_seqlens_kv_padded"]
+        assert all(p is None if cp == 1 else p.tolist() == given["cu_seqlens_q"].tolist() for p in padded)
+        if cp > 1:  # each of its ranks takes chunks r and 2 * cp - 1 - r of every sequence
+            chunks = [np.split(np.arange(a, b), 2 * cp) for a, b in itertools.pairwise(np.unique(bounds))]
+            mine = np.concatenate([part for split in chunks for part in (split[rank], split[2 * cp - 1 - rank])])
+            assert given["local_index"].tolist() == mine.tolist()
+
+
+def test_without_transformer_engine_its_attention_says_so(results: Results) -> None:
+    (found,) = results["te"]
+    if importlib.util.find_spec("transformer_engine") is not None:
+        pytest.skip("transformer_engine is installed")
+    assert "model.attention=te" in found["refusal"] and "model.attention=auto" in found["refusal"]
 
 
 def test_results_are_of_their_kind(results: Results) -> None:

@@ -59,6 +59,7 @@ def make_micro(rows: Rows, place: Place) -> Micro:
     bounds = torch.from_numpy(layout.padded_cu_seqlens)
     pieces = attention_pieces(layout.padded_cu_seqlens, cp=sizes.cp, cp_rank=place.cp_rank)
     longest = int(np.diff(layout.padded_cu_seqlens).max())
+    query_cu = to_device(pieces.query_cu, place.device)
     packed = PackedRows(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -66,9 +67,10 @@ def make_micro(rows: Rows, place: Place) -> Micro:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         pieces=pieces,
-        query_cu=to_device(pieces.query_cu, place.device),
+        query_cu=query_cu,
         key_cu=to_device(pieces.key_cu, place.device),
         key_index=None if pieces.key_index is None else to_device(pieces.key_index, place.device),
+        sequence_cu=query_cu if sizes.cp == 1 else to_device(layout.padded_cu_seqlens, place.device),
         position_ids=to_device(layout.position_ids, place.device),
     )
     ids = layout.take(rows.token_ids, 0).astype(np.int64)

@@ -42,7 +42,24 @@ class PackedRows(PackedSeqParams):
     query_cu: Tensor | None = None
     key_cu: Tensor | None = None
     key_index: Tensor | None = None
+    sequence_cu: Tensor | None = None  # I32, the bounds of ``cu_seqlens_q``
     position_ids: Tensor | None = None  # [P] of all padded tokens, before context parallel slicing
+
+    def on_device(self) -> PackedSeqParams:
+        """The same sequences as TransformerEngine takes them: bounds over the tokens of all context parallel ranks,
+        where its kernels read them. Padding belongs to its sequence: a causal query never sees what comes after it."""
+        bounds = self.sequence_cu
+        padded = None if self.key_index is None else bounds  # TransformerEngine reads these under context parallelism
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,  # pyright: ignore[reportArgumentType]
+            cu_seqlens_kv=bounds,  # pyright: ignore[reportArgumentType]
+            cu_seqlens_q_padded=padded,  # pyright: ignore[reportArgumentType]
+            cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_kv=self.max_seqlen_kv,
+            pad_between_seqs=False,  # otherwise it compares bounds, and waits for the GPU
+        )
 
 
 class RMSNorm(torch.nn.Module):
@@ -57,6 +74,12 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def refuse_dropout(config: TransformerConfig, attention_dropout: float | None) -> None:
+    """Raise ``ConfigError`` where attention would drop anything."""
+    if (config.attention_dropout if attention_dropout is None else attention_dropout) > 0:
+        raise ConfigError("model.megatron.attention_dropout must be 0: policy and rollout are to be the same function")
 
 
 class PackedAttention(MegatronModule):
@@ -83,10 +106,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal, f"{attn_mask_type} attention over packed sequences"
-        if (config.attention_dropout if attention_dropout is None else attention_dropout) > 0:
-            raise ConfigError(
-                "model.megatron.attention_dropout must be 0: policy and rollout are to be the same function"
-            )
+        refuse_dropout(config, attention_dropout)
         self.scale = softmax_scale
         self.cp_group = pg_collection.cp
 

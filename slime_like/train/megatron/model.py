@@ -11,6 +11,8 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from slime_like.config.names import ATTENTIONS
+from slime_like.registry import resolve
 from slime_like.train.megatron.exact_attention import ExactAttention
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.groups import Place
@@ -32,11 +34,17 @@ class Policy(HybridModel):
 
     head = "vocabulary"
 
-    def __init__(self, config: TransformerConfig, family: Family, place: Place, chunk: int = 0) -> None:
-        exactly = config.deterministic_mode and place.device.type == "cpu"
+    def __init__(
+        self,
+        config: TransformerConfig,
+        family: Family,
+        place: Place,
+        chunk: int = 0,
+        core_attention: type = PackedAttention,
+    ) -> None:
         super().__init__(
             config,
-            stack_spec(config, ExactAttention if exactly else PackedAttention),
+            stack_spec(config, core_attention),
             vocab_size=family.padded_vocabulary,
             max_sequence_length=int(family.hf.max_position_embeddings),
             hybrid_layer_pattern=pipeline_pattern(family.blocks(), place.layout),
@@ -121,10 +129,22 @@ class Chunks(torch.nn.ModuleList):
             policy.load_state_dict(part, strict, assign)
 
 
-def build_chunks(kind: type[Policy], config: TransformerConfig, family: Family, place: Place) -> Chunks:
-    """This rank's part of a model, on its device and not yet filled."""
-    chunks = (kind(config, family, place, chunk) for chunk in range(place.layout.vpp))
+def build_chunks(
+    kind: type[Policy], config: TransformerConfig, family: Family, place: Place, attention: str = "auto"
+) -> Chunks:
+    """This rank's part of a model, on its device and not yet filled. ``attention`` is that of ``model.attention``.
+
+    Raises ``ConfigError`` where that attention cannot be imported.
+    """
+    core = _core_attention(attention, exactly=config.deterministic_mode and place.device.type == "cpu")
+    chunks = (kind(config, family, place, chunk, core) for chunk in range(place.layout.vpp))
     return Chunks(chunks).to(place.device)
+
+
+def _core_attention(name: str, *, exactly: bool) -> type:
+    if exactly:
+        return ExactAttention
+    return resolve("model.attention", "torch" if name == "auto" else name, ATTENTIONS)
 
 
 def named_weights(model: Chunks) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -23,7 +23,7 @@ class RankTeacher:
         folder = HFFolder(spec.model.hf_checkpoint, "teacher.hf_checkpoint")
         family = choose_family(spec, folder.config())
         self.place = place
-        self.model = build_chunks(Policy, transformer_config(spec, family), family, place)
+        self.model = build_chunks(Policy, transformer_config(spec, family), family, place, spec.model.attention)
         self.model.requires_grad_(requires_grad=False)
         load_hf(self.model, family.weights(), folder, place)
         self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)

@@ -57,7 +57,8 @@ class RankModel:
         self.table = self.family.weights()
         if spec.deterministic:
             determinism.require(place.device, self.table.values())
-        self.model = build_chunks(kind, transformer_config(spec, self.family), self.family, place)
+        config = transformer_config(spec, self.family)
+        self.model = build_chunks(kind, config, self.family, place, spec.model.attention)
         self._start()
         self.wrapped = optim.wrap(spec, self.model)
         self.optimizer = optim.make_optimizer(spec, self.wrapped)

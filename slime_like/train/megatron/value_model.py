@@ -39,8 +39,10 @@ class ValueModel(Policy):
 
     head = "value"
 
-    def __init__(self, config: TransformerConfig, family: Family, place: Place, chunk: int = 0) -> None:
-        super().__init__(config, family, place, chunk)
+    def __init__(
+        self, config: TransformerConfig, family: Family, place: Place, chunk: int, core_attention: type
+    ) -> None:
+        super().__init__(config, family, place, chunk, core_attention)
         if self.post_process:
             del self.output_layer
             self.value_head = ValueHead(config)

@@ -1,0 +1,87 @@
+"""What ranks do for the tests of TransformerEngine's attention: its input anywhere, its numbers where it is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_like.config.resolved import Layout
+from slime_like.errors import ConfigError
+from tests.train import parity
+from tests.train.jobs import Shared
+from tests.train.models import count_tokens, make_rows, make_spec
+from tests.train.ranks import World
+
+HALF: dict[str, Any] = {"dtype": "bfloat16", "algo": parity.ALGO, "temperature": parity.TEMPERATURE}
+
+
+def on_cpu(world: World, shared: Shared, sizes: tuple[int, ...], lengths: tuple[int, ...]) -> dict[str, Any]:
+    """What TransformerEngine would be given per (cp, rank), and what its attention says where it is missing."""
+    from slime_like.train.megatron.forward import make_micro
+    from slime_like.train.megatron.groups import Place
+    from slime_like.train.megatron.model import _core_attention
+
+    given: dict[tuple[int, int], dict[str, Any]] = {}
+    for cp, rank in ((size, rank) for size in sizes for rank in range(size)):
+        place = Place(Layout(cp=cp), torch.device("cpu"), 0, 0, rank, 0, *[None] * 5)
+        micro = make_micro(make_rows(lengths, 0), place)
+        fields = vars(micro.packed.on_device())
+        given[cp, rank] = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in fields.items()}
+        given[cp, rank] |= {"tokens": len(micro.layout.position_ids), "local_index": micro.layout.local_index}
+    refusal = None
+    try:
+        _core_attention("te", exactly=False)
+    except ConfigError as error:
+        refusal = str(error)
+    return {"given": given, "refusal": refusal}
+
+
+def on_gpu(world: World, folder: Path, cp: int) -> dict[str, Any]:
+    """Each provider in bfloat16 against HF in float32, and core attention of the two on the same random rows."""
+    from slime_like.train.megatron.actor import MegatronActor
+    from slime_like.train.megatron.forward import make_micro
+
+    ref, rows = parity.reference(folder), parity.batch()
+    out: dict[str, Any] = {}
+    attended: dict[str, list[Tensor]] = {}
+    for name in ("torch", "te"):
+        actor = MegatronActor(
+            make_spec(folder, Layout(cp=cp), device="cuda", model={"attention": name}, **HALF),
+            rank=world.rank,
+            world_size=world.size,
+            master_addr=world.host,
+            master_port=world.port,
+            local_rank=world.rank,
+        )
+        trainer = actor.trainer
+        scores = [actor.score(r) for r in rows]
+        micros = [make_micro(r, trainer.place) for r in rows]
+        trainer.annotate(micros)
+        trainer.optimizer_step.backward(micros, count_tokens(rows), 0)
+        grads = {key: grad.cuda() for key, grad in ref.grads.items()}
+        core = next(m for m in trainer.model.modules() if type(m).__name__ in ("PackedAttention", "TEAttention"))
+        attended[name] = _attend(core, micros[0].packed, len(micros[0].layout.local_index))
+        out[name] = {
+            "core": type(core).__name__,
+            "grad": max(parity.gradient_errors(trainer, grads).values()),
+            "score": max(float(np.abs(s - e).max()) for s, e in zip(scores, ref.logprobs, strict=True) if s is not None)
+            if actor.is_reporter
+            else 0.0,
+        }
+    pairs = zip(("out", "query", "key", "value"), attended["te"], attended["torch"], strict=True)
+    return out | {"core": {name: float((a - b).abs().max() / b.abs().max()) for name, a, b in pairs}}
+
+
+def _attend(core: Any, packed: Any, num_tokens: int) -> list[Tensor]:
+    """Output and gradients of queries, keys and values for fixed random ones, of 4 heads, 2 groups and 16 dimensions."""
+    torch.manual_seed(torch.distributed.get_rank())
+    shapes = [(num_tokens, heads, 16) for heads in (4, 2, 2)]
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    out = core(*leaves, None, packed_seq_params=packed)
+    assert out.shape == (num_tokens, 64)
+    out.backward(torch.randn_like(out))
+    return [out.detach().float(), *(x.grad.float() for x in leaves if x.grad is not None)]
