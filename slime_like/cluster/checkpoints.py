@@ -38,6 +38,9 @@ class Checkpoints:
             return
         try:
             self._finish()
+        except CheckpointError as error:  # of the one before: this one is still worth writing
+            self._failed(error, final=False)
+        try:
             if done != self.last:
                 self.last = done
                 self.rollout.save(self.folder, done)

@@ -82,16 +82,26 @@ class Ensemble:
         """Begin a checkpoint of each; both are of this moment."""
         if self.critic is not None:
             self.critic.begin_save(folder / CRITIC, iteration)
-        self.actor.begin_save(folder, iteration)
+        try:
+            self.actor.begin_save(folder, iteration)
+        except CheckpointError:
+            if self.critic is not None:
+                self.critic.finish_save(wait=True)  # none may be left open: the next save begins anew
+            raise
 
     def finish_save(self, *, wait: bool) -> bool:
         """Whether both are whole."""
         try:
             done = self.critic is None or self.critic.finish_save(wait=wait)
         except CheckpointError:
-            self.actor.finish_save(wait=True)  # none may be left open: the next save begins anew
+            self.actor.finish_save(wait=True)
             raise
-        return self.actor.finish_save(wait=wait) and done
+        try:
+            return self.actor.finish_save(wait=wait) and done
+        except CheckpointError:
+            if self.critic is not None and not done:
+                self.critic.finish_save(wait=True)
+            raise
 
     def load(self, folder: Path, iteration: int) -> None:
         """Read an iteration of each."""

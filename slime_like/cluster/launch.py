@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -74,9 +74,10 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
             deaths = cluster.causes_of_death(suspected=isinstance(error, EngineError))
             raise _with_context(error, deaths, _bundle(run_dir, error, deaths, cluster.log_dir)) from error
         finally:
-            sink.close()
-            cluster.close()
-            stop.restore()
+            with ExitStack() as teardown:  # each happens, whatever becomes of the others; processes first
+                teardown.callback(sink.close)
+                teardown.callback(stop.restore)
+                teardown.callback(cluster.close)
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ from slime_like.cluster.wait import wait_one
 from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.deadline import Deadline
-from slime_like.errors import CheckpointError
+from slime_like.errors import CheckpointError, DataError
 from slime_like.metrics.types import Metric
-from slime_like.rollout.manager import Collected
+from slime_like.rollout.manager import Collected, made_path
 from slime_like.rollout.producer import now
 
 
@@ -122,11 +122,17 @@ def _write_state(folder: Path, next_rollout: int, state: dict[str, Any]) -> None
 
 
 def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
-    """The rollout side of a checkpoint. Raises ``CheckpointError`` where it is missing or garbled."""
+    """The rollout side of a checkpoint. Raises ``CheckpointError`` where it or its groups are missing or garbled."""
     path = _state_path(folder, next_rollout)
+    fix = "resume from another checkpoint, or start anew with another run.dir"
     try:
-        return json.loads(path.read_text())
+        state: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}): resume from another checkpoint, or start anew with another run.dir"
-        ) from error
+        raise CheckpointError(f"{path} cannot be read ({error}): {fix}") from error
+    leftover = _leftover(folder, next_rollout)
+    for groups in [leftover, *(made_path(leftover, m["rollout_id"]) for m in state["made"])] if "made" in state else []:
+        try:
+            load_groups(groups)
+        except DataError as error:
+            raise CheckpointError(f"{groups}: groups of this checkpoint are missing or torn: {fix}") from error
+    return state

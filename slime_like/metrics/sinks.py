@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -67,9 +68,10 @@ class FanOut:
             sink.log(step, values, spans)
 
     def close(self) -> None:
-        """Flush and close everything."""
-        for sink in self.sinks:
-            sink.close()
+        """Flush and close everything, each whatever becomes of the others."""
+        with ExitStack() as closing:
+            for sink in self.sinks:
+                closing.callback(sink.close)
 
 
 @dataclass(slots=True)
@@ -86,7 +88,9 @@ class JsonlSink:
     def __post_init__(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in self._lines() if _step_of(line) <= self.first_step] if self.first_step else []
-        self.path.write_text("".join(line + "\n" for line in kept))
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(line + "\n" for line in kept))
+        partial.replace(self.path)  # whole or as it was: the steps before are told nowhere else
         self._file = self.path.open("a")
 
     def _lines(self) -> list[str]:

@@ -275,7 +275,7 @@ class RolloutManager:
         save_groups(leftover, self._leftover)
         made = self._producer.waiting() if self._spec.deterministic else []
         for produced in made:
-            save_groups(_made_path(leftover, produced.rollout_id), produced.groups)
+            save_groups(made_path(leftover, produced.rollout_id), produced.groups)
         first = made[-1].rollout_id + 1 if made else next_rollout
         return {
             "next_rollout": next_rollout,
@@ -290,7 +290,7 @@ class RolloutManager:
         self._producer = self._new_producer(int(state["next_rollout"]))
         self._producer.restore(
             [
-                Produced(**(made | {"groups": load_groups(_made_path(leftover, made["rollout_id"]))}))
+                Produced(**(made | {"groups": load_groups(made_path(leftover, made["rollout_id"]))}))
                 for made in state.get("made", [])
             ]
         )
@@ -303,6 +303,6 @@ class RolloutManager:
         self._rewards.close()
 
 
-def _made_path(leftover: Path, rollout_id: int) -> Path:
+def made_path(leftover: Path, rollout_id: int) -> Path:
     """Beside the leftover groups: a rollout that is made and not trained on."""
     return leftover.with_name(f"{leftover.stem}_made_{rollout_id}.npz")

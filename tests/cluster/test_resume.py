@@ -18,11 +18,13 @@ from slime_like.checkpoint_files import (
 )
 from slime_like.cluster.checkpoints import remove_leftovers
 from slime_like.cluster.resume import first_rollout
+from slime_like.cluster.rollouts import read_state
 from slime_like.config.algo import GrpoConfig
 from slime_like.config.load import to_yaml
 from slime_like.config.model import OptimConfig
 from slime_like.config.root import TrainConfig
 from slime_like.config.run import LoopConfig, RunConfig
+from slime_like.data.dump import save_groups
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
 
 HF = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 250}
@@ -191,3 +193,16 @@ def test_pruning_keeps_the_newest_and_the_one_that_is_named(tmp_path: Path) -> N
     iteration_folder(checkpoints, 6).mkdir()  # whole, but not yet named
     prune(checkpoints, 1)
     assert iterations(checkpoints) == [4, 6]
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_groups_that_a_checkpoint_lost_are_missed_before_anything_starts(tmp_path: Path, torn: bool) -> None:
+    folder = tmp_path / "rollout"
+    folder.mkdir()
+    (folder / "state_3.json").write_text(json.dumps({"next_rollout": 3, "cursor": {}, "made": []}))
+    if torn:
+        (folder / "leftover_3.npz").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"leftover_3\.npz: groups of this checkpoint .+ another checkpoint"):
+        read_state(tmp_path, 3)
+    save_groups(folder / "leftover_3.npz", ())
+    assert read_state(tmp_path, 3)["next_rollout"] == 3

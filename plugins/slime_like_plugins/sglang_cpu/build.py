@@ -50,14 +50,20 @@ def cache_folder() -> Path:
     """The private folder objects are kept in, made when it is not there. Raises ``BuildError``."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "slime_like" / "cpu_kernels"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        state = folder.stat()
-    except (OSError, RuntimeError) as error:
-        raise BuildError(f"cannot keep compiled kernels in {folder}: {error}; set XDG_CACHE_HOME") from error
-    if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise BuildError(f"{folder} can be written by others: chmod 700 it, or set XDG_CACHE_HOME")
+    for part in (folder.parent, folder):  # who may write to the first could put another in place of the second
+        try:
+            part.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except (OSError, RuntimeError) as error:
+            raise BuildError(f"cannot keep compiled kernels in {folder}: {error}; set XDG_CACHE_HOME") from error
+        if not is_private(part):
+            raise BuildError(f"{part} can be written by others: chmod 700 it, or set XDG_CACHE_HOME")
     return folder
+
+
+def is_private(path: Path) -> bool:
+    """Whether only this user can change what ``path`` itself is: no link, its own, not writable by others."""
+    state = path.lstat()
+    return state.st_uid == os.getuid() and not state.st_mode & 0o022 and not path.is_symlink()
 
 
 def cpu_identity() -> str:
@@ -102,11 +108,12 @@ def build() -> Built:
     """The object for this machine, compiled now unless it was before; it appears whole or not at all."""
     compiler, folder = find_compiler(), cache_folder()
     path = folder / object_name(compiler)
-    if path.is_file() and path.stat().st_uid == os.getuid():
+    if path.is_file() and is_private(path):
         return Built(path, compiler)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         target = Path(scratch) / "kernels.so"
         run_compiler(compiler, target)
+        target.chmod(0o700)
         target.replace(path)
     return Built(path, compiler)
 

@@ -113,6 +113,8 @@ class CKernels:
         self._sample.argtypes, self._sample.restype = [pointer, *[whole] * 3, *[pointer] * 8], whole
         self._uniforms = library["uniforms"]
         self._uniforms.argtypes, self._uniforms.restype = [pointer, pointer, pointer, whole], None
+        self._threads = library["threads"]
+        self._threads.argtypes, self._threads.restype = [], whole
         self._workspace = torch.empty(0)
 
     def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
@@ -161,7 +163,7 @@ class CKernels:
         assert table.dtype is torch.int32 and table.stride(1) == 1
         assert rows_B.dtype is torch.int64 and lens_B.dtype is torch.int64
         room = GROUP * (-(-table.shape[1] // LANES) * LANES + LANES)
-        threads = torch.get_num_threads()
+        threads: int = self._threads()
         if self._workspace.numel() < room * threads:
             self._workspace = torch.empty(room * threads)
         out = torch.empty_like(queries_BHD)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from slime_like import exact
 from slime_like.batch import Rows
+from slime_like.errors import DataError
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.layers import PackedRows
 from slime_like.train.megatron.layout import TokenLayout, attention_pieces, token_layout
@@ -50,6 +52,17 @@ class Scoring:
 def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A copy of a host array on ``device``."""
     return torch.from_numpy(np.array(values)).to(device, non_blocking=True)
+
+
+def check_tokens(rows: Rows, vocab_size: int, source: Path) -> None:
+    """Raise ``DataError`` on a token that the model of ``source`` does not have: scores of it would mean nothing."""
+    tokens = rows.token_ids
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        raise DataError(
+            f"token id {bad} is outside the vocabulary of {vocab_size} that {source} states: "
+            "tokenizer and model do not belong together"
+        )
 
 
 def make_micro(rows: Rows, place: Place) -> Micro:

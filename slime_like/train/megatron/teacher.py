@@ -9,7 +9,7 @@ from slime_like.batch import Columns, Rows
 from slime_like.config.resolved import ActorSpec
 from slime_like.metrics.types import Last, Metric
 from slime_like.train.megatron.columns import nested
-from slime_like.train.megatron.forward import Micro, Scoring, make_micro, score_micros
+from slime_like.train.megatron.forward import Micro, Scoring, check_tokens, make_micro, score_micros
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import HFFolder
 from slime_like.train.megatron.model import Policy, build_chunks, load_hf
@@ -23,6 +23,7 @@ class RankTeacher:
         folder = HFFolder(spec.model.hf_checkpoint, "teacher.hf_checkpoint")
         family = choose_family(spec, folder.config())
         self.place = place
+        self._vocabulary = int(family.hf.vocab_size), folder.path / "config.json"
         self.model = build_chunks(Policy, transformer_config(spec, family), family, place, spec.model.attention)
         self.model.requires_grad_(requires_grad=False)
         load_hf(self.model, family.weights(), folder, place)
@@ -31,6 +32,8 @@ class RankTeacher:
     def score(self, steps: Sequence[Sequence[Rows]]) -> tuple[Columns | None, tuple[Metric, ...]]:
         """Log-probabilities of trained tokens at the sampling temperature, on the rank that speaks for its shard."""
         start = time.perf_counter()
+        for rows in (rows for step in steps for rows in step):
+            check_tokens(rows, *self._vocabulary)  # a student may have more rows of padding than its teacher
         plan: list[list[Micro]] = [[make_micro(rows, self.place) for rows in step] for step in steps]
         micros = [micro for step in plan for micro in step]
         scores = score_micros(self.model, micros, [micro.rows.loss_weight > 0 for micro in micros], self.scoring)

@@ -17,14 +17,13 @@ from torch import Tensor
 from slime_like.batch import Columns, Rows
 from slime_like.config.names import LOSSES, TOKEN_ADVANTAGES
 from slime_like.config.resolved import ActorSpec
-from slime_like.errors import DataError
 from slime_like.interfaces import Diagnostics, LossFn, TokenAdvantage, TokenView, ValueTargets
 from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.registry import resolve
 from slime_like.train.megatron import checkpoint, determinism, host, initial, optim
 from slime_like.train.megatron.columns import fill, nested
 from slime_like.train.megatron.export import HFExport, write_hf
-from slime_like.train.megatron.forward import Micro, Scoring, make_micro, score_micros, to_device
+from slime_like.train.megatron.forward import Micro, Scoring, check_tokens, make_micro, score_micros, to_device
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import HFFolder
 from slime_like.train.megatron.model import Policy, build_chunks, load_hf, named_weights
@@ -75,13 +74,7 @@ class RankModel:
 
     def micro(self, rows: Rows) -> Micro:
         """Lay out one micro-batch. Raises ``DataError`` on a token that the model does not have."""
-        size = int(self.family.hf.vocab_size)
-        if len(rows.token_ids) and not 0 <= rows.token_ids.min() <= rows.token_ids.max() < size:
-            bad = rows.token_ids[(rows.token_ids < 0) | (rows.token_ids >= size)][0]
-            raise DataError(
-                f"token id {bad} is outside the vocabulary of {size} that {self.folder.path / 'config.json'} states: "
-                "tokenizer and model do not belong together"
-            )
+        check_tokens(rows, int(self.family.hf.vocab_size), self.folder.path / "config.json")
         return make_micro(rows, self.place)
 
     def checkpoint_parts(self) -> checkpoint.Parts:

@@ -35,10 +35,15 @@ typedef uint16_t bf16;
 #define TEXT(x) #x
 #define PARALLEL_ROWS(work) _Pragma(TEXT(omp parallel for schedule(static) if ((work) > 65536)))
 #define THREAD omp_get_thread_num()
+#define THREADS omp_get_max_threads()
 #else
 #define PARALLEL_ROWS(work)
 #define THREAD 0
+#define THREADS 1
 #endif
+
+/* Most threads of the OpenMP library that is linked here, which need not be torch's. */
+int64_t threads(void) { return THREADS; }
 
 #if defined(__clang__) || __GNUC__ >= 12
 INLINE vf pair_sums(vf a, vf b) { return __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD); }

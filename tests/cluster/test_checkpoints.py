@@ -1,0 +1,103 @@
+"""A save that fails costs itself, never the next one, and leaves no role's save open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from slime_like.cluster.checkpoints import Checkpoints
+from slime_like.cluster.ensemble import Ensemble
+from slime_like.config.run import RunConfig
+from slime_like.errors import CheckpointError
+
+
+@dataclass
+class Saver:
+    """Stands for the ranks of a role: one save at a time, some of which fail."""
+
+    fails_to_begin: set[int] = field(default_factory=set[int])
+    fails_to_finish: set[int] = field(default_factory=set[int])
+    slow: set[int] = field(default_factory=set[int])
+    open: int | None = None
+    written: list[int] = field(default_factory=list[int])
+
+    def begin_save(self, folder: Path, iteration: int) -> None:
+        assert self.open is None, f"the save of {self.open} was left open"
+        if iteration in self.fails_to_begin:
+            raise CheckpointError("no space to begin")
+        self.open = iteration
+        (folder / f"iter_{iteration:07d}").mkdir(parents=True)
+
+    def finish_save(self, *, wait: bool) -> bool:
+        if self.open is None:
+            return True
+        if self.open in self.slow and not wait:
+            return False
+        iteration, self.open = self.open, None
+        if iteration in self.fails_to_finish:
+            raise CheckpointError("no space to finish")
+        self.written.append(iteration)
+        return True
+
+
+class NoRollout:
+    """The rollout side has nothing to save."""
+
+    def save(self, folder: Path, next_rollout: int) -> None: ...
+
+
+def checkpoints(folder: Path, trainer: object, on_failed_save: str) -> Checkpoints:
+    config = RunConfig(on_failed_save=on_failed_save)
+    return Checkpoints(folder, cast(Any, trainer), cast(Any, NoRollout()), config, enabled=True, last=0)
+
+
+def latest(folder: Path) -> str:
+    return (folder / "latest_checkpointed_iteration.txt").read_text().strip()
+
+
+def test_a_failed_save_does_not_cost_the_next_one(tmp_path: Path) -> None:
+    trainer = Saver(fails_to_finish={1})
+    run = checkpoints(tmp_path, trainer, "continue")
+    run.save(1)
+    run.save(2)
+    run.save(3, final=True)
+    assert trainer.written == [2, 3]
+    assert latest(tmp_path) == "3"
+
+
+def test_a_final_save_is_tried_whatever_became_of_the_one_before(tmp_path: Path) -> None:
+    trainer = Saver(fails_to_finish={1})
+    run = checkpoints(tmp_path, trainer, "continue")
+    run.save(1)
+    run.save(2, final=True)
+    assert latest(tmp_path) == "2"
+
+
+def test_with_stop_the_failure_ends_the_run(tmp_path: Path) -> None:
+    run = checkpoints(tmp_path, Saver(fails_to_finish={1}), "stop")
+    run.save(1)
+    with pytest.raises(CheckpointError, match="no space to finish"):
+        run.save(2)
+
+
+@pytest.mark.parametrize("fault", ["fails_to_begin", "fails_to_finish"])
+def test_an_actor_that_fails_leaves_no_save_of_the_critic_open(tmp_path: Path, fault: str) -> None:
+    actor, critic = Saver(), Saver(slow={1})
+    setattr(actor, fault, {1})
+    run = checkpoints(tmp_path, ensemble(actor, critic), "continue")
+    run.save(1)
+    run.poll()
+    run.save(2, final=True)
+    assert critic.open is None
+    assert actor.written == [2]
+    assert latest(tmp_path) == "2"
+
+
+def ensemble(actor: Saver, critic: Saver) -> Ensemble:
+    """An ``Ensemble`` of which only the saves are asked."""
+    found = object.__new__(Ensemble)
+    found.actor, found.critic = cast(Any, actor), cast(Any, critic)
+    return found
