@@ -14,16 +14,29 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY)]
 
+from slime_like.config.base import Config  # noqa: E402
 from slime_like.config.known import ALGORITHMS, known_keys  # noqa: E402
 from slime_like.config.root import TrainConfig  # noqa: E402
 
 PACKAGE = REPOSITORY / "slime_like"
-GROUPS = {item.name for item in fields(TrainConfig)}
+
+
+def groups(config: type[Config], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Every group below ``config``: its name, its class and its dotted path."""
+    for item in fields(config):
+        factory = item.default_factory
+        if isinstance(factory, type) and issubclass(factory, Config):
+            yield item.name, factory.__name__, f"{prefix}{item.name}"
+            yield from groups(factory, f"{prefix}{item.name}.")
+
+
+GROUPS = {"algo": "algo", **{name: path for name, _, path in groups(TrainConfig)}}
 CLASSES = {
+    "AlgoConfig": "algo",
     "PolicyConfig": "algo",
     "PolicyGradientConfig": "algo",
     **{schema.__name__: "algo" for schema in ALGORITHMS.values()},
-    **{str(item.type): item.name for item in fields(TrainConfig)},
+    **{kind: path for _, kind, path in groups(TrainConfig)},
 }
 
 
@@ -38,7 +51,7 @@ def last_name(node: ast.expr) -> str:
 
 def aliases(tree: ast.AST) -> dict[str, set[str]]:
     """Names that hold a group in this file: annotated with its class, or assigned from one that does."""
-    found: dict[str, set[str]] = {group: {group} for group in GROUPS}
+    found: dict[str, set[str]] = {name: {path} for name, path in GROUPS.items()}
     for node in ast.walk(tree):
         match node:
             case ast.arg(arg=name, annotation=ast.expr() as annotation):

@@ -166,6 +166,7 @@ VALUES: dict[str, tuple[str, Convert]] = {
     "--max-tokens-per-gpu": ("parallel.max_tokens_per_rank", whole),
     "--ddp-bucket-size": ("parallel.bucket_size", whole),
     "--attention-backend": ("model.attention", attention),
+    "--qwen-gdn-backend": ("model.gdn.backend", word),
     "--recompute-granularity": ("model.recompute", one_of("full", "selective")),
     "--recompute-method": ("model.recompute_method", one_of("uniform", "block")),
     "--recompute-num-layers": ("model.recompute_num_layers", whole),
@@ -242,7 +243,6 @@ ALWAYS: dict[str, tuple[str | None, str]] = {
 """Flags that name what this project does anyway: accepted with the one value given here."""
 
 REFUSED: dict[str, str] = {
-    "--qwen-gdn-backend": "",
     "--use-fault-tolerance": "",
     "--partial-rollout": "",
     "--release-train": "",

@@ -20,6 +20,17 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True, slots=True)
+class GDNShape:
+    """The Gated DeltaNet layers of a hybrid model."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # per head
+    value_dim: int  # per head
+    conv_width: int
+
+
+@dataclass(frozen=True, slots=True)
 class HfConfig:
     """What the run needs to know of a model's config.json before it is loaded."""
 
@@ -32,6 +43,7 @@ class HfConfig:
     vocab_size: int
     max_positions: int
     num_experts: int  # 0: dense
+    gdn: GDNShape | None = None  # None: attention in every layer
     rope_key: str = "rope_scaling"  # where config.json says how rotary frequencies are scaled
     rope: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -57,6 +69,7 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
             vocab_size=int(text["vocab_size"]),
             max_positions=int(text["max_position_embeddings"]),
             num_experts=int(text.get("num_experts") or text.get("n_routed_experts") or 0),
+            gdn=_gdn_shape(text),
             rope_key=rope_key,
             rope=cast("dict[str, Any]", text.get(rope_key) or {}),
         )
@@ -64,6 +77,18 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
         raise CheckpointError(
             f"{key}={folder!r}: config.json has no {error}; is it the config of a causal language model?"
         ) from error
+
+
+def _gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:
+    if "linear_num_value_heads" not in text:
+        return None
+    return GDNShape(
+        key_heads=int(text["linear_num_key_heads"]),
+        value_heads=int(text["linear_num_value_heads"]),
+        key_dim=int(text["linear_key_head_dim"]),
+        value_dim=int(text["linear_value_head_dim"]),
+        conv_width=int(text["linear_conv_kernel_dim"]),
+    )
 
 
 def check_rope(key: str, model: HfConfig) -> None:

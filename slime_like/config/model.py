@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_like.config.base import MISSING, Config, key, positive
+from slime_like.config.gdn import GDNConfig
 
 
 @dataclass(kw_only=True)
@@ -27,6 +28,7 @@ class ModelConfig(Config):
         "auto",
         "Core attention (table ATTENTIONS): torch (our own; auto) or te (TransformerEngine's, where it is installed).",
     )
+    gdn: GDNConfig = key(GDNConfig, "Gated DeltaNet layers, where the model has them.")
     recompute: str = key(
         "none",
         "Activation recompute: none, selective (recompute_modules) or full.",

@@ -46,6 +46,9 @@ ATTENTIONS = {
     "torch": "slime_like.train.megatron.layers:PackedAttention",
     "te": "slime_like.train.megatron.te_attention:TEAttention",
 }
+GDN_BACKENDS = {
+    "torch": "slime_like_plugins.qwen_gdn.torch_chunk:TorchGDN",
+}
 TRANSPORTS = {
     "tensor": "slime_like.weights.tensor:TensorSender",
     "broadcast": "slime_like.weights.broadcast:BroadcastSender",

@@ -126,6 +126,8 @@ def _names(cfg: TrainConfig) -> None:
         check("model.family", cfg.model.family, names.FAMILIES)
     if cfg.model.attention != "auto":
         check("model.attention", cfg.model.attention, names.ATTENTIONS)
+    if cfg.model.gdn.backend != "auto":
+        check("model.gdn.backend", cfg.model.gdn.backend, names.GDN_BACKENDS)
     _open_name("reward.name", cfg.reward.name, names.REWARDS)
     _open_name("rollout.generate", cfg.rollout.generate, names.GENERATE)
     _open_name("data.source", cfg.data.source, names.DATA_SOURCES)

@@ -130,7 +130,7 @@ REFUSALS = {
     "--attention-backend unfused": ["--attention-backend unfused", "model.attention=te"],
     "--optimizer sgd": ["--optimizer sgd", "adam"],
     "--advantage-estimator a2c": ["a2c", "not supported yet", "grpo"],
-    "--qwen-gdn-backend flashqla": ["--qwen-gdn-backend", "not supported yet"],
+    "--use-routing-replay": ["--use-routing-replay", "not supported yet"],
     "--use-fault-tolerance": ["not supported yet"],
     "--partial-rollout": ["not supported yet"],
     "--update-weight-mode delta": ["--update-weight-mode delta", "not supported yet"],

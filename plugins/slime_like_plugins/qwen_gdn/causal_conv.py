@@ -1,0 +1,99 @@
+"""Depthwise causal convolution over packed sequences in torch, with its backward."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slime_like_plugins.qwen_gdn.packing import lengths
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """Each sequence with W-1 rows of its own before it, so that no window reaches into the sequence before."""
+
+    num_places: int  # R, total of the rows
+    row: Tensor  # I64 [tokens] place of each token
+    halo: Tensor  # I64 [N * (W - 1)] places of the rows before the sequences
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    cu_seqlens_cpu: Tensor,
+    activation: str | None = "silu",
+    halo: Tensor | None = None,
+) -> Tensor:
+    """See ``backend.GDNBackend.causal_conv``. 16-bit inputs are summed in float32."""
+    if activation not in ("silu", None):
+        raise ValueError(f"activation={activation!r} is not silu or None")
+    if x.dim() != 3 or x.shape[0] != 1 or weight.shape[0] != x.shape[2]:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must be [1, T, D] and [D, W]")
+    rows, width = x[0], weight.shape[1]
+    grid = _grid(lengths(cu_seqlens_cpu, len(rows)), width, x.device)
+    return _CausalConv.apply(rows, weight, halo, grid, activation == "silu").unsqueeze(0)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@functools.lru_cache(maxsize=16)
+def _grid(lengths_N: tuple[int, ...], width: int, device: torch.device) -> _Grid:
+    before = width - 1
+    row, halo, place = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)], 0
+    for length in lengths_N:
+        halo.append(torch.arange(place, place + before))
+        row.append(torch.arange(place + before, place + before + length))
+        place += before + length
+    return _Grid(place, torch.cat(row).to(device), torch.cat(halo).to(device))
+
+
+class _CausalConv(torch.autograd.Function):
+    """``W`` shifted multiply-adds over the grid; the sums before the activation are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, halo: Tensor | None, grid: _Grid, silu: bool) -> Tensor:
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        places = rows.new_zeros(grid.num_places, rows.shape[1], dtype=dtype)
+        places.index_copy_(0, grid.row, rows[: len(grid.row)].to(dtype))
+        if halo is not None:
+            places.index_copy_(0, grid.halo, halo.flatten(0, 1).to(dtype))
+        taps, width = weight.to(dtype).T.contiguous(), weight.shape[1]
+        windows = max(len(places) - width + 1, 0)
+        sums = places[:windows] * taps[0]
+        for tap in range(1, width):
+            sums.addcmul_(places[tap : tap + windows], taps[tap])
+        ctx.save_for_backward(places, taps, sums)
+        ctx.grid, ctx.silu = grid, silu
+        ctx.dtypes = (rows.dtype, weight.dtype, None if halo is None else halo.dtype)
+        ctx.halo_shape = None if halo is None else halo.shape
+        out = torch.zeros_like(rows)
+        found = sums.index_select(0, grid.row - (width - 1))
+        out[: len(grid.row)] = F.silu(found) if silu else found
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        places, taps, sums = ctx.saved_tensors
+        grid, width = ctx.grid, len(taps)
+        rows_dtype, weight_dtype, halo_dtype = ctx.dtypes
+        dsums = torch.zeros_like(sums)
+        dsums.index_copy_(0, grid.row - (width - 1), grads[0][: len(grid.row)].to(sums.dtype))
+        if ctx.silu:
+            dsums = torch.ops.aten.silu_backward(dsums, sums)
+        windows = len(sums)
+        dplaces, dtaps = torch.zeros_like(places), torch.empty_like(taps)
+        for tap in range(width):
+            dplaces[tap : tap + windows].addcmul_(dsums, taps[tap])
+            torch.sum(places[tap : tap + windows] * dsums, 0, out=dtaps[tap])
+        drows = torch.zeros_like(grads[0], dtype=rows_dtype)
+        drows[: len(grid.row)] = dplaces.index_select(0, grid.row)
+        dhalo = None
+        if halo_dtype is not None:
+            dhalo = dplaces.index_select(0, grid.halo).view(ctx.halo_shape).to(halo_dtype)
+        return drows, dtaps.T.to(weight_dtype), dhalo, None, None

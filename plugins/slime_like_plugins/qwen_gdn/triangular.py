@@ -1,0 +1,41 @@
+"""Inverse of unit lower triangular matrices, many small ones at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BASE = 8
+
+
+def unit_lower_inverse(lower: Tensor) -> Tensor:
+    """``(I + strict lower part of lower)^-1`` for ``lower`` [m, C, C], C a power of two or at most ``BASE``.
+
+    Blocks of ``BASE`` by forward substitution, then neighbours merged: [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']].
+    It multiplies only inverses of diagonal blocks, which stay small where those of the delta rule do; the Neumann
+    product of powers of ``lower`` overflows for keys that resemble each other.
+    """
+    m, size, _ = lower.shape
+    base = min(BASE, size)
+    count = size // base
+    diagonal = _diagonal_blocks(lower, base)
+    inverse = torch.eye(base, dtype=lower.dtype, device=lower.device).repeat(m * count, 1, 1)
+    for row in range(1, base):
+        inverse[:, row, :row] = -torch.bmm(diagonal[:, row : row + 1, :row], inverse[:, :row, :row]).squeeze(1)
+    while base < size:
+        count //= 2
+        pairs = inverse.view(m * count, 2, base, base)
+        below = _diagonal_blocks(lower, 2 * base)[:, base:, :base]
+        inverse = lower.new_zeros(m * count, 2 * base, 2 * base)
+        inverse[:, :base, :base] = pairs[:, 0]
+        inverse[:, base:, base:] = pairs[:, 1]
+        inverse[:, base:, :base] = torch.bmm(torch.bmm(pairs[:, 1], below), pairs[:, 0]).neg_()
+        base *= 2
+    return inverse.view(m, size, size)
+
+
+def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
+    """[m, C, C] -> its blocks of ``size`` on the diagonal, [m * C / size, size, size]."""
+    m, whole, _ = matrix.shape
+    count = whole // size
+    return matrix.view(m, count, size, count, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)

@@ -1,0 +1,175 @@
+"""The gated delta rule and the causal convolution token by token, as they are defined: the oracle of every backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime_like_plugins.qwen_gdn.backend import NORM_EPS, GDNBackend
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Inputs of one call; rows beyond the last bound are padding."""
+
+    q: Tensor  # [1, T, H, K]
+    k: Tensor  # [1, T, H, K]
+    v: Tensor  # [1, T, HV, V]
+    g: Tensor  # [1, T, HV]
+    beta: Tensor  # [1, T, HV]
+    initial: Tensor | None  # [N, HV, K, V]
+    cu_seqlens: tuple[int, ...]
+
+    @property
+    def bounds(self) -> Tensor:
+        """``cu_seqlens`` as a tensor on the host."""
+        return torch.tensor(self.cu_seqlens, dtype=torch.int32)
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Every differentiable input by name."""
+        found = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "cu_seqlens"}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def to(self, dtype: torch.dtype, device: str = "cpu") -> Case:
+        """The same numbers in ``dtype``, as fresh leaves; g stays in at least float32."""
+        moved = {name: t.detach().to(device, dtype) for name, t in self.leaves().items()}
+        moved["g"] = self.g.detach().to(device, torch.promote_types(dtype, torch.float32))
+        return replace(self, **{name: tensor.requires_grad_() for name, tensor in moved.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Output, final states and the gradient of every input for fixed gradients of both results."""
+
+    out: Tensor
+    final: Tensor
+    grads: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a case; ``tail`` rows of padding."""
+
+    lengths: tuple[int, ...]
+    heads: int = 2
+    groups: int = 1
+    key: int = 8
+    value: int = 8
+    tail: int = 0
+    state: bool = True
+
+
+def make_case(shape: Shape, *, seed: int = 0, decay: float = 1.0, same_keys: bool = False) -> Case:
+    """Random float64 inputs. ``decay``: mean of -g; ``same_keys``: every key of a sequence points the same way."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    rows, value_heads = sum(shape.lengths) + shape.tail, shape.heads * shape.groups
+    keys = normal(1, rows, shape.heads, shape.key)
+    if same_keys:
+        keys = keys[:, :1].expand(-1, rows, -1, -1) if rows else keys
+    bounds = [0]
+    for length in shape.lengths:
+        bounds.append(bounds[-1] + length)
+    initial = normal(len(shape.lengths), value_heads, shape.key, shape.value) if shape.state else None
+    case = Case(
+        q=normal(1, rows, shape.heads, shape.key),
+        k=keys.clone(),
+        v=normal(1, rows, value_heads, shape.value),
+        g=-decay * torch.rand(1, rows, value_heads, generator=generator, dtype=torch.float64) * 2,
+        beta=torch.rand(1, rows, value_heads, generator=generator, dtype=torch.float64),
+        initial=initial,
+        cu_seqlens=tuple(bounds),
+    )
+    return case.to(torch.float64)
+
+
+def recurrence(case: Case) -> tuple[Tensor, Tensor]:
+    """Output [1, T, HV, V] and final states [N, HV, K, V], one token at a time, in the dtype of the inputs."""
+    groups, scale = case.v.shape[2] // case.q.shape[2], case.q.shape[-1] ** -0.5
+    q, k = (
+        (t[0] * torch.rsqrt(t[0].square().sum(-1, keepdim=True) + NORM_EPS)).repeat_interleave(groups, 1)
+        for t in (case.q, case.k)
+    )
+    outputs, finals = [], []
+    for n, (start, stop) in enumerate(pairwise(case.cu_seqlens)):
+        size = (case.v.shape[2], q.shape[-1], case.v.shape[-1])
+        state = case.v.new_zeros(size) if case.initial is None else case.initial[n]
+        for t in range(start, stop):
+            state = state * case.g[0, t].exp()[:, None, None]
+            read = torch.einsum("hkv,hk->hv", state, k[t])
+            write = case.beta[0, t][:, None] * (case.v[0, t] - read)
+            state = state + torch.einsum("hk,hv->hkv", k[t], write)
+            outputs.append(torch.einsum("hkv,hk->hv", state, q[t]) * scale)
+        finals.append(state)
+    padding = case.v.new_zeros(case.v.shape[1] - case.cu_seqlens[-1], *case.v.shape[2:])
+    out = torch.cat([torch.stack(outputs), padding]) if outputs else padding
+    return out.unsqueeze(0), torch.stack(finals)
+
+
+def answer(case: Case, result: tuple[Tensor, Tensor], seed: int = 1) -> Answer:
+    """Gradients of ``case`` for random gradients of both results, the same for the same seed and shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros((), dtype=torch.float64, requires_grad=True)  # so that nothing at all has a gradient, too
+    for part in result:
+        weights = torch.randn(part.shape, generator=generator, dtype=torch.float64)
+        total = total + (part.double().cpu() * weights).sum()
+    total.backward()
+    none = {name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in case.leaves().items()}
+    return Answer(result[0].detach(), result[1].detach(), none)
+
+
+def oracle(case: Case) -> Answer:
+    """What is right."""
+    fresh = case.to(torch.float64)
+    return answer(fresh, recurrence(fresh))
+
+
+def of_backend(backend: GDNBackend, case: Case) -> Answer:
+    """What a backend says of ``case``, in its dtype and on its device."""
+    out, final = backend.chunk_rule(
+        case.q,
+        case.k,
+        case.v,
+        case.g,
+        case.beta,
+        cu_seqlens=case.bounds.to(case.q.device),
+        cu_seqlens_cpu=case.bounds,
+        initial_state=case.initial,
+        output_final_state=True,
+    )
+    assert final is not None
+    return answer(case, (out, final))
+
+
+def errors(found: Answer, right: Answer) -> dict[str, float]:
+    """Largest error of each part, relative to the largest value of that part (or to 0.01, should that be smaller)."""
+    pairs = {"out": (found.out, right.out), "final": (found.final, right.final)}
+    pairs |= {name: (found.grads[name], grad) for name, grad in right.grads.items()}
+    return {name: _relative(mine, true) for name, (mine, true) in pairs.items()}
+
+
+def _relative(mine: Tensor, true: Tensor) -> float:
+    assert mine.shape == true.shape
+    if not true.numel():
+        return 0.0
+    difference = (mine.double().cpu() - true.double().cpu()).abs().max()
+    return float(difference / true.abs().max().clamp_min(1e-2))
+
+
+def conv_reference(x: Tensor, weight: Tensor, cu_seqlens: tuple[int, ...], halo: Tensor | None, silu: bool) -> Tensor:
+    """[1, T, D]: every output a sum over its window, one token at a time."""
+    width, rows = weight.shape[1], []
+    for n, (start, stop) in enumerate(pairwise(cu_seqlens)):
+        before = x.new_zeros(width - 1, x.shape[2]) if halo is None else halo[n]
+        inputs = torch.cat([before, x[0, start:stop]])
+        rows += [(inputs[t : t + width] * weight.T).sum(0) for t in range(stop - start)]
+    rows = [F.silu(row) if silu else row for row in rows]
+    padding = [x.new_zeros(x.shape[2])] * (x.shape[1] - cu_seqlens[-1])
+    return torch.stack([*rows, *padding]).unsqueeze(0) if rows or padding else torch.zeros_like(x)
