@@ -10,11 +10,15 @@ from torch import Tensor
 from slime_like.interfaces import TokenView
 
 
+def sequences(view: TokenView) -> Tensor:
+    """[T] which sequence each token belongs to; ascending."""
+    lengths_S = view.cu_seqlens.diff().long()
+    return torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
+
+
 def segments(view: TokenView) -> Tensor:
     """[A] which sequence each action belongs to; ascending."""
-    lengths_S = view.cu_seqlens.diff().long()
-    segment_T = torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
-    return segment_T[view.loss_weight > 0]
+    return sequences(view)[view.loss_weight > 0]
 
 
 def ends(segment_A: Tensor) -> Tensor:

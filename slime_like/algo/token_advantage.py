@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slime_like.algo.actions import segments, sequences, token_rewards
 from slime_like.config.algo import ReinforcePlusPlusBaselineConfig, ReinforcePlusPlusConfig
 from slime_like.config.names import KL_ESTIMATORS
 from slime_like.config.policy import AlgoConfig
@@ -51,13 +52,8 @@ class ReinforcePlusPlus:
     def _returns(self, view: TokenView) -> Tensor:
         """[T] discounted sum of the rewards at and after each trained token of its sequence."""
         mask_T = view.loss_weight > 0
-        segment_A = _sequence_of(view)[mask_T]
-        rewards_A = view.rewards[segment_A] * _last_of_segment(segment_A)
-        if self._kl_coef > 0:
-            assert view.old_logprobs is not None and view.ref_logprobs is not None, (
-                "old and ref scores are not annotated"
-            )
-            rewards_A = rewards_A - self._kl_coef * self._kl(view.old_logprobs[mask_T], view.ref_logprobs[mask_T])
+        segment_A = segments(view)
+        rewards_A = token_rewards(view, segment_A, self._kl_coef, self._kl)
         returns_T = torch.zeros_like(view.loss_weight, dtype=rewards_A.dtype)
         returns_T[mask_T] = discounted_returns(rewards_A, segment_A, self._gamma)
         return returns_T
@@ -91,24 +87,11 @@ class ReinforcePlusPlusBaseline:
 
     def _advantages(self, view: TokenView) -> Tensor:
         assert view.advantages is not None, "group advantages come with the rows"
-        spread_T = view.advantages[_sequence_of(view)]
+        spread_T = view.advantages[sequences(view)]
         if self._kl_coef == 0:
             return spread_T
         assert view.old_logprobs is not None and view.ref_logprobs is not None, "old and ref scores are not annotated"
         return spread_T - self._kl_coef * self._kl(view.old_logprobs, view.ref_logprobs)
-
-
-def _sequence_of(view: TokenView) -> Tensor:
-    """[T] sequence of each token."""
-    lengths_S = view.cu_seqlens.diff().long()
-    return torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
-
-
-def _last_of_segment(segment_A: Tensor) -> Tensor:
-    """[A] bool: whether the next action belongs to another sequence."""
-    last_A = torch.ones_like(segment_A, dtype=torch.bool)
-    last_A[:-1] = segment_A[1:] != segment_A[:-1]
-    return last_A
 
 
 def discounted_returns(rewards_A: Tensor, segment_A: Tensor, gamma: float) -> Tensor:
