@@ -23,8 +23,9 @@ from slime_like.cluster.rank_group import connect
 from slime_like.cluster.resume import checkpoint_folder, first_rollout
 from slime_like.cluster.role_group import RoleGroup
 from slime_like.cluster.rollouts import DemonstrationRollout, EngineRollout, ReplayRollout, Rollout
-from slime_like.cluster.run import Run, StopRequest
+from slime_like.cluster.run import Run
 from slime_like.cluster.stacks import dump_stacks_on_signal
+from slime_like.cluster.stop import StopRequest
 from slime_like.cluster.sync import EngineSync, NoSync, Sync
 from slime_like.cluster.trainer_group import TrainerGroup
 from slime_like.cluster.trainer_worker import EngineAddress
@@ -74,6 +75,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
             deaths = cluster.causes_of_death(suspected=isinstance(error, EngineError))
             raise _with_context(error, deaths, _bundle(run_dir, error, deaths, cluster.log_dir)) from error
         finally:
+            stop.hold()
             with ExitStack() as teardown:  # each happens, whatever becomes of the others; processes first
                 teardown.callback(sink.close)
                 teardown.callback(stop.restore)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from slime_like.cluster.checkpoints import Checkpoints
 from slime_like.cluster.fault import fatal
 from slime_like.cluster.rollouts import Rollout
+from slime_like.cluster.stop import StopRequest
 from slime_like.cluster.sync import Sync
 from slime_like.config.kill_at import KillAt, parse_kill_at
 from slime_like.config.root import TrainConfig
@@ -27,30 +24,6 @@ from slime_like.rollout.manager import Collected
 from slime_like.types import StepStats
 
 PHASES = {"train_wait": "collect", "train": "step", "update_weights": "push"}  # timer -> phase of run.debug_kill_at
-
-
-class StopRequest:
-    """Ctrl-C: the first asks the loop to end after the rollout it is in, the second ends it at once."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._before: Any = None
-
-    def install(self) -> None:
-        """Take over SIGINT and SIGTERM of the main thread."""
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore(self) -> None:
-        """Give the signals back."""
-        for number, handler in (self._before or {}).items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        if self.requested:
-            raise KeyboardInterrupt(f"second {signal.Signals(number).name}: stopped at once, without a checkpoint")
-        self.requested = True
-        os.write(2, b"\nstopping after this rollout, with a checkpoint; once more to stop at once\n")
 
 
 @dataclass(slots=True)

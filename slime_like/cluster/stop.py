@@ -1,0 +1,45 @@
+"""Ctrl-C and SIGTERM, from the first rollout to the last process that is taken down."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """The first signal asks the loop to end after the rollout it is in, the second ends it at once, a third changes
+    nothing: it must not cut short the taking down of what the run has started.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._closing = False
+        self._before: Any = None
+
+    def install(self) -> None:
+        """Take over the signals of the main thread."""
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+
+    def hold(self) -> None:
+        """From now on the run is being taken down."""
+        self._closing = True
+
+    def restore(self) -> None:
+        """Give the signals back."""
+        for number, handler in (self._before or {}).items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self._closing:
+            os.write(2, b"\nstopping the processes of this run: a moment\n")
+        elif self.requested:
+            self._closing = True  # the exception is on its way to what takes the run down
+            raise KeyboardInterrupt(f"second {signal.Signals(number).name}: stopped at once, without a checkpoint")
+        else:
+            self.requested = True
+            os.write(2, b"\nstopping after this rollout, with a checkpoint; once more to stop at once\n")
