@@ -2,7 +2,8 @@
 
     latest_checkpointed_iteration.txt    names the newest whole iteration; replaced last
     iter_0000004/                        megatron's files, and checkpoint.json: what they are, and the size of each
-    rollout/state_4.json                 the rollout side of the same instant
+    rollout/state_4.json                 the rollout side of the same instant;
+    rollout/leftover_4[_made_5].npz      groups of it
     *.tmp                                not whole: of a save that is going on, or that died
 
 A folder gets its name when everything in it is on the disk; a file is replaced by a finished one. So at every instant
@@ -209,14 +210,27 @@ def remove_scratch(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` iterations, and never the one that the latest file names."""
+    """Remove all but the newest ``keep`` iterations, and never the one that the latest file names.
+
+    The rollout side goes with its iteration; so does that of an iteration whose save failed.
+    """
     latest = latest_iteration(folder)
-    for iteration in [k for k in iterations(folder) if k <= latest][:-keep]:
-        name = iteration_folder(folder, iteration).name
-        for path in (*folder.rglob(name), *folder.glob(f"rollout/*_{iteration}.*")):
-            aside = path.with_name(path.name + SCRATCH)  # half removed, it must not have the name of a whole one
-            path.rename(aside)
-            _remove(aside)
+    old = [k for k in iterations(folder) if k <= latest][:-keep]
+    kept = set(iterations(folder)) - set(old)
+    sides = [(path, side_of(path)) for path in (folder / "rollout").glob("*")]
+    gone = [path for path, k in sides if k is not None and k <= latest and k not in kept]
+    for iteration in old:
+        gone += folder.rglob(iteration_folder(folder, iteration).name)
+    for path in gone:
+        aside = path.with_name(path.name + SCRATCH)  # half removed, it must not have the name of a whole one
+        path.rename(aside)
+        _remove(aside)
+
+
+def side_of(path: Path) -> int | None:
+    """The iteration that a file of ``rollout/`` belongs to: the first number of its name. None: not of a checkpoint."""
+    found = re.fullmatch(r"(?:state|leftover)_(\d+)(?:_made_\d+)?\.(?:json|npz)", path.name)
+    return None if found is None else int(found[1])
 
 
 def _remove(path: Path) -> None:

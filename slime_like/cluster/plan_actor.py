@@ -17,7 +17,7 @@ from slime_like.config.pipeline import segments
 from slime_like.config.resolved import ActorSpec, Layout
 from slime_like.config.root import TrainConfig
 from slime_like.config.rules import batch_identity, trainer_ranks
-from slime_like.config.schedule import settle_schedule
+from slime_like.config.schedule import actor_steps, settle_schedule
 from slime_like.errors import ConfigError
 
 
@@ -33,7 +33,6 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
         notes.add("loop.global_batch_size", batch_identity(cfg), "samples per rollout / loop.steps_per_rollout")
     if p.sequence_parallel and p.tp == 1:
         notes.add("parallel.sequence_parallel", "false", "parallel.tp is 1")
-    steps = (loop.num_rollout - cfg.critic.warmup_rollouts) * loop.steps_per_rollout
     optim = _optim(cfg, device, dtype, dp, notes)
     settled = replace(
         cfg.model,
@@ -57,7 +56,7 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
         device=device,
         dtype=dtype,
         temperature=1.0 if isinstance(cfg.algo, SftConfig) else cfg.rollout.temperature,
-        num_steps=steps,
+        num_steps=actor_steps(cfg)[0],
         steps_per_rollout=loop.steps_per_rollout,
         max_tokens_per_rank=p.max_tokens_per_rank,
         seed=cfg.run.seed,
@@ -75,12 +74,12 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
 
 def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, notes: Notes) -> OptimConfig:
     """The schedule in optimizer steps, and a note on every option that has no effect in this run."""
-    steps = (cfg.loop.num_rollout - cfg.critic.warmup_rollouts) * cfg.loop.steps_per_rollout
+    steps, formula = actor_steps(cfg)
     if cfg.run.mode == "rollout_only":
         return cfg.optim
-    optim, parallel = settle_schedule(cfg.optim, steps), cfg.parallel
+    optim, parallel = settle_schedule(cfg.optim, steps, formula), cfg.parallel
     if cfg.optim.decay_steps is None and optim.schedule != "constant":
-        notes.add("optim.decay_steps", steps, "loop.num_rollout * loop.steps_per_rollout")
+        notes.add("optim.decay_steps", steps, formula)
     if cfg.optim.wsd_decay_steps is None and optim.wsd_decay_steps is not None:
         notes.add("optim.wsd_decay_steps", optim.wsd_decay_steps, "a tenth of optim.decay_steps")
     if cfg.optim.warmup_fraction is not None:

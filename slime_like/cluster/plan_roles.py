@@ -42,7 +42,7 @@ def critic_spec(cfg: TrainConfig, actor: ActorSpec, note: Note) -> CriticSpec | 
     optim = settle_schedule(optim, steps)
     optim.seal()
     rank = replace(
-        _rank(actor, folder, role_layout(cfg, critic, actor.layout), own_folder=critic.hf_checkpoint is not None),
+        _rank(actor, "critic", critic.hf_checkpoint, role_layout(cfg, critic, actor.layout)),
         optim=optim,
         num_steps=steps,
     )
@@ -73,13 +73,16 @@ def teacher_spec(cfg: TrainConfig, actor: ActorSpec) -> TeacherSpec | None:
     teacher = cfg.teacher
     if not isinstance(cfg.algo, DistillConfig) or teacher.hf_checkpoint is None or actor.swaps_teacher:
         return None
-    return TeacherSpec(_rank(actor, teacher.hf_checkpoint, role_layout(cfg, teacher, actor.layout), own_folder=True))
+    return TeacherSpec(_rank(actor, "teacher", teacher.hf_checkpoint, role_layout(cfg, teacher, actor.layout)))
 
 
-def _rank(actor: ActorSpec, folder: str, layout: Layout, *, own_folder: bool) -> ActorSpec:
-    model = replace(actor.model, hf_checkpoint=folder, family="auto" if own_folder else actor.model.family)
+def _rank(actor: ActorSpec, role: str, folder: str | None, layout: Layout) -> ActorSpec:
+    """A rank of ``role``; its checkpoint is the actor's where ``folder`` is None."""
+    if folder is None:
+        return replace(actor, layout=layout)
+    model = replace(actor.model, hf_checkpoint=folder, family="auto")
     model.seal()
-    return replace(actor, model=model, layout=layout)
+    return replace(actor, model=model, model_key=f"{role}.hf_checkpoint", layout=layout)
 
 
 def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout) -> Layout:

@@ -9,16 +9,17 @@ from typing import Any
 from slime_like.checkpoint_files import (
     CRITIC,
     LATEST,
-    check_value_head,
+    Manifest,
     iteration_folder,
     latest_iteration,
     read_manifest,
 )
 from slime_like.cluster.rollouts import read_state
-from slime_like.config.hf import read_json
 from slime_like.config.load import from_yaml
 from slime_like.config.role_algo import PpoConfig
+from slime_like.config.role_rules import check_critic
 from slime_like.config.root import TrainConfig
+from slime_like.config.saved_model import check_saved_model
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
 
 # What may change between the parts of one run without making it another experiment.
@@ -70,12 +71,7 @@ def first_rollout(cfg: TrainConfig, run_dir: Path) -> int:
     done = latest_iteration(folder)
     check_content(cfg, iteration_folder(folder, done))
     if isinstance(cfg.algo, PpoConfig):
-        critic = iteration_folder(folder / CRITIC, done)
-        if not critic.is_dir():
-            raise CheckpointError(
-                f"{critic}: missing, as of a run without a critic; resume a run with algo=ppo, or choose another run.dir"
-            )
-        check_value_head(critic, read_manifest(critic))
+        _check_critic(cfg, iteration_folder(folder / CRITIC, done))
     if cfg.run.replay_from is None:
         read_state(folder, done)
     exported = not cfg.run.save_hf or (run_dir / "hf").exists()
@@ -90,13 +86,21 @@ def first_rollout(cfg: TrainConfig, run_dir: Path) -> int:
 def check_content(cfg: TrainConfig, source: Path) -> None:
     """Raise ``CheckpointError`` unless ``source`` is whole and of the model that the run trains."""
     manifest = read_manifest(source)
-    config = read_json("model.hf_checkpoint", Path(cfg.model.hf_checkpoint) / "config.json")
-    for name, found in manifest.model.items():
-        if config.get(name) is not None and config[name] != found:
-            raise CheckpointError(
-                f"{source}: of another model: {name} is {found} there and {config[name]} in "
-                f"model.hf_checkpoint={cfg.model.hf_checkpoint!r}; give the checkpoint the model it was trained from"
-            )
+    check_saved_model(manifest, source, "model.hf_checkpoint", cfg.model.hf_checkpoint, cfg.parallel.tp)
+    _check_optimizer(cfg, manifest, source)
+
+
+def _check_critic(cfg: TrainConfig, source: Path) -> None:
+    if not source.is_dir():
+        raise CheckpointError(
+            f"{source}: missing, as of a run without a critic; resume a run with algo=ppo, or choose another run.dir"
+        )
+    manifest = read_manifest(source)
+    check_critic(cfg, source, manifest)
+    _check_optimizer(cfg, manifest, source)
+
+
+def _check_optimizer(cfg: TrainConfig, manifest: Manifest, source: Path) -> None:
     mine = cfg.parallel.distributed_optimizer
     if manifest.distributed_optimizer != mine:
         raise CheckpointError(

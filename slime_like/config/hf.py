@@ -91,6 +91,12 @@ def _gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:
     )
 
 
+def padded_vocabulary(vocab_size: int, tp: int) -> int:
+    """Rows of embedding and output layer: a multiple of 128 where tp divides that, so that checkpoints can be resharded."""
+    multiple = 128 if 128 % tp == 0 else 128 * tp
+    return -(-vocab_size // multiple) * multiple
+
+
 def check_rope(key: str, model: HfConfig) -> None:
     """Raise ``CheckpointError`` on a scaling of rotary frequencies that is not supported or not told in full."""
     kind = model.rope.get("rope_type", model.rope.get("type", "default"))

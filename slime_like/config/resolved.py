@@ -49,6 +49,7 @@ class ActorSpec:
     seed: int
     deadline_s: float
     deterministic: bool = False  # the engine's bits, and the same ones each time
+    model_key: str = "model.hf_checkpoint"  # which names the checkpoint
     teacher_checkpoint: str | None = None  # a teacher of the policy's shape, scored by swapping weights
 
     @property

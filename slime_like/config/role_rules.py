@@ -7,11 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
-from slime_like.checkpoint_files import critic_source
+from slime_like.checkpoint_files import Manifest, check_value_head, critic_source, read_manifest
 from slime_like.config.hf import HfConfig, check_weights, read_hf_config, read_json
 from slime_like.config.role_algo import DistillConfig, PpoConfig
 from slime_like.config.roles import CriticConfig, TeacherConfig
 from slime_like.config.root import TrainConfig
+from slime_like.config.saved_model import check_saved_model
 from slime_like.errors import CheckpointError, ConfigError
 
 # What a checkpoint's config.json must have in common with the policy's to be swapped into its place: every shape, and
@@ -93,7 +94,17 @@ def _critic(cfg: TrainConfig, model: HfConfig) -> None:
     if cfg.critic.load is not None:
         if not Path(cfg.critic.load).is_dir():
             raise CheckpointError(f"critic.load={cfg.critic.load!r} is not a folder: give the critic folder of a run")
-        critic_source(Path(cfg.critic.load))
+        source = critic_source(Path(cfg.critic.load))
+        check_critic(cfg, source, read_manifest(source))
+
+
+def check_critic(cfg: TrainConfig, source: Path, manifest: Manifest) -> None:
+    """Raise ``CheckpointError`` unless ``source`` is of a critic that has the run's body."""
+    check_value_head(source, manifest)
+    key, folder = "critic.hf_checkpoint", cfg.critic.hf_checkpoint
+    if folder is None:
+        key, folder = "model.hf_checkpoint", cfg.model.hf_checkpoint
+    check_saved_model(manifest, source, key, folder, cfg.critic.tp or cfg.parallel.tp)
 
 
 def _teacher(cfg: TrainConfig, model: HfConfig) -> None:

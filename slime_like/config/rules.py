@@ -12,7 +12,7 @@ from slime_like.config.policy import AlgoConfig, PolicyConfig
 from slime_like.config.role_algo import DistillConfig
 from slime_like.config.role_rules import check_roles
 from slime_like.config.root import TrainConfig
-from slime_like.config.schedule import settle_schedule
+from slime_like.config.schedule import actor_steps, settle_schedule
 from slime_like.errors import ConfigError
 from slime_like.registry import check, resolve
 
@@ -32,10 +32,10 @@ def check_rules(cfg: TrainConfig) -> None:
     trainer_ranks(cfg)
     check_pipeline(cfg.parallel)
     _placement(cfg)
+    check_roles(cfg)
     _schedule(cfg)
     _memory_and_overlap(cfg)
     check_attention(cfg, cfg.placement.device, cfg.model.dtype)
-    check_roles(cfg)
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
     foreign.check_foreign("model.megatron", cfg.model.megatron)
 
@@ -268,7 +268,7 @@ def _placement(cfg: TrainConfig) -> None:
 
 def _schedule(cfg: TrainConfig) -> None:
     if cfg.run.mode != "rollout_only":
-        settle_schedule(cfg.optim, cfg.loop.num_rollout * cfg.loop.steps_per_rollout)
+        settle_schedule(cfg.optim, *actor_steps(cfg))
 
 
 def _memory_and_overlap(cfg: TrainConfig) -> None:

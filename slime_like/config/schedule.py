@@ -5,13 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime_like.config.model import OptimConfig
+from slime_like.config.root import TrainConfig
 from slime_like.errors import ConfigError
 
 
-def settle_schedule(optim: OptimConfig, num_steps: int) -> OptimConfig:
+def actor_steps(cfg: TrainConfig) -> tuple[int, str]:
+    """Optimizer steps of the actor in the whole run, and the keys that they come of."""
+    warmup, formula = cfg.critic.warmup_rollouts, "loop.num_rollout * loop.steps_per_rollout"
+    if warmup:
+        formula = "(loop.num_rollout - critic.warmup_rollouts) * loop.steps_per_rollout"
+    return (cfg.loop.num_rollout - warmup) * cfg.loop.steps_per_rollout, formula
+
+
+def settle_schedule(optim: OptimConfig, num_steps: int, formula: str = "") -> OptimConfig:
     """``optim`` with warmup_steps, decay_steps and, for wsd, wsd_decay_steps in whole optimizer steps.
 
-    ``num_steps`` are the run's. Raises ``ConfigError`` on a schedule that is longer than the run, leaves nothing to
+    ``num_steps`` are the run's, of the keys of ``formula``. Raises ``ConfigError`` on a schedule that is longer than the run, leaves nothing to
     decay over, or is given steps that its shape does not read.
     """
     if optim.min_lr > optim.lr:
@@ -27,7 +36,8 @@ def settle_schedule(optim: OptimConfig, num_steps: int) -> OptimConfig:
                 "remove it, or choose such a schedule"
             )
     decay = (optim.decay_steps if decays else None) or num_steps
-    _fits("decay_steps", decay, num_steps, "the rate would stop short of optim.min_lr")
+    run = f"{num_steps} optimizer steps" + (f" ({formula})" if formula else "")
+    _fits("decay_steps", decay, num_steps, run, "the rate would stop short of optim.min_lr")
     warmup = optim.warmup_steps
     if optim.warmup_fraction is not None:
         if warmup:
@@ -35,7 +45,7 @@ def settle_schedule(optim: OptimConfig, num_steps: int) -> OptimConfig:
                 f"optim.warmup_steps={warmup} and optim.warmup_fraction={optim.warmup_fraction:g}: give one of them"
             )
         warmup = round(optim.warmup_fraction * decay)
-    _fits("warmup_steps", warmup, num_steps, "the rate would never reach optim.lr")
+    _fits("warmup_steps", warmup, num_steps, run, "the rate would never reach optim.lr")
     tail = (optim.wsd_decay_steps or max(1, decay // 10)) if is_wsd else 0
     if decays and warmup + tail >= decay + is_wsd:
         more = f" and optim.wsd_decay_steps={tail} leave" if is_wsd else " leaves"
@@ -52,10 +62,9 @@ def settle_schedule(optim: OptimConfig, num_steps: int) -> OptimConfig:
     )
 
 
-def _fits(name: str, value: int, num_steps: int, harm: str) -> None:
+def _fits(name: str, value: int, num_steps: int, run: str, harm: str) -> None:
     if value > num_steps:
         raise ConfigError(
-            f"optim.{name}={value} is longer than the run, which takes {num_steps} optimizer steps "
-            f"(loop.num_rollout * loop.steps_per_rollout): {harm}; set optim.{name}={num_steps} or less, "
+            f"optim.{name}={value} is longer than the run, which takes {run}: {harm}; set optim.{name}={num_steps} or less, "
             "or raise loop.num_rollout"
         )

@@ -10,6 +10,7 @@ import pytest
 from slime_like.checkpoint_files import (
     LATEST,
     Manifest,
+    Scalar,
     iteration_folder,
     iterations,
     prune,
@@ -22,6 +23,7 @@ from slime_like.cluster.rollouts import read_state
 from slime_like.config.algo import GrpoConfig
 from slime_like.config.load import to_yaml
 from slime_like.config.model import OptimConfig
+from slime_like.config.role_algo import PpoConfig
 from slime_like.config.root import TrainConfig
 from slime_like.config.run import LoopConfig, RunConfig
 from slime_like.data.dump import save_groups
@@ -172,6 +174,34 @@ def test_a_plain_optimizer_cannot_read_a_distributed_one(tmp_path: Path) -> None
         first_rollout(cfg, run_dir)
 
 
+def with_critic(run_dir: Path, content: dict[str, Scalar]) -> TrainConfig:
+    """A run of PPO whose checkpoint of iteration 4 holds a critic with ``content``."""
+    folder = iteration_folder(run_dir / "checkpoints" / "critic", 4)
+    folder.mkdir(parents=True)
+    write_manifest(folder, Manifest(4, 4, 4, 1e-3, 0.0, True, {"tp": 1}, {**HF, "head": "value", **content}))
+    cfg = replace(config(run_dir), algo=PpoConfig())
+    (run_dir / "config.yaml").write_text(to_yaml(cfg))
+    return cfg
+
+
+def test_a_critic_of_another_model_is_named_with_the_critics_key(tmp_path: Path) -> None:
+    run_dir = used_folder(tmp_path / "run")
+    cfg = with_critic(run_dir, {"hidden_size": 32})
+    with pytest.raises(
+        CheckpointError, match=r"critic/iter_0000004: .*hidden_size is 32 .* 64 in model\.hf_checkpoint="
+    ):
+        first_rollout(cfg, run_dir)
+    (run_dir / "small").mkdir()
+    (run_dir / "small" / "config.json").write_text(json.dumps({**HF, "hidden_size": 32, "tie_word_embeddings": True}))
+    cfg = replace(cfg, critic=replace(cfg.critic, hf_checkpoint=str(run_dir / "small")))
+    (run_dir / "config.yaml").write_text(to_yaml(cfg))
+    assert first_rollout(cfg, run_dir) == 4
+    wrong = replace(cfg, critic=replace(cfg.critic, hf_checkpoint=str(run_dir / "model")))
+    (run_dir / "config.yaml").write_text(to_yaml(wrong))
+    with pytest.raises(CheckpointError, match=r"hidden_size is 32 there and 64 in critic\.hf_checkpoint="):
+        first_rollout(wrong, run_dir)
+
+
 def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
     run_dir = used_folder(tmp_path / "run")
     before = sorted(run_dir.rglob("*"))
@@ -193,6 +223,22 @@ def test_pruning_keeps_the_newest_and_the_one_that_is_named(tmp_path: Path) -> N
     iteration_folder(checkpoints, 6).mkdir()  # whole, but not yet named
     prune(checkpoints, 1)
     assert iterations(checkpoints) == [4, 6]
+
+
+def test_groups_go_with_the_iteration_they_were_saved_in(tmp_path: Path) -> None:
+    """Rollouts that were made ahead bear numbers of their own, which are no iterations where saves are far apart."""
+    rollout = used_folder(tmp_path / "run") / "checkpoints" / "rollout"
+    for name in ("leftover_2", "leftover_2_made_2", "leftover_2_made_3", "leftover_4", "leftover_4_made_5"):
+        save_groups(rollout / f"{name}.npz", ())
+    write_text(rollout / "state_3.json", "{}")  # of a save that failed
+    write_text(rollout / "state_5.json", "{}")  # of one that is being written
+    prune(rollout.parent, 1)
+    assert sorted(path.name for path in rollout.iterdir()) == [
+        "leftover_4.npz",
+        "leftover_4_made_5.npz",
+        "state_4.json",
+        "state_5.json",
+    ]
 
 
 @pytest.mark.parametrize("torn", [True, False])

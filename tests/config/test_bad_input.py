@@ -210,6 +210,11 @@ RULES = {
         "set optim.decay_steps=100",
         "loop.num_rollout",
     ),
+    "schedule longer than the run after the critic's warm-up": (
+        "algo=ppo critic.warmup_rollouts=10 optim.schedule=linear optim.decay_steps=95",
+        "optim.decay_steps=95 is longer than the run",
+        "90 optimizer steps ((loop.num_rollout - critic.warmup_rollouts) * loop.steps_per_rollout)",
+    ),
     "warm-up longer than the run": (
         "optim.warmup_steps=101",
         "optim.warmup_steps=101 is longer than the run",

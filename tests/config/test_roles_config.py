@@ -15,7 +15,7 @@ from slime_like.cluster.plan_view import render_plan
 from slime_like.config.flags import translate
 from slime_like.config.load import load_config
 from slime_like.errors import ConfigError, SlimeLikeError
-from tests.config.model_folder import write_model
+from tests.config.model_folder import SHAPE, write_model
 
 LAPTOP = Machine(0, 4, 16 * 2**30, ())
 SERVER = Machine(8, 64, 512 * 2**30, ("H100",) * 8)
@@ -88,6 +88,15 @@ def actors_checkpoint(folder: Path) -> Path:
     return folder
 
 
+def critics_checkpoint(folder: Path, **changes: int) -> Path:
+    """An iteration as a critic of the ``SHAPE`` model, or of one with ``changes``, writes it, by its manifest."""
+    (folder / "iter_0000003").mkdir(parents=True)
+    body = {name: SHAPE[name] for name in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size")}
+    content = {**body, "head": "value", "tie_word_embeddings": False, "padded_vocabulary": 128, **changes}
+    write_manifest(folder / "iter_0000003", Manifest(3, 3, 3, 1e-6, 0.0, True, {"tp": 1}, content))
+    return folder
+
+
 BAD = {
     "a critic without ppo": (["critic.lr=1e-5"], ["critic.lr=1e-05 has no effect", "algo=ppo"]),
     "a teacher without distill": (["teacher.tp=2"], ["teacher.tp=2 has no effect", "algo=distill"]),
@@ -109,6 +118,18 @@ BAD = {
     "a critic's other vocabulary": (["algo=ppo", "critic.hf_checkpoint=WIDER"], ["256 tokens", "128"]),
     "heads": (["algo=ppo", "critic.tp=3"], ["critic.tp=3", "8 attention heads"]),
     "no folder": (["algo=ppo", "critic.load=/no/such"], ["critic.load='/no/such'", "not a folder"]),
+    "a critic's other body": (
+        ["algo=ppo", "critic.load=CRITIC", "critic.hf_checkpoint=DEEPER"],
+        ["iter_0000003: of another model: num_hidden_layers is 4 there and 6 in critic.hf_checkpoint=", "deeper"],
+    ),
+    "a critic of another policy": (
+        ["algo=ppo", "critic.load=DEEP_CRITIC"],
+        ["iter_0000003: of another model: num_hidden_layers is 6 there and 4 in model.hf_checkpoint="],
+    ),
+    "a critic padded otherwise": (
+        ["algo=ppo", "critic.load=PADDED_CRITIC"],
+        ["iter_0000003: its vocabulary is padded to 384 rows, tp=1 pads it to 128", "tp it was saved with"],
+    ),
     "no value head": (["algo=ppo", "critic.load=ACTOR"], ["iter_0000003: holds no value head", "critic.load"]),
 }
 
@@ -122,6 +143,9 @@ def test_what_cannot_work_is_refused_at_load(name: str, argv: list[str], model: 
         "TOKENIZED": write_model(tmp_path / "tokenized"),
         "OTHER_TOKENS": write_model(tmp_path / "other"),
         "ACTOR": actors_checkpoint(tmp_path / "checkpoints"),
+        "CRITIC": critics_checkpoint(tmp_path / "critic"),
+        "DEEP_CRITIC": critics_checkpoint(tmp_path / "deep_critic", num_hidden_layers=6),
+        "PADDED_CRITIC": critics_checkpoint(tmp_path / "padded_critic", padded_vocabulary=384),
         "MODEL": model,
     }
     for key, vocabulary in (("TOKENIZED", {"a": 0, "c": 1, "b": 2}), ("OTHER_TOKENS", {"a": 0, "b": 1})):
@@ -133,6 +157,21 @@ def test_what_cannot_work_is_refused_at_load(name: str, argv: list[str], model: 
     with pytest.raises(SlimeLikeError) as caught:
         load_config([*argv, *filled])
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_critics_checkpoint_fits_a_tied_policy_and_any_optimizer(plan, tmp_path: Path) -> None:
+    """A critic's manifest says that nothing is tied; of a start from weights the optimizer's kind is no matter."""
+    load = critics_checkpoint(tmp_path / "critic")
+    tied = write_model(tmp_path / "tied", tie_word_embeddings=True)
+    made = plan(
+        f"model.hf_checkpoint={tied}", "algo=ppo", f"critic.load={load}", "parallel.distributed_optimizer=false"
+    )
+    assert made.critic.load == str(load / "iter_0000003")
+
+
+def test_a_roles_messages_name_its_own_key(plan, model: Path) -> None:
+    assert plan("algo=ppo").critic.rank.model_key == "model.hf_checkpoint"
+    assert plan("algo=ppo", f"critic.hf_checkpoint={model}").critic.rank.model_key == "critic.hf_checkpoint"
 
 
 def test_slimes_flags() -> None:

@@ -155,8 +155,11 @@ def critic_resumes(world: World, shared: Shared, layout: Layout) -> dict[str, An
     found, _ = other.score(rollout(layout, other.dp_rank)[0])
     _, report = ppo_rollout(actor, other, layout)
     out = {"expected": expected, "found": found, "version": other.version, "report": report}
-    started = make_critic(world, shared.models["untied"], layout, load=str(folder / "iter_0000001"))
+    load = str(folder / "iter_0000001")
+    started = make_critic(world, shared.models["untied"], layout, load=load)
     out["loaded"], _ = started.score(rollout(layout, started.dp_rank)[0])
+    plain = make_critic(world, shared.models["untied"], replace(layout, distributed_optimizer=False), load=load)
+    out["loaded by a plain optimizer"], _ = plain.score(rollout(layout, plain.dp_rank)[0])
     for name, kind, action in (
         ("actor as critic.load", "tied", lambda c, f: c),
         ("actor resumed as critic", "tied", lambda c, f: c.load(f, 1)),

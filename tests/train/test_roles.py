@@ -137,6 +137,7 @@ def test_a_critic_is_saved_resumed_and_started_from(results: Results) -> None:
     (found,) = results["critic resumes"]
     assert close(found["found"], found["expected"], 0.0)
     assert close(found["loaded"], found["expected"], 0.0)
+    assert close(found["loaded by a plain optimizer"], found["expected"], 0.0)
     assert found["version"] == 2
     assert found["report"]["train/value_loss"] > 0
 

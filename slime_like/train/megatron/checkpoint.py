@@ -36,6 +36,7 @@ from slime_like.checkpoint_files import (
     read_manifest,
     write_manifest,
 )
+from slime_like.config.saved_model import check_padding
 from slime_like.deadline import Deadline
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron import patches
@@ -54,6 +55,7 @@ class Parts:
     schedule: Any
     family: Family
     place: Place
+    key: str = "model.hf_checkpoint"  # which says what model it is
 
 
 # ---- save ------------------------------------------------------------------------------------------------------------
@@ -197,7 +199,8 @@ def load(parts: Parts, folder: Path, iteration: int) -> int:
     """
     source = iteration_folder(folder, iteration)
     manifest = read_manifest(source)
-    _check(manifest, parts, source)
+    _check_model(manifest, parts, source)
+    _check_optimizer(manifest, parts, source)
     try:
         _restore(parts, source, manifest)
     except (CheckpointException, CheckpointingException, pickle.UnpicklingError, *_TORN) as error:
@@ -209,7 +212,7 @@ def load(parts: Parts, folder: Path, iteration: int) -> int:
 
 def load_weights(parts: Parts, source: Path) -> None:
     """Start from the weights of an iteration's folder, and from nothing else of it. Collective; errors as ``load``."""
-    _check(read_manifest(source), parts, source)
+    _check_model(read_manifest(source), parts, source)
     metadata = {**_content(), "dp_cp_group": parts.place.dp_cp_group}
     state: dict[str, Any] = {"model": parts.model.sharded_state_dict(metadata=metadata)}
     try:
@@ -269,10 +272,13 @@ def _content() -> dict[str, Any]:
     }
 
 
-def _check(manifest: Manifest, parts: Parts, source: Path) -> None:
+def _check_model(manifest: Manifest, parts: Parts, source: Path) -> None:
     if parts.model.last.head == "value":
         check_value_head(source, manifest)
-    check_model(manifest, parts.family, parts.model.last.head, source)
+    check_model(manifest, parts.family, parts.model.last.head, source, parts.key)
+
+
+def _check_optimizer(manifest: Manifest, parts: Parts, source: Path) -> None:
     mine = parts.place.layout.distributed_optimizer
     if manifest.distributed_optimizer != mine:
         raise CheckpointError(
@@ -281,14 +287,15 @@ def _check(manifest: Manifest, parts: Parts, source: Path) -> None:
         )
 
 
-def check_model(manifest: Manifest, family: Family, head: str, source: Path) -> None:
-    """Raise ``CheckpointError`` unless the checkpoint is of the family's model with this head."""
+def check_model(manifest: Manifest, family: Family, head: str, source: Path, key: str = "model.hf_checkpoint") -> None:
+    """Raise ``CheckpointError`` unless the checkpoint is of the family's model, the value of ``key``, with this head."""
+    check_padding(manifest, source, family.padded_vocabulary, family.tp)
     wanted, found = _fingerprint(family, head), manifest.model
-    for key in wanted:
-        if wanted[key] != found.get(key):
+    for name in wanted:
+        if wanted[name] != found.get(name):
             raise CheckpointError(
-                f"{source}: of another model: {key} is {found.get(key)} there and {wanted[key]} in "
-                "model.hf_checkpoint; give the checkpoint the model it was trained from"
+                f"{source}: of another model: {name} is {found.get(name)} there and {wanted[name]} in "
+                f"{key}; give the checkpoint the model it was trained from"
             )
 
 

@@ -51,7 +51,7 @@ class RankModel:
     def __init__(self, spec: ActorSpec, place: Place, kind: type[Policy] = Policy) -> None:
         self.spec = spec
         self.place = place
-        self.folder = HFFolder(spec.model.hf_checkpoint)
+        self.folder = HFFolder(spec.model.hf_checkpoint, spec.model_key)
         self.family = choose_family(spec, kind.adapt(self.folder.config()))
         self.table = self.family.weights()
         if spec.deterministic:
@@ -80,7 +80,7 @@ class RankModel:
     def checkpoint_parts(self) -> checkpoint.Parts:
         """What a checkpoint holds."""
         optim.settle_weights(self.wrapped)
-        return checkpoint.Parts(self.model, self.optimizer, self.schedule, self.family, self.place)
+        return checkpoint.Parts(self.model, self.optimizer, self.schedule, self.family, self.place, self.folder.key)
 
 
 @dataclass(slots=True)

@@ -47,7 +47,7 @@ def choose_family(spec: ActorSpec, hf: Any) -> Family:
             return family(hf, spec.layout.tp)
         known += family.model_types
     raise ConfigError(
-        f"model.hf_checkpoint={spec.model.hf_checkpoint}: model_type {hf.model_type!r} has no family; {nearest(hf.model_type, known)}"
+        f"{spec.model_key}={spec.model.hf_checkpoint}: model_type {hf.model_type!r} has no family; {nearest(hf.model_type, known)}"
     )
 
 

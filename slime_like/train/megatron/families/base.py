@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like.config.hf import padded_vocabulary
 from slime_like.errors import ConfigError
 
 Shape = tuple[int, ...]
@@ -155,6 +156,5 @@ class Family(ABC):
 
     @property
     def padded_vocabulary(self) -> int:
-        """Rows of embedding and output layer: a multiple of 128 whatever tp is, so that checkpoints can be resharded."""
-        multiple = 128 if 128 % self.tp == 0 else 128 * self.tp
-        return -(-int(self.hf.vocab_size) // multiple) * multiple
+        """Rows of embedding and output layer."""
+        return padded_vocabulary(int(self.hf.vocab_size), self.tp)
