@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from slime_like.checkpoint_files import Manifest
 from slime_like.config.hf import padded_vocabulary, read_json
@@ -14,9 +15,9 @@ def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, t
 
     What config.json leaves to the model class is compared on the ranks.
     """
-    config = read_json(key, Path(folder) / "config.json")
-    if isinstance(config.get("text_config"), dict):  # beside a model of images, whose model_type is not the text's
-        config = {**config["text_config"], "model_type": None}
+    whole = read_json(key, Path(folder) / "config.json")
+    text = whole.get("text_config")  # beside a model of images, whose model_type is not the text's
+    config: dict[str, Any] = {**text, "model_type": None} if isinstance(text, dict) else whole
     for name, found in manifest.model.items():
         if name == "tie_word_embeddings" and manifest.model.get("head") == "value":
             continue  # a critic has no output layer to tie
