@@ -17,9 +17,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TextIO
 
-from slime_like.cluster.machine import cpu_count, gpu_names, memory_bytes, probe_machine
+from slime_like.cluster.machine import cpu_count, memory_bytes, probe_machine
 from slime_like.deadline import Deadline
 from slime_like.errors import DeadlineExceeded
+from slime_like.gpus import installed_gpus
 
 GIB = 2**30
 REQUIREMENTS = Path(__file__).parents[2] / "scripts" / "requirements"
@@ -101,7 +102,7 @@ def check_system() -> Iterator[Finding]:
 
 def check_versions() -> Iterator[Finding]:
     """Installed packages against the lock file; those of runtime.in are required."""
-    lock = REQUIREMENTS / ("gpu.lock" if gpu_names() else "cpu.lock")
+    lock = REQUIREMENTS / ("gpu.lock" if installed_gpus() else "cpu.lock")
     if not lock.is_file():
         yield Finding(
             Level.WARNING, "versions", f"{lock} is not here", "run the doctor in a checkout to compare versions"
@@ -164,7 +165,7 @@ def check_devices() -> Iterator[Finding]:
         "" if enough else "the quickstart wants 6 GiB: raise the container's or WSL2's limit",
     )
     names = probe_machine().gpu_names
-    hidden = len(gpu_names()) - len(names)
+    hidden = len(installed_gpus()) - len(names)
     text = ", ".join(names) or "none: runs use the CPU"
     yield Finding(Level.OK, "gpu", text + (f" ({hidden} hidden by CUDA_VISIBLE_DEVICES)" if hidden else ""))
 
@@ -236,7 +237,7 @@ def check_plugins() -> Iterator[Finding]:
 
 def check_cpu_kernels() -> Iterator[Finding]:
     """How an engine on this CPU would decode; compiles the C kernels if that was not done before."""
-    if gpu_names():
+    if installed_gpus():
         return
     command = [sys.executable, "-m", "slime_like_plugins.sglang_cpu.build"]
     try:

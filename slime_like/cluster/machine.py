@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_like.deadline import Deadline
-
-GPU_QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-GPU_QUERY_SECONDS = 20.0
+from slime_like.config.gdn_runtime import Runtime, runtime
+from slime_like.gpus import visible_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,43 +18,14 @@ class Machine:
     cpu_count: int
     memory_bytes: int
     gpu_names: tuple[str, ...]
+    kernels: Runtime | None = None  # what it offers to Gated DeltaNet; None: not looked at
 
 
 def probe_machine() -> Machine:
     """This machine, within ``CUDA_VISIBLE_DEVICES``, CPU affinity and cgroup limits."""
-    gpus = visible(gpu_names(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return Machine(len(gpus), cpu_count(), memory_bytes(), gpus)
-
-
-def gpu_names() -> tuple[str, ...]:
-    """One name per GPU of the machine, by nvidia-smi or, where that is missing, by the driver's /proc entries."""
-    try:
-        limit = Deadline("driver", "GPU query", GPU_QUERY_SECONDS).remaining("nvidia-smi")
-        answer = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=limit, check=True)
-        return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip())
-    except (OSError, subprocess.SubprocessError):
-        entries = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-        return tuple(_model(entry.read_text()) for entry in entries)
-
-
-def _model(information: str) -> str:
-    fields = dict(line.split(":", 1) for line in information.splitlines() if ":" in line)
-    return fields.get("Model", "NVIDIA GPU").strip()
-
-
-def visible(names: tuple[str, ...], variable: str | None) -> tuple[str, ...]:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves; CUDA stops at the first entry that names none."""
-    if variable is None:
-        return names
-    chosen: list[str] = []
-    for entry in (text.strip() for text in variable.split(",")):
-        if entry.isdigit() and int(entry) < len(names):
-            chosen.append(names[int(entry)])
-        elif entry.startswith(("GPU-", "MIG-")) and names:
-            chosen.append(names[0])
-        else:
-            break
-    return tuple(chosen)
+    gpus = visible_gpus()
+    kernels = runtime("cuda" if gpus else "cpu", gpus[0].capability if gpus else None)
+    return Machine(len(gpus), cpu_count(), memory_bytes(), tuple(gpu.name for gpu in gpus), kernels)
 
 
 def cpu_count() -> int:

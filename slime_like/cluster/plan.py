@@ -8,6 +8,7 @@ from pathlib import Path
 from slime_like.cluster.machine import Machine, probe_machine
 from slime_like.cluster.plan_actor import actor_spec
 from slime_like.cluster.plan_fit import PROCESS_BYTES, check_fits, rank_roles, roles_beside
+from slime_like.cluster.plan_gdn import settle_gdn
 from slime_like.cluster.plan_roles import critic_spec, role_bytes, teacher_spec
 from slime_like.cluster.plan_types import Decision, Notes, Role
 from slime_like.config.algo import SftConfig
@@ -74,7 +75,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         dtype = "bfloat16" if device == "cuda" else "float32"
         notes.add("model.dtype", dtype, f"placement.device is {device}")
     context = _context(cfg, model, notes)
-    actor = actor_spec(cfg, model, device, dtype, notes)
+    actor = settle_gdn(cfg, actor_spec(cfg, model, device, dtype, notes), model, machine, notes)
     supervised = isinstance(cfg.algo, SftConfig)
     needs_trainer = cfg.run.mode != "rollout_only"
     critic = critic_spec(cfg, actor, notes.add) if needs_trainer else None

@@ -10,7 +10,6 @@ from slime_like.config.algo import SftConfig
 from slime_like.config.attention import check_attention
 from slime_like.config.deterministic import check_bits
 from slime_like.config.files import family_of
-from slime_like.config.gdn import gdn_backend
 from slime_like.config.hf import HfConfig
 from slime_like.config.model import OptimConfig, ParallelConfig
 from slime_like.config.pipeline import segments
@@ -38,14 +37,11 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
         cfg.model,
         dtype=dtype,
         family=cfg.model.family if model is None else family_of(cfg, model),
-        gdn=replace(cfg.model.gdn, backend=gdn_backend(cfg.model.gdn.backend, device)),
         ref_checkpoint=cfg.model.ref_checkpoint or cfg.model.megatron_checkpoint or cfg.model.hf_checkpoint,
     )
     if cfg.model.family == "auto":
         reason = "made by run.prepare" if model is None else f"model_type of {model.folder}"
         notes.add("model.family", settled.family, reason)
-    if model is not None and model.gdn is not None and cfg.model.gdn.backend == "auto":
-        notes.add("model.gdn.backend", settled.gdn.backend, f"placement.device is {device}")
     for config in (settled, optim):
         config.seal()
     spec = ActorSpec(

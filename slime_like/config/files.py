@@ -8,6 +8,7 @@ from pathlib import Path
 from slime_like.checkpoint_files import LATEST, megatron_folder
 from slime_like.config import names
 from slime_like.config.algo import SftConfig
+from slime_like.config.gdn_rules import check_has_gdn
 from slime_like.config.hf import HfConfig, check_rope, check_tokenizer, check_weights, read_hf_config
 from slime_like.config.pipeline import segments
 from slime_like.config.role_rules import check_role_files
@@ -24,6 +25,7 @@ def check_files(cfg: TrainConfig) -> None:
     key, folder = "model.hf_checkpoint", cfg.model.hf_checkpoint
     model = read_hf_config(key, folder)
     family_of(cfg, model)
+    check_has_gdn(cfg.model.gdn, model)
     check_rope(key, model)
     _layout(cfg, model)
     _context(cfg, model)

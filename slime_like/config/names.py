@@ -47,6 +47,8 @@ ATTENTIONS = {
     "te": "slime_like.train.megatron.te_attention:TEAttention",
 }
 GDN_BACKENDS = {
+    "fla": "slime_like_plugins.qwen_gdn.fla:FlaGDN",
+    "flashqla": "slime_like_plugins.qwen_gdn.flashqla:FlashQLAGDN",
     "torch": "slime_like_plugins.qwen_gdn.torch_chunk:TorchGDN",
 }
 TRANSPORTS = {

@@ -6,6 +6,7 @@ from slime_like.config import foreign, names
 from slime_like.config.algo import SftConfig
 from slime_like.config.attention import check_attention
 from slime_like.config.base import within
+from slime_like.config.gdn_rules import check_gdn
 from slime_like.config.known import ALGORITHMS
 from slime_like.config.pipeline import check_pipeline
 from slime_like.config.policy import AlgoConfig, PolicyConfig
@@ -36,6 +37,7 @@ def check_rules(cfg: TrainConfig) -> None:
     _schedule(cfg)
     _memory_and_overlap(cfg)
     check_attention(cfg, cfg.placement.device, cfg.model.dtype)
+    check_gdn(cfg)
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
     foreign.check_foreign("model.megatron", cfg.model.megatron)
 

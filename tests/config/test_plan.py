@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster import machine as machine_module
-from slime_like.cluster.machine import Machine, probe_machine, visible
+from slime_like import gpus
+from slime_like.cluster.machine import Machine, probe_machine
 from slime_like.cluster.plan import Plan, make_plan
 from slime_like.cluster.plan_view import render_plan, show_plan
 from slime_like.config import attention
@@ -170,7 +170,12 @@ def test_the_printed_plan_names_numbers_and_reasons(argv: list[str]) -> None:
     [(None, 3), ("", 0), ("-1", 0), ("1,2", 2), ("0,7,1", 1), ("GPU-8932,GPU-1", 2)],
 )
 def test_cuda_visible_devices(variable: str | None, left: int) -> None:
-    assert len(visible(("A", "B", "C"), variable)) == left
+    assert len(gpus.visible(("A", "B", "C"), variable)) == left
+
+
+def test_nvidia_smi_is_read() -> None:
+    assert gpus.parse("NVIDIA H100 80GB HBM3, 9.0") == gpus.Gpu("NVIDIA H100 80GB HBM3", (9, 0))
+    assert gpus.parse("Tesla M60, [N/A]") == gpus.Gpu("Tesla M60, [N/A]")
 
 
 def test_this_machine_is_probed() -> None:
@@ -181,8 +186,8 @@ def test_this_machine_is_probed() -> None:
 
 
 def test_gpus_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_module, "GPU_QUERY", ("/no/such/program",))
-    assert len(machine_module.gpu_names()) == len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    monkeypatch.setattr(gpus, "GPU_QUERY", ("/no/such/program",))
+    assert len(gpus.installed_gpus()) == len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def test_options_without_effect_are_accepted_and_said_so(plan) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -71,6 +72,16 @@ def lengths(cu_seqlens_cpu: Tensor, num_rows: int) -> tuple[int, ...]:
     if bounds[0] != 0 or min(found, default=0) < 0 or bounds[-1] > num_rows:
         raise ValueError(f"cu_seqlens={bounds} must start at 0, never fall and end at most at the {num_rows} rows")
     return found
+
+
+def num_tokens(cu_seqlens_cpu: Tensor, num_rows: int) -> int:
+    """Rows that are no padding. Raises ``ValueError`` as ``lengths`` does."""
+    return sum(lengths(cu_seqlens_cpu, num_rows))
+
+
+def padded(rows: Tensor, num_rows: int) -> Tensor:
+    """[1, t, ...] -> [1, num_rows, ...], with zeros after the rows."""
+    return F.pad(rows, (0, 0) * (rows.dim() - 2) + (0, num_rows - rows.shape[1]))
 
 
 def chunk_order(cu_seqlens_cpu: Tensor, num_rows: int, chunk: int, device: torch.device) -> ChunkOrder:

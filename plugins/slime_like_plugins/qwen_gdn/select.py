@@ -1,4 +1,4 @@
-"""Which backend a rank runs: resolved once per process, logged, never another one than was asked for."""
+"""Which backend a rank runs: validated before its package is imported, logged, never another one than was asked for."""
 
 from __future__ import annotations
 
@@ -6,24 +6,45 @@ import functools
 import logging
 from typing import cast
 
+import torch
+
 from slime_like.config.gdn import GDNConfig, gdn_backend
+from slime_like.config.gdn_rules import check_runtime
+from slime_like.config.gdn_runtime import runtime
+from slime_like.config.hf import GDNShape
 from slime_like.config.names import GDN_BACKENDS
+from slime_like.errors import ConfigError
+from slime_like.registry import check
 from slime_like.registry import resolve as resolve_name
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
 
 log = logging.getLogger(__name__)
 
 
-def resolve(config: GDNConfig, device: str) -> GDNBackend:
-    """The kernels of ``model.gdn`` on ``device`` (cpu or cuda); the same object for every layer of a process.
+def resolve(config: GDNConfig, device: str, dtype: str = "auto", shape: GDNShape | None = None) -> GDNBackend:
+    """The kernels of ``model.gdn`` on ``device`` (cpu or cuda): the same object for every layer of a process.
 
-    Raises ``ConfigError`` naming the key where the backend cannot run here.
+    ``dtype`` (auto, float32, bfloat16) and ``shape`` are the model's. Raises ``ConfigError`` with the reason and the fix
+    where the backend cannot run here, before anything of it is imported.
     """
-    return _backend(gdn_backend(config.backend, device))
+    name = gdn_backend(config.backend, device)
+    check("model.gdn.backend", name, GDN_BACKENDS)
+    capability = torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else None
+    check_runtime(config, runtime(device, capability), dtype, shape)
+    return _backend(name, bool(config.auto_cp))
 
 
 @functools.cache
-def _backend(name: str) -> GDNBackend:
-    found = cast("GDNBackend", resolve_name("model.gdn.backend", name, GDN_BACKENDS)())
+def _backend(name: str, auto_cp: bool) -> GDNBackend:
+    try:
+        made = resolve_name("model.gdn.backend", name, GDN_BACKENDS)
+        found = cast("GDNBackend", made(GDNConfig(backend=name, auto_cp=auto_cp)))
+    except (ImportError, ValueError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"model.gdn.backend={name}: its package is installed and cannot be imported here "
+            f"({type(error).__name__}: {error}); model.gdn.backend=torch runs anywhere"
+        ) from error
     log.info("Gated DeltaNet runs on model.gdn.backend=%s: %s", found.name, found.kernels())
     return found

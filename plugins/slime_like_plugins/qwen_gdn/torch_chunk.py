@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slime_like.config.gdn import GDNConfig
 from slime_like_plugins.qwen_gdn import causal_conv
 from slime_like_plugins.qwen_gdn.chunk_backward import backward, project
 from slime_like_plugins.qwen_gdn.chunk_forward import Block, Inputs, forward, prepare
@@ -21,6 +22,9 @@ class TorchGDN:
     """Chunked, varlen, with a backward by hand; computed in float32, or in float64 where the inputs are."""
 
     name = "torch"
+
+    def __init__(self, config: GDNConfig | None = None) -> None:
+        del config  # nothing to choose
 
     def chunk_rule(  # noqa: PLR0913
         self,

@@ -1,0 +1,127 @@
+"""The ``fla`` backend: flash-linear-attention's Triton kernels, the default on a GPU.
+
+Import it after ``select`` has validated the machine: it imports fla-core and triton.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module, metadata
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime_like.config.gdn import GDNConfig
+from slime_like.errors import ConfigError
+from slime_like_plugins.qwen_gdn.packing import num_tokens, padded
+
+FLASH_QLA_SWITCH = "FLA_FLASH_QLA"  # read by fla at every call
+
+
+class FlaGDN:
+    """``chunk_gated_delta_rule`` and ``causal_conv1d`` of fla-core, kept from handing over to FlashQLA.
+
+    fla dispatches every call to whichever installed package claims it: with flash-qla beside it, fla means FlashQLA on
+    Hopper and Blackwell unless its switch is off.
+    """
+
+    name = "fla"
+
+    def __init__(self, config: GDNConfig | None = None) -> None:
+        del config
+        os.environ[FLASH_QLA_SWITCH] = "0"
+        self._rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        self._conv: Any = import_module("fla.modules.causal_conv1d").causal_conv1d
+        if (other := active_dispatch("gated_delta_rule")) is not None:
+            raise ConfigError(
+                f"model.gdn.backend=fla, but fla would hand its calls to {other}: unset the variables FLA_* that ask for it"
+            )
+
+    def chunk_rule(  # noqa: PLR0913
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        cu_seqlens_cpu: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See ``backend.GDNBackend.chunk_rule``."""
+        rows, tokens = q.shape[1], num_tokens(cu_seqlens_cpu, q.shape[1])
+        if not tokens:
+            states = (len(cu_seqlens) - 1, v.shape[2], q.shape[3], v.shape[3])
+            final = v.new_zeros(states, dtype=torch.float32) if initial_state is None else initial_state.float()
+            return torch.zeros_like(v), final if output_final_state else None
+        out, final = self._rule(
+            *(part[:, :tokens] for part in (q, k, v, g, beta)),
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=cu_seqlens,
+            **self._options(cu_seqlens_cpu),
+        )
+        return padded(out, rows), final
+
+    def _options(self, cu_seqlens_cpu: Tensor) -> dict[str, Any]:
+        """What this package's rule takes besides what both take."""
+        return {"cu_seqlens_cpu": cu_seqlens_cpu}
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        cu_seqlens_cpu: Tensor,
+        activation: str | None = "silu",
+        halo: Tensor | None = None,
+    ) -> Tensor:
+        """See ``backend.GDNBackend.causal_conv``."""
+        rows, tokens = x.shape[1], num_tokens(cu_seqlens_cpu, x.shape[1])
+        if not tokens:
+            return torch.zeros_like(x)
+        out, _ = self._conv(
+            x[:, :tokens],
+            weight,
+            activation=activation,
+            backend="triton",
+            # [N, W-1, D] -> [N, D, W], whose first column no window reaches
+            initial_state=None if halo is None else F.pad(halo.transpose(1, 2), (1, 0)).to(x.dtype),
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+        )
+        return padded(out, rows)
+
+    def kernels(self) -> str:
+        """See ``backend.GDNBackend.kernels``; the parts that fla has handed to other packages so far are named."""
+        handed = ", ".join(handed_over()) or "none"
+        return f"fla-core {metadata.version('fla-core')} on triton {metadata.version('triton')}, handed over: {handed}"
+
+
+def active_dispatch(operation: str) -> str | None:
+    """The backend that fla's dispatcher would ask first for calls of ``operation``; None: fla's own Triton kernels."""
+    registry = _registries()[operation]
+    active = registry.get_active()
+    return None if active is None else str(active.backend_type)
+
+
+def handed_over() -> list[str]:
+    """Functions that fla's dispatcher has handed to another backend in this process, as ``operation.function -> backend``."""
+    found = {entry for registry in _registries().values() for entry in registry._logged if not entry.endswith(":fail")}
+    return sorted("{}.{} -> {}".format(*entry.split(":")) for entry in found)
+
+
+def _registries() -> dict[str, Any]:
+    """fla's dispatch tables. Goes when fla says by itself which kernels ran."""
+    backends = import_module("fla.backends")
+    if not hasattr(backends, "_operation_registries") or not hasattr(backends.BackendRegistry("x"), "_logged"):
+        raise ConfigError(
+            "fla-core has moved its dispatch tables: install the version of scripts/requirements/gpu.lock"
+        )
+    return backends._operation_registries
