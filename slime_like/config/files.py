@@ -62,6 +62,11 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
     p = cfg.parallel
     _divides("parallel.tp", p.tp, model.num_heads, "attention heads", model)
     _divides("parallel.tp", p.tp, model.num_kv_heads, "key/value heads", model)
+    if model.gdn is not None:
+        shared = "parallel.tp" if p.cp == 1 else f"parallel.tp {p.tp} * parallel.cp {p.cp}"
+        for key, size in ((shared, p.tp * p.cp), ("rollout.tp", cfg.rollout.tp)):
+            _divides(key, size, model.gdn.key_heads, "linear attention key heads", model)
+            _divides(key, size, model.gdn.value_heads, "linear attention value heads", model)
     segments(p, model.num_layers)
     _divides("rollout.tp", cfg.rollout.tp, model.num_heads, "attention heads", model)
     if model.num_kv_heads % cfg.rollout.tp and cfg.rollout.tp % model.num_kv_heads:
@@ -113,7 +118,16 @@ def _reference(cfg: TrainConfig, model: HfConfig) -> None:
         return
     reference = read_hf_config("model.ref_checkpoint", folder)
     check_weights("model.ref_checkpoint", folder)
-    for what in ("model_type", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size", "num_experts"):
+    for what in (
+        "model_type",
+        "num_layers",
+        "hidden_size",
+        "num_heads",
+        "num_kv_heads",
+        "vocab_size",
+        "num_experts",
+        "gdn",
+    ):
         mine, its = getattr(model, what), getattr(reference, what)
         if mine != its:
             raise CheckpointError(

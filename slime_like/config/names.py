@@ -41,7 +41,14 @@ FAMILIES = {
     "llama": "slime_like.train.megatron.families.llama:Llama",
     "qwen2": "slime_like.train.megatron.families.qwen2:Qwen2",
     "qwen3": "slime_like.train.megatron.families.qwen3:Qwen3",
+    "qwen3_5": "slime_like.train.megatron.families.qwen3_5:Qwen35",
+    "qwen3_5_text": "slime_like.train.megatron.families.qwen3_5:Qwen35",
+    "qwen3_next": "slime_like.train.megatron.families.qwen3_next:Qwen3Next",
 }
+MIXERS = {
+    "G": "slime_like_plugins.qwen_gdn.spec:layer_spec",
+}
+"""Symbol of a hybrid stack's layer that a plugin supplies -> what makes its ModuleSpec."""
 ATTENTIONS = {
     "torch": "slime_like.train.megatron.layers:PackedAttention",
     "te": "slime_like.train.megatron.te_attention:TEAttention",

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from slime_like.checkpoint_files import Manifest, check_value_head, critic_source, read_manifest
 from slime_like.config.hf import HfConfig, check_weights, read_hf_config, read_json
+from slime_like.config.model import ParallelConfig
 from slime_like.config.role_algo import DistillConfig, PpoConfig
 from slime_like.config.roles import CriticConfig, TeacherConfig
 from slime_like.config.root import TrainConfig
@@ -35,6 +36,12 @@ SHAPE = (
     "rope_scaling",
     "rope_parameters",
     "attention_bias",
+    "layer_types",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
 )
 
 
@@ -90,7 +97,7 @@ def _critic(cfg: TrainConfig, model: HfConfig) -> None:
                 f"{key}={folder!r} has a vocabulary of {its.vocab_size} tokens, model.hf_checkpoint one of "
                 f"{model.vocab_size}: the critic reads the policy's tokens; give a model with the same tokenizer"
             )
-    _layout("critic", cfg.critic, its)
+    _layout("critic", cfg.critic, its, cfg.parallel)
     if cfg.critic.load is not None:
         if not Path(cfg.critic.load).is_dir():
             raise CheckpointError(f"critic.load={cfg.critic.load!r} is not a folder: give the critic folder of a run")
@@ -113,7 +120,7 @@ def _teacher(cfg: TrainConfig, model: HfConfig) -> None:
     teacher = read_hf_config(key, folder)
     check_weights(key, folder)
     _same_vocabulary(cfg.model.hf_checkpoint, model, folder, teacher)
-    _layout("teacher", cfg.teacher, teacher)
+    _layout("teacher", cfg.teacher, teacher, cfg.parallel)
     difference = shape_difference(cfg.model.hf_checkpoint, folder)
     if cfg.teacher.placement == "swap" and difference is not None:
         raise CheckpointError(
@@ -162,13 +169,21 @@ def _tokens(folder: str) -> dict[str, int] | None:
     return found
 
 
-def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig) -> None:
+def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, actor: ParallelConfig) -> None:
+    """``actor``'s sizes hold where the role has none of its own."""
     if role.tp is not None:
         for whole, what in ((model.num_heads, "attention"), (model.num_kv_heads, "key/value")):
             if whole % role.tp:
                 raise ConfigError(
                     f"{group}.tp={role.tp} does not divide the {whole} {what} heads of the model in {model.folder}"
                 )
+    tp, cp = role.tp or actor.tp, role.cp or actor.cp
+    for whole, what in ((model.gdn.key_heads, "key"), (model.gdn.value_heads, "value")) if model.gdn else ():
+        if whole % (tp * cp):
+            raise ConfigError(
+                f"{group}.tp {tp} * {group}.cp {cp} does not divide the {whole} linear attention {what} heads of the model "
+                f"in {model.folder}: lower one of them"
+            )
     if role.pp is not None and role.pp > model.num_layers:
         raise ConfigError(
             f"{group}.pp={role.pp} is more than the {model.num_layers} layers of {model.folder}: lower it"
@@ -177,7 +192,8 @@ def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig) -> 
 
 def shape_difference(folder: str, other: str) -> str | None:
     """The first key of config.json in which two models could not take each other's place, with both values."""
-    mine, its = (read_json("config.json", Path(path) / "config.json") for path in (folder, other))
+    found = [read_json("config.json", Path(path) / "config.json") for path in (folder, other)]
+    mine, its = (values | values.get("text_config", {}) for values in found)
     for name in SHAPE:
         if mine.get(name) != its.get(name):
             return f"{name} ({its.get(name)} and {mine.get(name)})"

@@ -23,6 +23,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama": make_model(folder / "llama", "llama", tied=False, seed=2, rope="llama3"),
         "llama tied": make_model(folder / "llama_tied", "llama", tied=True, seed=3),
         "qwen2": make_model(folder / "qwen2", "qwen2", tied=True, seed=4),
+        "qwen3_5": make_model(folder / "qwen3_5", "qwen3_5_text", tied=True, seed=5),
+        "qwen3_next": make_model(folder / "qwen3_next", "qwen3_next", tied=False, seed=6),
     }
 
 

@@ -25,6 +25,22 @@ ROPE: dict[str, dict[str, Any]] = {
 }
 
 
+HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+HYBRIDS = ("qwen3_5_text", "qwen3_next")
+EXTRA: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": {**HYBRID, "mlp_only_layers": [0, 1, 2, 3]},
+}
+
+
 def make_qwen3(folder: Path, *, tied: bool, layers: int = 4, hidden: int = 64, seed: int = 0) -> Path:
     """Write a random Qwen3; returns its folder."""
     return make_model(folder, "qwen3", tied=tied, layers=layers, hidden=hidden, seed=seed)
@@ -46,8 +62,8 @@ def make_model(
         num_key_value_heads=2,
         tie_word_embeddings=tied,
         max_position_embeddings=512,
-        rope_parameters=ROPE[rope],
-        **({"head_dim": 16} if family == "qwen3" else {}),
+        rope_parameters={**ROPE[rope], **({"partial_rotary_factor": 0.5} if family in HYBRIDS else {})},
+        **EXTRA.get(family, {}),
     )
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config)
@@ -55,6 +71,8 @@ def make_model(
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))  # so that a swapped norm shows
+            elif name.endswith("A_log"):
+                pass  # decays are fast and slow as they are
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * torch.randn_like(parameter))  # they start at 0
             else:

@@ -36,7 +36,7 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     family = choose_family(spec, Policy.adapt(folder.config()))
     if (source / MANIFEST).is_file():
         check_model(read_manifest(source), family, Policy.head, source)
-    model = build_chunks(Policy, transformer_config(spec, family), family, place)
+    model = build_chunks(Policy, transformer_config(spec, family), family, place, spec.model)
     load_megatron(model, source, "checkpoint", family)
     write_hf(HFExport(model, family, place), folder, out, place, max_bytes)
 

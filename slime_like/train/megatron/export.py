@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class HFExport:
 
     def __init__(self, model: Chunks, family: Family, place: Place) -> None:
         self._place = place
+        self.carried = family.carried
         table = family.weights()
         tied = bool(family.hf.tie_word_embeddings)
         self._weights: list[tuple[Weight, torch.nn.Parameter]] = [
@@ -91,6 +92,7 @@ class HFExport:
 def write_hf(export: HFExport, source: HFFolder, folder: Path, place: Place, max_bytes: int = FILE_BYTES) -> None:
     """Write an HF folder that transformers and SGLang load: safetensors, config.json and the source's other files.
 
+    Tensors of the source that the family carries (a vision tower, multi-token prediction) are in it as they are there.
     Every pipeline stage writes its own files into a temporary folder next to ``folder``, which then takes its place.
     """
     scratch = folder.with_name(folder.name + ".tmp")
@@ -115,10 +117,42 @@ def write_hf(export: HFExport, source: HFFolder, folder: Path, place: Place, max
 
     def finish() -> None:
         weight_map = {name: file for share, _ in shares for name, file in share.items()}
-        _finish(scratch, weight_map, sum(size for _, size in shares), source, export.manifest()[0].dtype)
+        kept, size = _carry(
+            scratch, source, [n for n in _names_of(source, export.carried) if n not in weight_map], max_bytes
+        )
+        total = size + sum(size for _, size in shares)
+        _finish(scratch, weight_map | kept, total, source, export.manifest()[0].dtype)
         move_into_place(scratch, folder)
 
     on_rank_zero(finish)
+
+
+def _names_of(source: HFFolder, prefixes: tuple[str, ...]) -> list[str]:
+    return [name for name in source.names() if name.startswith(prefixes)] if prefixes else []
+
+
+def _carry(scratch: Path, source: HFFolder, names: Sequence[str], max_bytes: int) -> tuple[dict[str, str], int]:
+    """Copy tensors of ``source`` into files of their own; which file has which, and the bytes of all."""
+    where: dict[str, str] = {}
+    pending: dict[str, Tensor] = {}
+    total = size = 0
+
+    def write() -> None:
+        file = f"model-carried-{len(set(where.values())):05d}.safetensors"
+        save_file(pending, scratch / file, metadata={"format": "pt"})
+        where.update(dict.fromkeys(pending, file))
+
+    for name in names:
+        tensor = source.stored(name)
+        nbytes = tensor.numel() * tensor.element_size()
+        if size and size + nbytes > max_bytes:
+            write()
+            pending, size = {}, 0
+        pending[name] = tensor
+        size, total = size + nbytes, total + nbytes
+    if pending:
+        write()
+    return where, total
 
 
 def _finish(scratch: Path, weight_map: dict[str, str], total: int, source: HFFolder, dtype: str) -> None:

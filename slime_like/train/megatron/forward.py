@@ -21,7 +21,7 @@ from slime_like.batch import Rows
 from slime_like.errors import DataError
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.layers import PackedRows
-from slime_like.train.megatron.layout import TokenLayout, attention_pieces, token_layout
+from slime_like.train.megatron.layout import TokenLayout, attention_pieces, token_layout, tokens_by_rank
 from slime_like.train.megatron.model import Chunks
 
 
@@ -73,6 +73,7 @@ def make_micro(rows: Rows, place: Place) -> Micro:
     pieces = attention_pieces(layout.padded_cu_seqlens, cp=sizes.cp, cp_rank=place.cp_rank)
     longest = int(np.diff(layout.padded_cu_seqlens).max())
     query_cu = to_device(pieces.query_cu, place.device)
+    by_rank = None if sizes.cp == 1 else tokens_by_rank(layout.padded_cu_seqlens, sizes.cp)
     packed = PackedRows(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -85,6 +86,8 @@ def make_micro(rows: Rows, place: Place) -> Micro:
         key_index=None if pieces.key_index is None else to_device(pieces.key_index, place.device),
         sequence_cu=query_cu if sizes.cp == 1 else to_device(layout.padded_cu_seqlens, place.device),
         position_ids=to_device(layout.position_ids, place.device),
+        by_rank=None if by_rank is None else to_device(by_rank, place.device),
+        in_order=None if by_rank is None else to_device(np.argsort(by_rank), place.device),
     )
     ids = layout.take(rows.token_ids, 0).astype(np.int64)
     return Micro(rows, layout, to_device(ids, place.device)[None], packed)

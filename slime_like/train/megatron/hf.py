@@ -52,6 +52,15 @@ class HFFolder:
             )
         return tensor
 
+    def names(self) -> list[str]:
+        """Every tensor, in order of name."""
+        return sorted(self._locations())
+
+    def stored(self, name: str) -> Tensor:
+        """Tensor ``name`` of ``names()`` as it lies there."""
+        tensor: Tensor = self._open(self._locations()[name]).get_tensor(name)
+        return tensor
+
     def _locations(self) -> dict[str, str]:
         """Tensor name -> file name."""
         if self._where is None:

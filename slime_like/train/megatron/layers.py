@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from slime_like.errors import ConfigError
 from slime_like.train.megatron.layout import AttentionPieces
+from slime_like.train.megatron.norms import RMSNorm
 
 
 @dataclass
@@ -44,6 +46,8 @@ class PackedRows(PackedSeqParams):
     key_index: Tensor | None = None
     sequence_cu: Tensor | None = None  # I32, the bounds of ``cu_seqlens_q``
     position_ids: Tensor | None = None  # [P] of all padded tokens, before context parallel slicing
+    by_rank: Tensor | None = None  # I64 [P], which of the padded tokens stands where, one rank after another; cp > 1
+    in_order: Tensor | None = None  # I64 [P], the inverse of ``by_rank``
 
     def on_device(self) -> PackedSeqParams:
         """The same sequences as TransformerEngine takes them: bounds over the tokens of all context parallel ranks,
@@ -60,20 +64,6 @@ class PackedRows(PackedSeqParams):
             max_seqlen_kv=self.max_seqlen_kv,
             pad_between_seqs=False,  # otherwise it compares bounds, and waits for the GPU
         )
-
-
-class RMSNorm(torch.nn.Module):
-    """Root mean square norm (https://arxiv.org/abs/1910.07467) that allows sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (read by finalize_model_grads)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden]."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def refuse_dropout(config: TransformerConfig, attention_dropout: float | None) -> None:
@@ -201,14 +191,26 @@ class TorchParts(LocalSpecProvider):
         return RMSNorm
 
 
-def stack_spec(config: TransformerConfig, core_attention: type = PackedAttention) -> ModuleSpec:
-    """Layers of the hybrid stack: an attention layer and an MLP layer, each with its norm and residual."""
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """What layers of the hybrid stack are made of beside what all models share."""
+
+    core_attention: type = PackedAttention
+    mixers: Mapping[str, ModuleSpec] = field(default_factory=dict[str, ModuleSpec])  # by layer symbol, from plugins
+
+
+MIXER_FIELDS = {"G": "gdn_layer"}
+"""Layer symbol -> field of megatron's ``HybridStackSubmodules``."""
+
+
+def stack_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
+    """Layers of the hybrid stack: mixers of tokens and an MLP layer, each with its norm and residual."""
     attention = ModuleSpec(
         SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=core_attention,
+            core_attention=parts.core_attention,
             linear_proj=RowParallelLinear,
             q_layernorm=RMSNorm if config.qk_layernorm else None,
             k_layernorm=RMSNorm if config.qk_layernorm else None,
@@ -232,12 +234,6 @@ def stack_spec(config: TransformerConfig, core_attention: type = PackedAttention
                     mlp_bda=residual,
                 ),
             ),
+            **{MIXER_FIELDS[symbol]: spec for symbol, spec in parts.mixers.items()},
         ),
     )
-
-
-def current_device() -> torch.device:
-    """Where megatron creates parameters: the GPU of this rank, or the CPU under the host facade."""
-    from megatron.core.transformer import module
-
-    return torch.device(module.torch.cuda.current_device())

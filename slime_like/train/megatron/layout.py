@@ -142,14 +142,22 @@ def attention_pieces(padded_cu_seqlens: I32, *, cp: int = 1, cp_rank: int = 0) -
     key_cu = np.concatenate([[0], np.cumsum(seen)])
     starts = np.repeat(padded_cu_seqlens[:-1].astype(np.int64), 2)
     key_position = np.arange(key_cu[-1]) - np.repeat(key_cu[:-1] - starts, seen)
-    position_ids = np.arange(padded_cu_seqlens[-1]) - np.repeat(padded_cu_seqlens[:-1], padded)
-    length_of = np.repeat(padded, padded)
-    gathered = np.concatenate([_zigzag(position_ids, length_of, cp, rank) for rank in range(cp)])
     return AttentionPieces(
         query_cu=np.concatenate([[0], np.cumsum(np.repeat(chunks, 2))]).astype(np.int32),
         key_cu=key_cu.astype(np.int32),
-        key_index=np.argsort(gathered)[key_position],
+        key_index=np.argsort(tokens_by_rank(padded_cu_seqlens, cp))[key_position],
     )
+
+
+def tokens_by_rank(padded_cu_seqlens: I32, cp: int) -> I64:
+    """Which of the P padded tokens each rank holds [P], one context parallel rank after another.
+
+    Example: one sequence of 8 with cp=2: [0, 1, 6, 7, 2, 3, 4, 5].
+    """
+    padded = np.diff(padded_cu_seqlens).astype(np.int64)
+    position_ids = np.arange(padded_cu_seqlens[-1]) - np.repeat(padded_cu_seqlens[:-1], padded)
+    length_of = np.repeat(padded, padded)
+    return np.concatenate([_zigzag(position_ids, length_of, cp, rank) for rank in range(cp)])
 
 
 def _gather[Scalar: np.generic](column_T: npt.NDArray[Scalar], index_L: I64, fill: Any) -> npt.NDArray[Scalar]:

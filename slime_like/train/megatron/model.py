@@ -11,13 +11,15 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from slime_like.config.names import ATTENTIONS
+from slime_like.config.model import ModelConfig
+from slime_like.config.names import ATTENTIONS, MIXERS
 from slime_like.registry import resolve
+from slime_like.train.megatron.device import current_device
 from slime_like.train.megatron.exact_attention import ExactAttention
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import HFFolder
-from slime_like.train.megatron.layers import PackedAttention, PackedRows, current_device, stack_spec
+from slime_like.train.megatron.layers import LayerParts, PackedRows, stack_spec
 from slime_like.train.megatron.rotary import Rotary
 from slime_like.train.megatron.transformer_config import pipeline_pattern
 from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
@@ -40,11 +42,11 @@ class Policy(HybridModel):
         family: Family,
         place: Place,
         chunk: int = 0,
-        core_attention: type = PackedAttention,
+        parts: LayerParts | None = None,
     ) -> None:
         super().__init__(
             config,
-            stack_spec(config, core_attention),
+            stack_spec(config, parts or LayerParts()),
             vocab_size=family.padded_vocabulary,
             max_sequence_length=int(family.hf.max_position_embeddings),
             hybrid_layer_pattern=pipeline_pattern(family.blocks(), place.layout),
@@ -130,21 +132,24 @@ class Chunks(torch.nn.ModuleList):
 
 
 def build_chunks(
-    kind: type[Policy], config: TransformerConfig, family: Family, place: Place, attention: str = "auto"
+    kind: type[Policy], config: TransformerConfig, family: Family, place: Place, model: ModelConfig
 ) -> Chunks:
-    """This rank's part of a model, on its device and not yet filled. ``attention`` is that of ``model.attention``.
+    """This rank's part of a model, on its device and not yet filled, with attention and kernels as ``model`` says.
 
-    Raises ``ConfigError`` where that attention cannot be imported.
+    Raises ``ConfigError`` where those cannot be imported.
     """
-    core = _core_attention(attention, exactly=config.deterministic_mode and place.device.type == "cpu")
-    chunks = (kind(config, family, place, chunk, core) for chunk in range(place.layout.vpp))
+    parts = layer_parts(config, family, place, model)
+    chunks = (kind(config, family, place, chunk, parts) for chunk in range(place.layout.vpp))
     return Chunks(chunks).to(place.device)
 
 
-def _core_attention(name: str, *, exactly: bool) -> type:
-    if exactly:
-        return ExactAttention
-    return resolve("model.attention", "torch" if name == "auto" else name, ATTENTIONS)
+def layer_parts(config: TransformerConfig, family: Family, place: Place, model: ModelConfig) -> LayerParts:
+    """The layer parts that ``model`` and the family's layer symbols ask for."""
+    exactly = config.deterministic_mode and place.device.type == "cpu"
+    name = "torch" if model.attention == "auto" else model.attention
+    core = ExactAttention if exactly else resolve("model.attention", name, ATTENTIONS)
+    symbols = sorted({symbol for block in family.blocks() for symbol in block} & MIXERS.keys())
+    return LayerParts(core, {s: resolve("model.family", s, MIXERS)(config, model, place) for s in symbols})
 
 
 def named_weights(model: Chunks) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -212,12 +212,21 @@ def _pipeline_shapes(module: ModuleType) -> None:
     replace(communicator, "_communicate_shapes", communicate_shapes)
 
 
+def _gated_delta_net(module: ModuleType) -> None:
+    """A Gated DeltaNet refuses to be built without fla, also where a subclass brings kernels of its own.
+
+    Goes when megatron-core asks for fla where it calls it.
+    """
+    replace(module, "HAVE_FLA", True)
+
+
 def table() -> dict[str, Patch]:
     """Module name -> patch, for what this environment lacks."""
     patches: dict[str, Patch] = {
         "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
         "megatron.core.dist_checkpointing.serialization": _checkpoint_config,
         "megatron.core.pipeline_parallel.p2p_communication": _pipeline_shapes,
+        "megatron.core.ssm.gated_delta_net.common": _gated_delta_net,
     }
     if importlib.util.find_spec("transformer_engine") is None:
         patches["megatron.core.tensor_parallel.random"] = _recompute

@@ -12,7 +12,7 @@ from slime_like.errors import ConfigError
 
 
 class Rotary(torch.nn.Module):
-    """Angles at given positions. Raises ``ConfigError`` on a scaling that is not supported."""
+    """Angles at given positions, of the first ``partial_rotary_factor`` of a head's channels. Raises ``ConfigError`` on a scaling that is not supported."""
 
     def __init__(self, hf: Any, head_dim: int, device: torch.device) -> None:
         super().__init__()
@@ -21,7 +21,8 @@ class Rotary(torch.nn.Module):
         if kind not in ROPE_TYPES:
             raise ConfigError(f"config.json: rope_type={kind!r} is not supported; only {', '.join(ROPE_TYPES)}")
         if kind == "default":
-            exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            rotated = int(head_dim * float(parameters.get("partial_rotary_factor", 1.0)))
+            exponent = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
             frequencies, factor = 1.0 / (float(parameters["rope_theta"]) ** exponent), 1.0
         else:
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

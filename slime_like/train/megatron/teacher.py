@@ -24,7 +24,7 @@ class RankTeacher:
         family = choose_family(spec, folder.config())
         self.place = place
         self._vocabulary = int(family.hf.vocab_size), folder.path / "config.json"
-        self.model = build_chunks(Policy, transformer_config(spec, family), family, place, spec.model.attention)
+        self.model = build_chunks(Policy, transformer_config(spec, family), family, place, spec.model)
         self.model.requires_grad_(requires_grad=False)
         load_hf(self.model, family.weights(), folder, place)
         self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)

@@ -57,7 +57,7 @@ class RankModel:
         if spec.deterministic:
             determinism.require(place.device, self.table.values())
         config = transformer_config(spec, self.family)
-        self.model = build_chunks(kind, config, self.family, place, spec.model.attention)
+        self.model = build_chunks(kind, config, self.family, place, spec.model)
         self._start()
         self.wrapped = optim.wrap(spec, self.model)
         self.optimizer = optim.make_optimizer(spec, self.wrapped)

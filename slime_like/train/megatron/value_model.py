@@ -13,10 +13,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from slime_like.train.megatron.device import current_device
 from slime_like.train.megatron.families.base import Family
 from slime_like.train.megatron.forward import Micro, run_schedule, sum_columns, to_device
 from slime_like.train.megatron.groups import Place
-from slime_like.train.megatron.layers import current_device
+from slime_like.train.megatron.layers import LayerParts
 from slime_like.train.megatron.model import Chunks, Policy
 
 
@@ -39,10 +40,8 @@ class ValueModel(Policy):
 
     head = "value"
 
-    def __init__(
-        self, config: TransformerConfig, family: Family, place: Place, chunk: int, core_attention: type
-    ) -> None:
-        super().__init__(config, family, place, chunk, core_attention)
+    def __init__(self, config: TransformerConfig, family: Family, place: Place, chunk: int, parts: LayerParts) -> None:
+        super().__init__(config, family, place, chunk, parts)
         if self.post_process:
             del self.output_layer
             self.value_head = ValueHead(config)

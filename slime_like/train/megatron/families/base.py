@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -114,6 +114,8 @@ class Family(ABC):
     """What the trainer must know of an HF ``model_type``. One instance per model."""
 
     model_types: tuple[str, ...]
+    carried: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of HF tensors that are not trained: an export has them as the source has."""
 
     def __init__(self, hf: Any, tp: int) -> None:
         """``hf`` is the transformers config. Raises ``ConfigError`` on a variant the family does not cover."""
@@ -136,10 +138,11 @@ class Family(ABC):
         """Raise ``ConfigError`` unless the HF config's ``key`` has one of the values the family is written for."""
         value = getattr(self.hf, key, allowed[0])
         if value not in allowed:
-            wanted = " or ".join(repr(a) for a in allowed)
-            raise ConfigError(
-                f"config.json: {key}={value!r} of a {self.hf.model_type} model is not supported; only {wanted}"
-            )
+            self.refuse(f"{key}={value!r}", " or ".join(repr(a) for a in allowed))
+
+    def refuse(self, what: str, allowed: str) -> NoReturn:
+        """Raise ``ConfigError`` about a variant that the family is not written for."""
+        raise ConfigError(f"config.json: {what} of a {self.hf.model_type} model is not supported; only {allowed}")
 
     def require_divisible(self, key: str) -> None:
         """Raise ``ConfigError`` unless tensor parallelism divides the HF config's ``key``."""

@@ -46,18 +46,28 @@ class DenseDecoder(Family):
     def weights(self) -> dict[str, Weight]:
         hf = self.hf
         vocabulary = (hf.vocab_size, hf.hidden_size)
-        embedding = Vocabulary(("model.embed_tokens.weight",), (vocabulary,), self.padded_vocabulary)
+        embedding = Vocabulary((f"{self.root}.embed_tokens.weight",), (vocabulary,), self.padded_vocabulary)
         out: dict[str, Weight] = {"embedding.word_embeddings.weight": embedding}
         for i in range(hf.num_hidden_layers):
-            prefix = f"model.layers.{i}"
-            parts = {**self._attention(prefix), **self._mlp(prefix)}
+            prefix = f"{self.root}.layers.{i}"
+            parts = {**self.mixer(i, prefix), **self._mlp(prefix)}
             out |= {f"blocks.{i}.{key}": weight for key, weight in parts.items()}
-        out["final_norm.weight"] = _norm("model.norm.weight", hf.hidden_size)
+        out["final_norm.weight"] = _norm(f"{self.root}.norm.weight", hf.hidden_size)
         head = Vocabulary(("lm_head.weight",), (vocabulary,), self.padded_vocabulary)
         out["output_layer.weight"] = embedding if hf.tie_word_embeddings else head
         return out
 
-    def _attention(self, prefix: str) -> dict[str, Weight]:
+    @property
+    def root(self) -> str:
+        """What names of the decoder's tensors begin with."""
+        return "model"
+
+    def mixer(self, block: int, prefix: str) -> dict[str, Weight]:
+        """What mixes tokens in a block: parameter key inside the block -> how it is made."""
+        return self.attention(prefix)
+
+    def attention(self, prefix: str) -> dict[str, Weight]:
+        """Grouped-query attention and the norm before it."""
         hidden, groups = self.hf.hidden_size, self.hf.num_key_value_heads
         q, kv = self.hf.num_attention_heads * self.head_dim, groups * self.head_dim
         attention = f"{prefix}.self_attn"

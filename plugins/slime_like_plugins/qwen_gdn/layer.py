@@ -1,0 +1,110 @@
+"""megatron-core's Gated DeltaNet with kernels of our choice.
+
+Parameters, their tensor parallel shards and their place in checkpoints are megatron's. Ours is the way from one
+projection to the other: the backend's kernels with grouped value heads as they are, bounds of sequences that are on the
+host already, context parallelism by ``Mixing``, decay parameters in float32, an output norm whose gradient is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from slime_like.train.megatron.layers import PackedRows
+from slime_like.train.megatron.norms import GatedHeadNorm, RMSNorm
+from slime_like_plugins.qwen_gdn.backend import GDNBackend
+from slime_like_plugins.qwen_gdn.head_wise import HeadWise
+from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Heads, Mixing
+
+MakeMixing = Callable[[GDNBackend, Heads, Any], Mixing]
+"""(backend, this tensor parallel rank's heads, context parallel group) -> how they are mixed."""
+
+
+class GatedDeltaNetLayer(GatedDeltaNet):
+    """A Gated DeltaNet over packed rows.
+
+    megatron keeps ``A_log`` and ``dt_bias`` in the compute dtype. bfloat16 has 8 bits for a decay whose effect grows with
+    the distance between tokens, and a step of training is below its last bit: here they, their gradients, moments and
+    checkpoints are float32.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        *,
+        backend: GDNBackend,
+        make_mixing: MakeMixing = HeadWise,
+        **kwargs: Any,
+    ) -> None:
+        self.backend = backend
+        super().__init__(config, submodules, **kwargs)
+        for name in ("A_log", "dt_bias"):
+            setattr(self, name, _in_f32(getattr(self, name)))
+        self.heads = _heads(config, self.tp_size)
+        self.mixing = make_mixing(backend, self.heads, self.pg_collection.cp)
+
+    def _setup_variant_attrs(self) -> None:
+        super()._setup_variant_attrs()
+        rule: Any = self.backend.chunk_rule
+        self.gated_delta_rule = rule  # megatron's own is fla's, or None without it
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[L, 1, hidden] (with sequence parallelism L / tp) -> the same shape, and no bias."""
+        assert isinstance(packed_seq_params, PackedRows) and attention_mask is None
+        projected: Tensor = self.in_proj(hidden_states)[0][:, 0]
+        heads = self.heads
+        widths = (sum(heads.channels), heads.channels[2], heads.values, heads.values)
+        qkv, gate, beta, alpha = projected.split(widths, -1)
+        conv_weight = self.conv1d.weight[:, 0]
+        inputs = DeltaInputs(qkv, beta, alpha, conv_weight, self.A_log, self.dt_bias)
+        read = self.mixing(inputs, packed_seq_params)
+        out: Tensor = self.out_norm(read, gate.unflatten(-1, (heads.values, heads.value_dim)))
+        return self.out_proj(out.flatten(1)[:, None])
+
+
+def _heads(config: TransformerConfig, tp: int) -> Heads:
+    """Those of one of ``tp`` ranks."""
+    sizes: Any = config  # megatron declares them optional
+    whole = Heads(
+        sizes.linear_num_key_heads,
+        sizes.linear_num_value_heads,
+        sizes.linear_key_head_dim,
+        sizes.linear_value_head_dim,
+    )
+    return whole.shared_by(tp)
+
+
+def _in_f32(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The same parameter in float32, with megatron's marks."""
+    wide = torch.nn.Parameter(parameter.detach().float())
+    for name in ("tensor_model_parallel", "partition_dim"):
+        setattr(wide, name, getattr(parameter, name))
+    return wide
+
+
+def layer_spec(backend: GDNBackend, make_mixing: MakeMixing = HeadWise) -> ModuleSpec:
+    """A layer of the hybrid stack: norm, Gated DeltaNet, residual."""
+    residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
+    mixer = ModuleSpec(
+        GatedDeltaNetLayer,
+        params={"backend": backend, "make_mixing": make_mixing},
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=GatedHeadNorm, out_proj=RowParallelLinear
+        ),
+    )
+    return ModuleSpec(
+        TransformerLayer,
+        submodules=TransformerLayerSubmodules(input_layernorm=RMSNorm, self_attention=mixer, self_attn_bda=residual),
+    )

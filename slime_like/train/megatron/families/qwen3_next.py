@@ -1,0 +1,30 @@
+"""Qwen3-Next: Gated DeltaNet and gated attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime_like.train.megatron.families.base import Weight
+from slime_like.train.megatron.families.hybrid import HybridDecoder
+from slime_like.train.megatron.families.sections import ByKeyHead
+
+
+class Qwen3Next(HybridDecoder):
+    """Names as in transformers' ``Qwen3NextForCausalLM``."""
+
+    model_types = ("qwen3_next",)
+
+    def __init__(self, hf: Any, tp: int) -> None:
+        super().__init__(hf, tp)
+        dense = set(self.hf.mlp_only_layers)
+        if not dense.issuperset(range(self.hf.num_hidden_layers)):
+            self.refuse("experts", "mlp_only_layers that names every layer")
+
+    def in_proj(self, net: str) -> Weight:
+        hf = self.hf
+        heads, shared = hf.linear_num_key_heads, hf.linear_num_value_heads // hf.linear_num_key_heads
+        key, value = self.channels
+        of_head = (hf.linear_key_head_dim, hf.linear_key_head_dim, *(shared * hf.linear_value_head_dim,) * 2)
+        names = (f"{net}.in_proj_qkvz.weight", f"{net}.in_proj_ba.weight")
+        shapes = ((2 * key + 2 * value, hf.hidden_size), (2 * hf.linear_num_value_heads, hf.hidden_size))
+        return ByKeyHead(names, shapes, heads, (of_head, (shared, shared)))

@@ -1,0 +1,66 @@
+"""Layouts and folders of hybrid models (Qwen3.5, Qwen3-Next) that cannot work are refused at load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.config.files import family_of
+from slime_like.config.hf import read_hf_config
+from slime_like.config.load import load_config
+from slime_like.config.names import FAMILIES
+from slime_like.errors import SlimeLikeError
+from tests.config.model_folder import write_model
+
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def options(argv: list[str], folder: Path) -> list[str]:
+    return [arg for arg in argv if not arg.startswith("model.hf_checkpoint=")] + [f"model.hf_checkpoint={folder}"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ("parallel.tp=2 parallel.cp=4", ["parallel.tp 2 * parallel.cp 4=8", "4 linear attention key heads", "1, 2, 4"]),
+        ("rollout.tp=8", ["rollout.tp=8", "4 linear attention key heads"]),
+        ("algo=ppo critic.tp=2 critic.cp=4", ["critic.tp 2 * critic.cp 4", "4 linear attention key heads", "lower"]),
+    ],
+)
+def test_heads_of_linear_attention_are_shared_evenly(
+    extra: str, words: list[str], argv: list[str], tmp_path: Path
+) -> None:
+    given = options(argv, write_model(tmp_path / "model", **HYBRID))
+    with pytest.raises(SlimeLikeError) as caught:
+        load_config([*given, *extra.split()], files=True)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("composite", [False, True])
+def test_the_language_part_of_a_vision_model_is_found(composite: bool, argv: list[str], tmp_path: Path) -> None:
+    shape = {"model_type": "qwen3_5", "text_config": HYBRID | TEXT} if composite else HYBRID
+    folder = write_model(tmp_path / "model", **shape)
+    cfg = load_config([*options(argv, folder), "parallel.tp=2", "parallel.cp=2"], files=True)
+    model = read_hf_config("model.hf_checkpoint", str(folder))
+    assert FAMILIES[family_of(cfg, model)] == FAMILIES["qwen3_5"]
+    assert model.gdn is not None and (model.gdn.key_heads, model.gdn.value_heads) == (4, 8)
+
+
+TEXT: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+}
