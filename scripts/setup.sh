@@ -14,6 +14,8 @@ trap 'exit 130' INT # also where the command that was interrupted ended in its o
 STAMP=$VENV/.slime_like_setup
 # There while packages are installed: one that an interrupted set-up left half written would pass for installed.
 HALF_MADE=$VENV/.slime_like_half_made
+# fla's kernels for tests on a CPU, in a folder that nothing but those tests has on its path.
+TEST_KERNELS=scripts/requirements/fla_interpreter.lock
 declare -A NEED_GB=([cpu]=9 [gpu]=14)
 
 # What a caller's shell may hold that would send an installer elsewhere than into .venv.
@@ -27,7 +29,7 @@ identity() {
 
 # contents: of what is installed.
 contents() {
-    cat "$LOCK" setup.py | sha256sum | cut -d ' ' -f 1
+    cat "$LOCK" "$TEST_KERNELS" setup.py | sha256sum | cut -d ' ' -f 1
 }
 
 # wait_for_turn: one set-up at a time per checkout; the lock goes when this process ends, however it ends.
@@ -91,6 +93,11 @@ install_locked() {
     rm "$HALF_MADE"
 }
 
+install_test_kernels() {
+    rm -rf "$VENV/fla_interpreter"
+    uv_install --require-hashes -r "$TEST_KERNELS" --target "$VENV/fla_interpreter"
+}
+
 # setuptools comes from the lock: a build environment of its own would fetch the newest one.
 install_package() {
     uv_install --no-build-isolation -e .
@@ -128,6 +135,7 @@ main() {
     use_pip_settings
     step "installing $(grep -c '==' "$LOCK") locked packages" install_locked
     [[ $# == 1 ]] || step "installing slime_like" install_package
+    [[ $# == 1 || $DEVICE != cpu ]] || step "installing kernels for tests" install_test_kernels
     step "compiling bytecode" compile_all
     [[ $# == 1 || $DEVICE != cpu ]] || step "compiling CPU kernels" compile_kernels
     [[ $# == 1 ]] || printf '%s\n%s\n' "$(identity)" "$(contents)" >"$STAMP"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -74,9 +75,7 @@ def make_case(shape: Shape, *, seed: int = 0, decay: float = 1.0, same_keys: boo
     keys = normal(1, rows, shape.heads, shape.key)
     if same_keys:
         keys = keys[:, :1].expand(-1, rows, -1, -1) if rows else keys
-    bounds = [0]
-    for length in shape.lengths:
-        bounds.append(bounds[-1] + length)
+    bounds = (0, *accumulate(shape.lengths))
     initial = normal(len(shape.lengths), value_heads, shape.key, shape.value) if shape.state else None
     case = Case(
         q=normal(1, rows, shape.heads, shape.key),
@@ -85,7 +84,7 @@ def make_case(shape: Shape, *, seed: int = 0, decay: float = 1.0, same_keys: boo
         g=-decay * torch.rand(1, rows, value_heads, generator=generator, dtype=torch.float64) * 2,
         beta=torch.rand(1, rows, value_heads, generator=generator, dtype=torch.float64),
         initial=initial,
-        cu_seqlens=tuple(bounds),
+        cu_seqlens=bounds,
     )
     return case.to(torch.float64)
 
@@ -173,3 +172,67 @@ def conv_reference(x: Tensor, weight: Tensor, cu_seqlens: tuple[int, ...], halo:
     rows = [F.silu(row) if silu else row for row in rows]
     padding = [x.new_zeros(x.shape[2])] * (x.shape[1] - cu_seqlens[-1])
     return torch.stack([*rows, *padding]).unsqueeze(0) if rows or padding else torch.zeros_like(x)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvCase:
+    """Inputs of one convolution."""
+
+    x: Tensor  # [1, T, D]
+    weight: Tensor  # [D, W]
+    halo: Tensor | None  # [N, W-1, D]
+    cu_seqlens: tuple[int, ...]
+
+    def leaves(self) -> list[Tensor]:
+        """Every differentiable input."""
+        return [t for t in (self.x, self.weight, self.halo) if t is not None]
+
+    def to(self, dtype: torch.dtype, device: str = "cpu") -> ConvCase:
+        """The same numbers in ``dtype``, as fresh leaves."""
+        x, weight, halo = (
+            None if t is None else t.detach().to(device, dtype).requires_grad_()
+            for t in (self.x, self.weight, self.halo)
+        )
+        assert x is not None and weight is not None
+        return ConvCase(x, weight, halo, self.cu_seqlens)
+
+
+def make_conv(
+    lengths: Sequence[int], width: int, *, tail: int = 0, halo: bool = False, channels: int = 3, seed: int = 0
+) -> ConvCase:
+    """Random float64 inputs; ``tail`` rows of padding."""
+    generator = torch.Generator().manual_seed(seed)
+    bounds = (0, *accumulate(lengths))
+
+    def leaf(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64).requires_grad_()
+
+    before = leaf(len(lengths), width - 1, channels) if halo else None
+    return ConvCase(leaf(1, bounds[-1] + tail, channels), leaf(channels, width), before, bounds)
+
+
+def convolve(backend: GDNBackend, case: ConvCase, *, silu: bool = True) -> Tensor:
+    """What a backend says of ``case``."""
+    bounds = torch.tensor(case.cu_seqlens, dtype=torch.int32)
+    return backend.causal_conv(
+        case.x,
+        case.weight,
+        cu_seqlens=bounds.to(case.x.device),
+        cu_seqlens_cpu=bounds,
+        activation="silu" if silu else None,
+        halo=case.halo,
+    )
+
+
+def conv_errors(backend: GDNBackend, case: ConvCase, dtype: torch.dtype, *, silu: bool = True) -> list[float]:
+    """Largest error of the output and of the gradient of every input, relative as in ``errors``."""
+    mine, right = case.to(dtype, str(case.x.device)), case.to(torch.float64)
+    reference = conv_reference(right.x, right.weight, right.cu_seqlens, right.halo, silu)
+    found, true = _with_gradients(convolve(backend, mine, silu=silu), mine), _with_gradients(reference, right)
+    return [_relative(a, b) for a, b in zip(found, true, strict=True)]
+
+
+def _with_gradients(out: Tensor, case: ConvCase) -> list[Tensor]:
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    total = (out.double().cpu() * weights).sum() + torch.zeros((), requires_grad=True)
+    return [out.detach(), *torch.autograd.grad(total, case.leaves(), allow_unused=True, materialize_grads=True)]

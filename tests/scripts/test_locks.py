@@ -56,6 +56,12 @@ def test_gpu_kernels_are_in_the_gpu_lock_only() -> None:
     assert not {name_of(line) for line in lines(REQUIREMENTS / "gpu.in")} & pins("cpu").keys()
 
 
+def test_tests_on_a_cpu_run_the_kernels_of_the_gpu_set() -> None:
+    kernels = pins("fla_interpreter")
+    assert "fla-core" in kernels and kernels.items() <= pins("gpu").items()
+    assert {name_of(line) for line in lines(REQUIREMENTS / "fla_interpreter.in")} == kernels.keys()
+
+
 def test_both_locks_agree_on_what_both_ask_for() -> None:
     shared = {name_of(line) for line in lines(REQUIREMENTS / "runtime.in") + lines(REQUIREMENTS / "dev.in")}
     cpu, gpu = pins("cpu"), pins("gpu")

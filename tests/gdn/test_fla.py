@@ -1,0 +1,71 @@
+"""The ``fla`` backend with fla's real Triton kernels, on a CPU through Triton's interpreter, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LOCK = ROOT / "scripts" / "requirements" / "fla_interpreter.lock"
+PREPARED = Path(sys.prefix) / "fla_interpreter"  # made by scripts/setup.sh
+FLOAT32, FLOAT16 = 2e-5, 5e-3
+SECONDS = 300
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One run of ``tests.gdn.interpreted``, with a FlashQLA beside fla that must not be called."""
+    folder = tmp_path_factory.mktemp("fla")
+    trap = folder / "flash_qla"
+    trap.mkdir()
+    (trap / "__init__.py").write_text("raise RuntimeError('FlashQLA was imported')")
+    packages = PREPARED if PREPARED.is_dir() else install(folder / "packages")
+    for package in packages.iterdir():
+        (folder / package.name).symlink_to(package)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gdn.interpreted", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "plugins")])},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def install(folder: Path) -> Path:
+    """Where setup.sh has not been run on this environment."""
+    uv = Path(sys.executable).with_name("uv")
+    command = [uv, "pip", "install", "--quiet", "--no-deps", "--require-hashes", "-r", LOCK, "--target", folder]
+    subprocess.run(command, check=True, timeout=SECONDS)
+    return folder
+
+
+def test_values_and_gradients(found: dict[str, Any]) -> None:
+    assert len(found["rule"]) == 5
+    for name, parts in found["rule"].items():
+        assert max(parts.values()) <= (FLOAT16 if name == "half precision" else FLOAT32), (name, parts)
+
+
+def test_convolution(found: dict[str, Any]) -> None:
+    assert len(found["conv"]) == 2
+    for name, parts in found["conv"].items():
+        assert max(parts) <= FLOAT32, (name, parts)
+
+
+def test_fla_is_fla_and_not_flashqla(found: dict[str, Any]) -> None:
+    assert found["dispatch before"] == "flash_qla"  # what fla would have done by itself
+    assert found["dispatch after"] is None and found["switch"] == "0"
+    assert found["handed over"] == []
+    assert "fla-core 0.6.0" in found["kernels"] and "triton" in found["kernels"]
+
+
+def test_fla_stays_out_of_this_environment() -> None:
+    assert not any(Path(entry).joinpath("fla").exists() for entry in sys.path if entry)
