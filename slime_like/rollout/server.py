@@ -32,6 +32,7 @@ from slime_like.deadline import Deadline
 from slime_like.errors import EngineError
 from slime_like.imports import heavy_imports
 from slime_like.ports import PORTS
+from slime_like.rollout.model_config import override_args
 from slime_like.rollout.startup import other_models
 
 POLL_S = 0.05
@@ -230,6 +231,7 @@ def child_environment(spec: EngineSpec, scratch: str) -> dict[str, str]:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one engine are on one machine
     environment |= {
         SEAMS: ",".join(seams),
+        "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # of a hybrid model's convolution states: bfloat16 rounds a float32 model's
         "TMPDIR": scratch,
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",  # no port, open to all, to meet at
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token
@@ -264,6 +266,8 @@ def server_arguments(launch: Launch) -> dict[str, Any]:
             arguments["attention_backend"] = "slime_like_exact"
     elif spec.deterministic:
         arguments["enable_deterministic_inference"] = True
+    if overrides := override_args(spec.model_path):
+        arguments["json_model_override_args"] = json.dumps(overrides)
     identity = {
         "host": launch.host,
         "port": launch.port,

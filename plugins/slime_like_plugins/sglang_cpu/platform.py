@@ -50,6 +50,10 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             server_args.mem_fraction_static = MEMORY_FRACTION
         server_args.sleep_on_idle = True  # an idle scheduler otherwise spins on a whole core
         server_args.disable_custom_all_reduce = True
+        if server_args.mamba_radix_cache_strategy == "auto":  # the other one keeps states between chunks, which are not kept
+            server_args.mamba_radix_cache_strategy = "no_buffer"
+        if server_args.max_mamba_cache_size is None:
+            server_args.max_mamba_cache_size = state_slots(server_args)
         ranks = server_args.tp_size * server_args.pp_size
         if ranks > 1:  # one entry per rank, or SGLang refuses more ranks than NUMA nodes
             cpus = sorted(os.sched_getaffinity(0))
@@ -72,6 +76,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
 
         from slime_like_plugins import rollout_sampling
         from slime_like_plugins.sglang_cpu import decode
+        from slime_like_plugins.sglang_cpu.hybrid import install as hybrid
         from slime_like_plugins.sglang_cpu.selection import selected
 
         threads = int(os.environ.get(THREADS, "1"))
@@ -80,9 +85,21 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             from slime_like_plugins.sglang_cpu import exact
 
             exact.check(model)
+        linear_attention = hybrid.bind(model)
         selection = selected()
         how = decode.bind(model, selection.leaf)
+        if linear_attention is not None:
+            how = f"{how}; {linear_attention}"
         if selection.leaf is not None:
             os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # the copy is for captured graphs, which a CPU has none of
         rollout_sampling.use_kernel(selection.c.sample if selection.c else None)
         logger.info("%s%s; %s; threads: %d", DECODE_LINE, selection.text, how, threads)
+
+
+def state_slots(server_args: Any) -> int | None:
+    """Linear attention states to allocate, of a model that has any."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    from slime_like_plugins.sglang_cpu.hybrid.states import slots
+
+    return slots(model_config_of(server_args).hf_text_config, server_args.max_running_requests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from typing import Any
 
 from slime_like_plugins.sglang_hooks import Hook
@@ -38,7 +39,17 @@ def unpadded_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
     return model_config
 
 
+def device_module(original: Callable[..., Any], device: Any = None) -> Any:
+    """Around ``torch.get_device_module``: without a device, this machine's.
+
+    A torch built for CUDA answers ``torch.cuda`` on machines that have none, and SGLang's Qwen3-Next asks it for the
+    current device. Goes when SGLang asks its platform, or torch looks at what is there.
+    """
+    return original("cpu" if device is None else device)
+
+
 HOOKS = (
+    Hook("torch.get_device_module", "around", device_module),
     Hook("sglang.srt.entrypoints.engine._set_envs_and_config", "after", start_by_fork),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine", "after", sleep_while_paused

@@ -1,0 +1,95 @@
+"""The causal convolution of packed sequences over SGLang's pool of convolution states.
+
+Axes: T tokens of the packed batch, B requests, D channels, W taps. A state holds the last W - 1 inputs of a request,
+before the activation; it must be stored in the precision of the inputs, or each decoded token is convolved with rounded
+ones (``SGLANG_MAMBA_CONV_DTYPE``, bfloat16 unless set).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def causal_conv1d_fn(
+    x_DT: Tensor,
+    weight_DW: Tensor,
+    bias_D: Tensor | None,
+    *,
+    conv_states: Tensor,
+    has_initial_state: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
+    seq_lens_cpu: Sequence[int],
+    activation: str | None = "silu",
+) -> Tensor:
+    """[D, T] -> [D, T]; states of the requests are read where ``has_initial_state`` [B], and all are written.
+
+    In place of ``sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_fn``, whose signature it has. Columns
+    behind the last request, which only pad, give 0.
+    """
+    check_precision(conv_states, x_DT)
+    lengths = torch.tensor([int(length) for length in seq_lens_cpu])
+    requests, history = len(lengths), weight_DW.shape[1] - 1
+    slots = cache_indices[:requests].long()
+    total = int(lengths.sum())
+    # Every request's inputs behind its W - 1 last ones: row t of request s stands in row t + (s + 1) * (W - 1).
+    owner_T = torch.repeat_interleave(torch.arange(requests), lengths)
+    rows_T = torch.arange(total) + (owner_T + 1) * history
+    starts_B = torch.cumsum(lengths, 0) - lengths + torch.arange(requests) * history
+    extended = x_DT.new_empty(total + requests * history, x_DT.shape[0])
+    extended[rows_T] = x_DT[:, :total].t()
+    before_BHD = torch.where(has_initial_state[:requests, None, None], conv_states[slots].mT, 0).to(x_DT.dtype)
+    extended[starts_B[:, None] + torch.arange(history)] = before_BHD
+    out_TD = extended[rows_T] * weight_DW[:, history].to(x_DT.dtype)
+    for back in range(1, history + 1):
+        out_TD += extended[rows_T - back] * weight_DW[:, history - back].to(x_DT.dtype)
+    conv_states[slots] = extended[(starts_B + lengths)[:, None] + torch.arange(history)].mT.to(conv_states.dtype)
+    return F.pad(activated(out_TD, bias_D, activation).t(), (0, x_DT.shape[1] - total))
+
+
+def causal_conv1d_update(
+    x_BD: Tensor,
+    conv_state: Tensor,
+    weight_DW: Tensor,
+    bias_D: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    conv_state_indices: Tensor,
+    **speculative: Any,
+) -> Tensor:
+    """One token per request: [B, D] -> [B, D]; states are read and written.
+
+    In place of ``causal_conv1d_update`` of the same file. Raises ``NotImplementedError`` for drafts of several tokens.
+    """
+    if x_BD.dim() != 2 or any(value is not None for value in speculative.values()):
+        raise NotImplementedError("speculative decoding of hybrid models on a plain CPU")
+    check_precision(conv_state, x_BD)
+    slots = conv_state_indices[: len(x_BD)].long()
+    window_BDW = torch.cat([conv_state[slots].to(x_BD.dtype), x_BD[:, :, None]], -1)
+    conv_state[slots] = window_BDW[:, :, 1:].to(conv_state.dtype)
+    return activated((window_BDW * weight_DW.to(x_BD.dtype)).sum(-1), bias_D, activation)
+
+
+def activated(x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """``x`` with bias, through SiLU if ``activation`` says so."""
+    if bias is not None:
+        x = x + bias.to(x.dtype)
+    if activation in (None, ""):
+        return x
+    if activation not in ("silu", "swish"):
+        raise NotImplementedError(f"activation {activation!r} behind the convolution of a hybrid model")
+    return F.silu(x)
+
+
+def check_precision(states: Tensor, x: Tensor) -> None:
+    """Raise ``ValueError`` where the pool would round what decoding convolves with again."""
+    if torch.finfo(states.dtype).eps > torch.finfo(x.dtype).eps:
+        raise ValueError(
+            f"convolution states are kept in {states.dtype} under inputs in {x.dtype}: "
+            f"set SGLANG_MAMBA_CONV_DTYPE={str(x.dtype).removeprefix('torch.')} before SGLang starts"
+        )

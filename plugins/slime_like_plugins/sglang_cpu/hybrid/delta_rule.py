@@ -1,0 +1,128 @@
+"""The gated delta rule over SGLang's pool of states: a prefill of packed sequences, and a token per request.
+
+    S_t = exp(g_t) S_{t-1} + beta_t (v_t - exp(g_t) S_{t-1} k_t) k_t^T        o_t = S_t q_t / sqrt(K)
+
+(Yang, Kautz, Hatamizadeh, Gated Delta Networks, 2024, equation 10.) Queries and keys are divided by their norms first.
+
+Axes: T tokens of the packed batch, B requests, H query and key heads, HV value heads (a multiple of H), K and V head
+dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPS = 1e-6  # of the norms of queries and keys
+
+
+def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Log decay and writing strength, both [1, T, HV] in float32, of the projections ``a`` and ``b`` [T, HV].
+
+    In place of ``sglang.kernels.ops.attention.linear.fused_gdn_gating``.
+    """
+    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    return g[None], b.float().sigmoid()[None]
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor,
+    initial_state_indices: Tensor,
+    cu_seqlens: Tensor,
+    inplace_update: bool = True,
+    head_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = True,
+) -> tuple[Tensor, None, None]:
+    """q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV], packed by ``cu_seqlens`` [B + 1] -> [1, T, HV, V].
+
+    ``initial_state`` is the pool; the rows of ``initial_state_indices`` are read, and written unless
+    ``inplace_update`` is false. In place of ``sglang.kernels.ops.attention.fla.chunk.chunk_gated_delta_rule``; the
+    states between chunks, which only the ``extra_buffer`` strategy of the prefix cache wants, are not returned.
+    """
+    if head_first or not use_qk_l2norm_in_kernel:
+        raise NotImplementedError("gated delta rule of another form than Qwen's")
+    starts = cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    slots = initial_state_indices[: len(lengths)].long()
+    out, state = recurrent_rule(q[0], k[0], v[0], g[0], beta[0], lengths, initial_state[slots].float())
+    if inplace_update:
+        initial_state[slots] = state.to(initial_state.dtype)
+    return out[None], None, None
+
+
+def fused_sigmoid_gating_delta_rule_update(
+    *,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    softplus_beta: float = 1.0,
+    disable_state_update: bool = False,
+    **_: Any,
+) -> Tensor:
+    """One token per request: q, k [1, B, H, K], v [1, B, HV, V], a, b [B, HV] -> [1, B, HV, V]; states are written.
+
+    In place of ``sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent``.
+    """
+    if disable_state_update or softplus_beta != 1.0:
+        raise NotImplementedError("speculative decoding of hybrid models on a plain CPU")
+    g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
+    slots = initial_state_indices[: v.shape[1]].long()
+    heads = v.shape[2]
+    state = initial_state_source[slots].float()
+    out = token_step(state, normed(q[0], heads), normed(k[0], heads), v[0].float(), g[0], beta[0])
+    initial_state_source[slots] = state.to(initial_state_source.dtype)
+    return out[None].to(v.dtype)
+
+
+def normed(x: Tensor, heads: int) -> Tensor:
+    """[T, H, K] -> [T, heads, K] of unit vectors in float32, each repeated for the value heads that share it."""
+    x = x.float()
+    x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def recurrent_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: list[int], state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Token after token, for all requests together: ([T, HV, V], states [B, HV, V, K] behind their last tokens).
+
+    Requests are taken longest first, so that those which still have a token are a prefix of the batch.
+    """
+    heads = v.shape[1]
+    order = sorted(range(len(lengths)), key=lambda request: -lengths[request])
+    ends = torch.tensor(lengths).cumsum(0)
+    starts_B = (ends - torch.tensor(lengths))[order]
+    state, out = state[order], torch.zeros_like(v)
+    q, k = normed(q, heads), normed(k, heads)
+    living = len(order)
+    for step in range(lengths[order[0]] if order else 0):
+        while lengths[order[living - 1]] <= step:
+            living -= 1
+        rows = starts_B[:living] + step
+        out[rows] = token_step(state[:living], q[rows], k[rows], v[rows].float(), g[rows], beta[rows]).to(v.dtype)
+    original = torch.empty_like(state)
+    original[order] = state
+    return out, original
+
+
+def token_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """One token of each request, ``state`` [B, HV, V, K] changed in place: q, k [B, HV, K], v [B, HV, V] -> [B, HV, V]."""
+    state.mul_(g.exp()[..., None, None])
+    written = (v - (state @ k[..., None])[..., 0]) * beta[..., None]
+    state.add_(written[..., :, None] * k[..., None, :])
+    return (state @ q[..., None])[..., 0] * k.shape[-1] ** -0.5

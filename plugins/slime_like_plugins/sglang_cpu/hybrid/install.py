@@ -1,0 +1,64 @@
+"""Puts the torch forms where SGLang's modules look for them, once the model is loaded.
+
+Every replaced name must exist. That a function is no longer called under that name cannot go unseen: what would be called
+in its stead is a Triton kernel, which fails on a CPU at the first forward. Goes when SGLang's platforms dispatch these
+functions as they dispatch layers (a linear-attention backend cannot be registered for gated delta nets:
+``GDNKernelDispatcher`` refuses names it does not know).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from slime_like_plugins.sglang_cpu import NAME
+from slime_like_plugins.sglang_cpu.hybrid import conv, delta_rule, layers
+from slime_like_plugins.sglang_hooks import replace_attribute
+
+ATTENTION = "sglang.srt.layers.attention.linear"
+MODELS = "sglang.srt.models"
+FLA = "sglang.kernels.ops.attention.fla"
+REPLACED: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    (f"{ATTENTION}.gdn_backend", "causal_conv1d_fn", conv.causal_conv1d_fn),
+    (f"{ATTENTION}.gdn_backend", "causal_conv1d_update", conv.causal_conv1d_update),
+    (f"{ATTENTION}.gdn_backend", "fused_gdn_gating", delta_rule.fused_gdn_gating),
+    (f"{ATTENTION}.kernels.gdn_triton", "chunk_gated_delta_rule", delta_rule.chunk_gated_delta_rule),
+    (
+        f"{ATTENTION}.kernels.gdn_triton",
+        "fused_sigmoid_gating_delta_rule_update",
+        delta_rule.fused_sigmoid_gating_delta_rule_update,
+    ),
+    (f"{FLA}.layernorm_gated", "layernorm_fn", layers.layernorm_fn),
+)
+OF_MODELS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    (f"{MODELS}.qwen3_next", "fused_qkvzba_split_reshape_cat", layers.split_by_key_head),
+    (f"{MODELS}.qwen3_5", "fused_qkvzba_split_reshape_cat_contiguous", layers.split_contiguous),
+    (f"{MODELS}.qwen3_5", "fused_sigmoid_mul", layers.fused_sigmoid_mul),
+    (f"{MODELS}.qwen2_moe", "fused_gate_sigmoid_mul_add", layers.fused_gate_sigmoid_mul_add),
+)
+
+
+def bind(model: Any) -> str | None:
+    """Replace what ``model`` would call Triton for. Returns in words what it runs on; ``None`` without linear attention.
+
+    An engine imports the files of one model only, so those of others are left alone.
+    """
+    for module, name, function in OF_MODELS:
+        if module in sys.modules:
+            replace_attribute(NAME, sys.modules[module], name, function)
+    if not is_hybrid(model):
+        return None
+    for module, name, function in REPLACED:
+        replace_attribute(NAME, importlib.import_module(module), name, function)
+    kernel: Any = importlib.import_module(f"{ATTENTION}.kernels.gdn_triton").TritonGDNKernel
+    replace_attribute(NAME, kernel, "supports_packed_decode", False)  # one Triton kernel for what is split here
+    norm: Any = importlib.import_module(f"{FLA}.fused_norm_gate").FusedRMSNormGated
+    replace_attribute(NAME, norm, "forward", layers.fused_norm_forward)
+    return "gated delta rule in torch"
+
+
+def is_hybrid(model: Any) -> bool:
+    """Whether a layer of ``model`` is linear attention."""
+    return any(type(module).__name__ == "RadixLinearAttention" for module in model.modules())

@@ -1,0 +1,66 @@
+"""Tiny random hybrid models: three gated delta net layers to one of attention, uneven shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engine.conftest import VOCAB, Models
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.08,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**EXPERTS, "linear_num_value_heads": 4, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
+    "qwen3_5_text": {
+        "linear_num_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+    },
+    "qwen3_5_moe_text": {
+        **EXPERTS,
+        "linear_num_value_heads": 6,  # a ratio for which SGLang has another path
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+    },
+}
+
+
+def build(folder: Path, family: str) -> Models:
+    """Models A and B of one shape, with norms, decays and biases that are not what they start as."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf: dict[str, Any] = {}
+    for seed, name in enumerate("AB"):
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **FAMILIES[family]))
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+                if key.endswith("conv1d.weight"):
+                    parameter.mul_(2)
+        model.eval().save_pretrained(folder / name)
+        hf[name] = model
+    return Models({name: folder / name for name in hf}, hf)
