@@ -43,6 +43,7 @@ SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project, as is
 THREADS = "SLIME_LIKE_ENGINE_THREADS"  # the number of threads of a model on a CPU
 CPU_KERNELS = "SLIME_LIKE_CPU_KERNELS"
 DECODE_LINE = "slime_like decodes with "
+MODEL_OVERRIDES = "json_model_override_args"
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,15 +267,17 @@ def server_arguments(launch: Launch) -> dict[str, Any]:
             arguments["attention_backend"] = "slime_like_exact"
     elif spec.deterministic:
         arguments["enable_deterministic_inference"] = True
-    if overrides := override_args(spec.model_path):
-        arguments["json_model_override_args"] = json.dumps(overrides)
     identity = {
         "host": launch.host,
         "port": launch.port,
         "api_key": launch.admin_key,
         "admin_api_key": launch.admin_key,
     }
-    return arguments | spec.sglang | identity
+    arguments |= spec.sglang | identity
+    if overrides := override_args(spec.model_path):
+        given = json.loads(arguments.get(MODEL_OVERRIDES) or "{}")
+        arguments[MODEL_OVERRIDES] = json.dumps(overrides | given)
+    return arguments
 
 
 def die_with_parent() -> None:

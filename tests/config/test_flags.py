@@ -114,6 +114,8 @@ ONE_BY_ONE = {
     "--sglang-disable-radix-cache": "rollout.sglang.disable_radix_cache=true",
     "--sglang-disable-radix-cache false": "rollout.sglang.disable_radix_cache=false",
     "--sglang-decode-context-parallel-size 2": "rollout.sglang.dcp_size=2",
+    "--sglang-linear-attn-backend cutedsl": "rollout.sglang.linear_attn_backend='cutedsl'",
+    "--sglang-linear-attn-decode-backend flashinfer": "rollout.sglang.linear_attn_decode_backend='flashinfer'",
     "--sglang-attention-backend fa3": "rollout.sglang.attention_backend='fa3'",
     "--moe-aux-loss-coeff 0.01": "model.megatron.moe_aux_loss_coeff=0.01",
 }

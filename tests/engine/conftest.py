@@ -108,7 +108,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def launch(
-    models: Models, folder: Path, tp: int, *, deterministic: bool = False, cpu_kernels: str = "auto"
+    models: Models, folder: Path, tp: int, *, deterministic: bool = False, cpu_kernels: str = "auto", **sglang: Any
 ) -> Generator[Engine | None]:
     """First ``None``, when the engine is on its way, so that several can be; then the engine, ready."""
     spec = EngineSpec(
@@ -124,7 +124,7 @@ def launch(
         max_running_requests=64,
         deterministic=deterministic,
         cpu_kernels=cpu_kernels,
-        sglang={"max_total_tokens": 4096},
+        sglang={"max_total_tokens": 4096, **sglang},
     )
     loop = asyncio.new_event_loop()
     server = EngineServer(spec, admin_key=KEY)

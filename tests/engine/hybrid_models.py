@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from tests.engine.conftest import VOCAB, Models
 
@@ -63,4 +64,11 @@ def build(folder: Path, family: str) -> Models:
                     parameter.mul_(2)
         model.eval().save_pretrained(folder / name)
         hf[name] = model
-    return Models({name: folder / name for name in hf}, hf)
+    return HybridModels({name: folder / name for name in hf}, hf)
+
+
+class HybridModels(Models):
+    """Tensors as they are stored, one per expert: transformers keeps those of a layer in one parameter."""
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.paths[name] / "model.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -218,11 +219,24 @@ def test_arguments_of_the_run_cannot_be_overridden_and_others_can() -> None:
     assert arguments["page_size"] == 8
 
 
+def test_what_a_hybrid_model_needs_joins_what_the_user_says_of_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"layer_types": ["linear_attention", "full_attention"]}))
+    for extra, expected in (
+        ({}, {"full_attention_interval": 2}),
+        ({"json_model_override_args": '{"rope_theta": 7}'}, {"full_attention_interval": 2, "rope_theta": 7}),
+    ):
+        spec = replace(SPEC, model_path=str(tmp_path), sglang=extra)
+        arguments = server.server_arguments(server.Launch(spec, "key", "127.0.0.1", 1))
+        assert json.loads(arguments["json_model_override_args"]) == expected
+    assert "json_model_override_args" not in server.server_arguments(server.Launch(SPEC, "key", "127.0.0.1", 1))
+
+
 def test_the_child_hears_of_our_seams_before_it_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     environment = server.child_environment(SPEC, "/scratch")
     assert environment[server.SEAMS] == "cpu,weight_commit,rollout_sampling"
     assert (environment["OMP_NUM_THREADS"], environment["GOMP_SPINCOUNT"]) == ("1", "0")
+    assert environment["SGLANG_MAMBA_CONV_DTYPE"] == SPEC.dtype
     cuda = server.child_environment(replace(SPEC, device="cuda"), "/scratch")
     assert cuda[server.SEAMS] == "weight_commit,rollout_sampling"
     assert "SGLANG_PLATFORM" not in cuda

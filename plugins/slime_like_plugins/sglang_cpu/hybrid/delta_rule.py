@@ -16,7 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-EPS = 1e-6  # of the norms of queries and keys
+from slime_like_plugins.qwen_gdn.backend import NORM_EPS
+from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
+
+SHORT = 32  # tokens of the longest prompt up to which one after the other is faster than chunks of 64
+CHUNKED = TorchGDN()  # the trainer's backend on a CPU
 
 
 def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,7 +32,7 @@ def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tu
     return g[None], b.float().sigmoid()[None]
 
 
-def chunk_gated_delta_rule(
+def chunk_gated_delta_rule(  # noqa: PLR0913  (a signature of SGLang)
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -50,16 +54,33 @@ def chunk_gated_delta_rule(
     """
     if head_first or not use_qk_l2norm_in_kernel:
         raise NotImplementedError("gated delta rule of another form than Qwen's")
-    starts = cu_seqlens.tolist()
-    lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    bounds = cu_seqlens.cpu()
+    lengths = bounds.diff().tolist()
     slots = initial_state_indices[: len(lengths)].long()
-    out, state = recurrent_rule(q[0], k[0], v[0], g[0], beta[0], lengths, initial_state[slots].float())
+    before = initial_state[slots].float()
+    if max(lengths) <= SHORT:
+        out, after = recurrent_rule(q[0], k[0], v[0], g[0], beta[0], lengths, before)
+        out = out[None]
+    else:
+        out, final = CHUNKED.chunk_rule(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=bounds,
+            initial_state=before.mT.contiguous(),
+            output_final_state=True,
+        )
+        assert final is not None
+        after = final.mT
     if inplace_update:
-        initial_state[slots] = state.to(initial_state.dtype)
-    return out[None], None, None
+        initial_state[slots] = after.to(initial_state.dtype)
+    return out, None, None
 
 
-def fused_sigmoid_gating_delta_rule_update(
+def fused_sigmoid_gating_delta_rule_update(  # noqa: PLR0913  (a signature of SGLang)
     *,
     A_log: Tensor,
     dt_bias: Tensor,
@@ -92,7 +113,7 @@ def fused_sigmoid_gating_delta_rule_update(
 def normed(x: Tensor, heads: int) -> Tensor:
     """[T, H, K] -> [T, heads, K] of unit vectors in float32, each repeated for the value heads that share it."""
     x = x.float()
-    x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+    x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 

@@ -20,9 +20,7 @@ def split_by_key_head(
     [T, 2 H K + HV V], [T, HV, V], [T, HV], [T, HV].
     """
     tokens, ratio = len(qkvz), value_heads // heads
-    q, k, v, z = qkvz.view(tokens, heads, -1).split(
-        [key_dim, key_dim, ratio * value_dim, ratio * value_dim], dim=-1
-    )
+    q, k, v, z = qkvz.view(tokens, heads, -1).split([key_dim, key_dim, ratio * value_dim, ratio * value_dim], dim=-1)
     b, a = ba.view(tokens, heads, 2 * ratio).split([ratio, ratio], dim=-1)
     mixed = torch.cat([part.reshape(tokens, -1) for part in (q, k, v)], -1)
     return mixed, z.reshape(tokens, value_heads, value_dim), b.reshape(tokens, -1), a.reshape(tokens, -1)
@@ -50,7 +48,7 @@ def fused_norm_forward(module: Any, x: Tensor, g: Tensor, **options: Any) -> Ten
     return gated_norm(x, g, module.weight, module.eps, module.activation)
 
 
-def layernorm_fn(
+def layernorm_fn(  # noqa: PLR0913  (a signature of SGLang)
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,

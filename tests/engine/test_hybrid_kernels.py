@@ -1,0 +1,229 @@
+"""What stands in for SGLang's Triton kernels of hybrid models, against its definition in float64. No engine, no SGLang."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_like_plugins.sglang_cpu.hybrid import conv, delta_rule, layers, states
+
+WIDTH, CHANNELS, SLOTS = 4, 6, 7
+HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 8, 6
+LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=5)
+SEEDS = st.integers(0, 99)
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def bounds(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def slots(seed: int, count: int) -> Tensor:
+    return torch.randperm(SLOTS, generator=torch.Generator().manual_seed(seed))[:count].int()
+
+
+# ---- convolution -----------------------------------------------------------------------------------------------------
+def convolved(x_TD: Tensor, before_HD: Tensor, weight_DW: Tensor) -> tuple[Tensor, Tensor]:
+    """By definition, of one sequence: outputs and the inputs that the next token needs."""
+    whole = torch.cat([before_HD, x_TD]).double()
+    taps = [(whole[t : t + WIDTH] * weight_DW.double().t()).sum(0) for t in range(len(x_TD))]
+    return F.silu(torch.stack(taps)).float(), whole[-(WIDTH - 1) :].float()
+
+
+@settings(deadline=None, max_examples=50)
+@given(lengths=LENGTHS, padding=st.integers(0, 3), seed=SEEDS)
+def test_convolution_of_a_prefill(lengths: list[int], padding: int, seed: int) -> None:
+    total, weight = sum(lengths), random(seed, CHANNELS, WIDTH)
+    x_TD, pool = random(seed + 1, total + padding, CHANNELS), random(seed + 2, SLOTS, CHANNELS, WIDTH - 1)
+    pool_before, rows = pool.clone(), slots(seed, len(lengths))
+    starts = torch.tensor([index % 2 == 1 for index in range(len(lengths))])
+    pool[rows[~starts].long()] = float("nan")  # what an earlier request left does not matter
+    out_DT = conv.causal_conv1d_fn(
+        x_TD.t(),
+        weight,
+        None,
+        conv_states=pool,
+        has_initial_state=starts,
+        cache_indices=rows,
+        query_start_loc=bounds(lengths),
+        seq_lens_cpu=lengths,
+    )
+    first = 0
+    for length, row, continued in zip(lengths, rows.tolist(), starts.tolist(), strict=True):
+        before = pool_before[row].t() if continued else torch.zeros(WIDTH - 1, CHANNELS)
+        expected, state = convolved(x_TD[first : first + length], before, weight)
+        torch.testing.assert_close(out_DT[:, first : first + length].t(), expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(pool[row].t(), state, atol=0, rtol=0)
+        first += length
+    assert not out_DT[:, total:].any()
+    others = [row for row in range(SLOTS) if row not in rows.tolist()]
+    assert torch.equal(pool[others], pool_before[others])
+
+
+@settings(deadline=None, max_examples=20)
+@given(length=st.integers(1, 12), seed=SEEDS)
+def test_convolution_token_by_token_is_that_of_a_prefill(length: int, seed: int) -> None:
+    weight, x_TD = random(seed, CHANNELS, WIDTH), random(seed + 1, length, CHANNELS)
+    pool, row = torch.zeros(SLOTS, CHANNELS, WIDTH - 1), slots(seed, 1)
+    steps = [
+        conv.causal_conv1d_update(x_TD[t : t + 1], pool, weight, None, "silu", conv_state_indices=row)
+        for t in range(length)
+    ]
+    expected, state = convolved(x_TD, torch.zeros(WIDTH - 1, CHANNELS), weight)
+    torch.testing.assert_close(torch.cat(steps), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(pool[int(row)].t(), state, atol=0, rtol=0)
+
+
+def test_states_that_round_their_inputs_are_refused() -> None:
+    pool = torch.zeros(SLOTS, CHANNELS, WIDTH - 1, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="SGLANG_MAMBA_CONV_DTYPE=float32"):
+        conv.causal_conv1d_update(
+            random(0, 1, CHANNELS), pool, random(1, CHANNELS, WIDTH), None, "silu", conv_state_indices=slots(0, 1)
+        )
+
+
+# ---- delta rule ------------------------------------------------------------------------------------------------------
+class Request:
+    """Random inputs of one request, the projections of its gates and the state it begins with."""
+
+    def __init__(self, seed: int, length: int) -> None:
+        self.q, self.k = random(seed, length, HEADS, KEY), random(seed + 1, length, HEADS, KEY)
+        self.v = random(seed + 2, length, VALUE_HEADS, VALUE)
+        self.a, self.b = random(seed + 3, length, VALUE_HEADS), random(seed + 4, length, VALUE_HEADS)
+        self.state = random(seed + 5, VALUE_HEADS, VALUE, KEY)
+
+    def by_definition(self, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs [T, HV, V] and last state [HV, V, K], token by token in float64."""
+        ratio = VALUE_HEADS // HEADS
+        state, out = self.state.double(), torch.empty(self.v.shape, dtype=torch.float64)
+        for t in range(len(self.v)):
+            for head in range(VALUE_HEADS):
+                q, k = self.q[t, head // ratio].double(), self.k[t, head // ratio].double()
+                q, k = q / (q @ q + 1e-6).sqrt(), k / (k @ k + 1e-6).sqrt()
+                gate = self.a[t, head].double() + dt_bias[head].double()
+                kept = state[head] * torch.exp(-a_log[head].double().exp() * F.softplus(gate))
+                error = self.v[t, head].double() - kept @ k
+                state[head] = kept + torch.outer(error * self.b[t, head].double().sigmoid(), k)
+                out[t, head] = state[head] @ q / KEY**0.5
+        return out.float(), state.float()
+
+
+@settings(deadline=None, max_examples=25)
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_prefill_then_decode(lengths: list[int], seed: int) -> None:
+    """All but the last token of each request as one packed prefill (long and short ones, empty ones left out), then
+    one token each: as the definition says, and slots of others untouched."""
+    a_log, dt_bias = random(seed + 7, VALUE_HEADS), random(seed + 8, VALUE_HEADS)
+    requests = [Request(seed + 10 * index, length) for index, length in enumerate(lengths)]
+    rows = slots(seed, len(lengths))
+    pool = random(seed + 9, SLOTS, VALUE_HEADS, VALUE, KEY)
+    untouched = pool.clone()
+    for row, request in zip(rows.tolist(), requests, strict=True):
+        pool[row] = request.state
+    long = [index for index, length in enumerate(lengths) if length > 1]
+    out = [torch.empty(0, VALUE_HEADS, VALUE) for _ in requests]
+    if long:
+        packed = [torch.cat([getattr(requests[i], name)[:-1] for i in long])[None] for name in "qkvab"]
+        gates = delta_rule.fused_gdn_gating(a_log, packed[3][0], packed[4][0], dt_bias)
+        ends = bounds([lengths[i] - 1 for i in long])
+        q, k, v = packed[:3]
+        found, *_ = delta_rule.chunk_gated_delta_rule(
+            q, k, v, *gates, initial_state=pool, initial_state_indices=rows[long], cu_seqlens=ends
+        )
+        for index, start, stop in zip(long, ends[:-1], ends[1:], strict=True):
+            out[index] = found[0, start:stop]
+    tokens = {name: torch.stack([getattr(request, name)[-1] for request in requests]) for name in "qkvab"}
+    last = delta_rule.fused_sigmoid_gating_delta_rule_update(
+        A_log=a_log,
+        dt_bias=dt_bias,
+        q=tokens["q"][None],
+        k=tokens["k"][None],
+        v=tokens["v"][None],
+        a=tokens["a"],
+        b=tokens["b"],
+        initial_state_source=pool,
+        initial_state_indices=rows,
+    )
+    for index, (row, request) in enumerate(zip(rows.tolist(), requests, strict=True)):
+        expected, state = request.by_definition(a_log, dt_bias)
+        torch.testing.assert_close(torch.cat([out[index], last[0, index : index + 1]]), expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(pool[row], state, atol=2e-5, rtol=1e-4)
+    others = [row for row in range(SLOTS) if row not in rows.tolist()]
+    assert torch.equal(pool[others], untouched[others])
+
+
+def test_what_the_rule_does_not_do_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="speculative"):
+        delta_rule.fused_sigmoid_gating_delta_rule_update(
+            A_log=random(0, 1),
+            dt_bias=random(0, 1),
+            q=random(0, 1, 1, 1, 1),
+            k=random(0, 1, 1, 1, 1),
+            v=random(0, 1, 1, 1, 1),
+            a=random(0, 1, 1),
+            b=random(0, 1, 1),
+            initial_state_source=random(0, 1, 1, 1, 1),
+            initial_state_indices=torch.zeros(1),
+            disable_state_update=True,
+        )
+
+
+# ---- between them ----------------------------------------------------------------------------------------------------
+@given(seed=SEEDS, activation=st.sampled_from(["silu", "swish", "sigmoid"]))
+@settings(deadline=None, max_examples=20)
+def test_gated_norm(seed: int, activation: str) -> None:
+    x, gate, weight = random(seed, 3, KEY), random(seed + 1, 3, KEY), random(seed + 2, KEY)
+    row, wide = x.double(), gate.double()
+    passed = wide.sigmoid() if activation == "sigmoid" else F.silu(wide)
+    expected = row * (row.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double() * passed
+    found = layers.layernorm_fn(x, weight, None, z=gate, eps=1e-6, is_rms_norm=True, activation=activation)
+    torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-5)
+
+
+def test_gates_of_attention_and_of_the_shared_expert() -> None:
+    out, gate = random(0, 3, 8), random(1, 3, 2, 4)
+    expected = out * gate.reshape(3, 8).sigmoid()
+    torch.testing.assert_close(layers.fused_sigmoid_mul(out, gate), expected)
+    assert layers.fused_sigmoid_mul(out, gate, inplace=True) is out
+    torch.testing.assert_close(out, expected)
+    hidden, weight, shared, routed = random(2, 3, 5), random(3, 5), random(4, 3, 5), random(5, 3, 5)
+    expected = routed + (hidden @ weight).sigmoid()[:, None] * shared
+    layers.fused_gate_sigmoid_mul_add(hidden, weight, shared, routed)
+    torch.testing.assert_close(routed, expected)
+
+
+def test_both_orders_of_projections_hold_the_same() -> None:
+    """Interleaved by key head as Qwen3-Next stores them, one behind the other as Qwen3.5 does."""
+    tokens, ratio = 3, VALUE_HEADS // HEADS
+    q, k = random(0, tokens, HEADS, KEY), random(1, tokens, HEADS, KEY)
+    v, z = random(2, tokens, HEADS, ratio, VALUE), random(3, tokens, HEADS, ratio, VALUE)
+    b, a = random(4, tokens, HEADS, ratio), random(5, tokens, HEADS, ratio)
+    mixed = torch.cat([q, k, v.flatten(2), z.flatten(2)], -1).flatten(1), torch.cat([b, a], -1).flatten(1)
+    behind = torch.cat([part.flatten(1) for part in (q, k, v, z)], -1), torch.cat([b.flatten(1), a.flatten(1)], -1)
+    sizes = HEADS, VALUE_HEADS, KEY, VALUE
+    expected = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], -1), z.flatten(1, 2), b.flatten(1), a.flatten(1)
+    for found in (layers.split_by_key_head(*mixed, *sizes), layers.split_contiguous(*behind, *sizes)):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+class Config:
+    linear_layer_ids = (0, 1, 2)
+    linear_num_key_heads, linear_key_head_dim = 2, 16
+    linear_num_value_heads, linear_value_head_dim = 4, 24
+    linear_conv_kernel_dim = 4
+
+
+def test_states_are_as_many_as_requests_need_while_they_are_small() -> None:
+    assert states.state_bytes(Config) == 3 * 4 * ((2 * 32 + 96) * 3 + 96 * 16)
+    assert states.slots(Config, 64) == 4 * 64
+    assert states.slots(Config, None) == 4 * states.RUNNING
+    assert states.slots(Config, 10**6) is None
+    assert states.slots(object(), None) is None  # no linear attention

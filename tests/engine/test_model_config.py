@@ -1,0 +1,55 @@
+"""What an engine is told beside config.json, read from files alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.errors import CheckpointError
+from slime_like.rollout.model_config import override_args
+
+L, F = "linear_attention", "full_attention"
+HYBRID: dict[str, Any] = {"layer_types": [L, L, L, F, L, L, L, F]}
+
+
+def overrides(folder: Path, config: Any) -> dict[str, Any]:
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return override_args(str(folder))
+
+
+def test_models_of_one_kind_of_layer_need_nothing(tmp_path: Path) -> None:
+    for config in ({}, {"layer_types": [F, F]}, {"layer_types": None}, "{", "[]"):
+        assert overrides(tmp_path, config) == {}
+    assert override_args("somebody/a-model-of-the-hub") == {}
+
+
+def test_the_interval_that_transformers_leaves_out(tmp_path: Path) -> None:
+    assert overrides(tmp_path, HYBRID) == {"full_attention_interval": 4}
+    assert overrides(tmp_path, HYBRID | {"full_attention_interval": 4}) == {}
+    assert overrides(tmp_path, {"layer_types": [L, L]}) == {"full_attention_interval": 3}
+
+
+@pytest.mark.parametrize("types", [[L, F, F, L], [F, L, L], [L, L, F, L, F]])
+def test_layers_without_an_interval_are_refused(tmp_path: Path, types: list[str]) -> None:
+    with pytest.raises(CheckpointError, match="layer_types in which full attention does not come at one interval"):
+        overrides(tmp_path, {"layer_types": types})
+
+
+def test_the_rotated_part_is_that_of_rope_parameters(tmp_path: Path) -> None:
+    config = HYBRID | {"full_attention_interval": 4, "partial_rotary_factor": 0.25}
+    assert overrides(tmp_path, config | {"rope_parameters": {"partial_rotary_factor": 0.5}}) == {
+        "partial_rotary_factor": 0.5
+    }
+    assert overrides(tmp_path, config | {"rope_parameters": {"partial_rotary_factor": 0.25}}) == {}
+
+
+def test_of_a_vision_model_the_text_part_is_served(tmp_path: Path) -> None:
+    assert overrides(tmp_path, {"text_config": HYBRID}) == {
+        "text_config": {"full_attention_interval": 4},
+        "language_model_only": True,
+    }
+    whole = HYBRID | {"full_attention_interval": 4}
+    assert overrides(tmp_path, {"text_config": whole, "vision_config": {}}) == {"language_model_only": True}
