@@ -220,3 +220,45 @@ def full_disk_of_a_run(world: World, shared: Shared) -> dict[str, Any]:
         latest = (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
         out[f"{name} {final}"] = (seen, latest)
     return out
+
+
+EXPORT_FULL = ("hf.tmp", "hf.tmp/config.json", "hf.tmp/model.safetensors.index.json")
+
+
+def full_disks_of_exports(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+    """Exports over an earlier one, on a disk that is full at one point of one rank, then one that goes well."""
+    actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
+    folder = shared.scratch / "hf"
+    actor.export_hf(folder)
+    dist.barrier()
+    before = _bytes(folder)
+    dist.barrier()
+    train(actor, layout, 1)
+    out: dict[str, Any] = {}
+    for name in EXPORT_FULL:
+        with disk().watching(shared.scratch, full_at=name if world.rank == 0 else None):
+            out[name] = _not_exported(actor, folder)
+    with small_files(20_000 if world.rank == world.size - 1 else None):
+        out["shard"] = _not_exported(actor, folder)
+    dist.barrier()
+    left, kept = sorted(path.name for path in shared.scratch.iterdir()), _bytes(folder)
+    dist.barrier()
+    with disk().watching(shared.scratch) as operations:
+        actor.export_hf(folder)
+    dist.barrier()
+    return {
+        "errors": out,
+        "left": left,
+        "kept": kept == before,
+        "then": _bytes(folder) != before,
+        "files": sorted(path.name for path in folder.iterdir()),
+        "operations": list(operations),
+    }
+
+
+def _not_exported(actor: Any, folder: Path) -> str:
+    try:
+        actor.export_hf(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"

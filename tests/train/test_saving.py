@@ -9,7 +9,7 @@ import pytest
 from slime_like.config.resolved import Layout
 from tests.train.disk import Operation
 from tests.train.jobs import Job, Results
-from tests.train.saving import FULL
+from tests.train.saving import EXPORT_FULL, FULL
 
 pytestmark = pytest.mark.ranks
 
@@ -22,6 +22,7 @@ JOBS = {
     2: [
         Job("save beside, dp2", "tests.train.saving:save_beside_training", (Layout(dp=2),)),
         Job("full disks", "tests.train.saving:full_disks", (Layout(dp=2),)),
+        Job("full disks of exports", "tests.train.saving:full_disks_of_exports", (Layout(pp=2),)),
     ],
 }
 
@@ -92,3 +93,25 @@ def test_a_run_on_a_full_disk_ends_or_goes_on_as_told(name: str, says: bool, res
         assert "state_2.json" in rollout
     else:
         assert rollout is None
+
+
+@pytest.mark.parametrize("name", [*EXPORT_FULL, "shard"])
+def test_an_export_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(name: str, results: Results) -> None:
+    for rank in results["full disks of exports"]:
+        text: str = rank["errors"][name]
+        assert "/hf" in text
+        assert "disk" in text
+        assert "rank 1: model-stage1-00000.safetensors: " in text or name != "shard"
+        assert ("File too large" if name == "shard" else "No space left on device") in text
+        assert rank["left"] == ["hf"]
+        assert rank["kept"]
+        assert rank["then"]
+
+
+def test_an_export_is_on_the_disk_before_it_has_its_name(results: Results) -> None:
+    first, second = results["full disks of exports"]
+    operations: list[Operation] = first["operations"]
+    named = next(i for i, o in enumerate(operations) if o.to.endswith("/hf"))
+    synced = {o.path.rsplit("/", 1)[-1] for o in operations[:named] if o.event == "fsync"}
+    assert synced >= {*first["files"], "hf.tmp"}
+    assert "model-stage1-00000.safetensors" in {o.path.rsplit("/", 1)[-1] for o in second["operations"]}

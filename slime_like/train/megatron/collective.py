@@ -31,10 +31,3 @@ def make_empty(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-
-
-def move_into_place(scratch: Path, target: Path) -> None:
-    """Rename ``scratch`` to ``target``, which may hold an earlier version of the same."""
-    if target.exists():
-        shutil.rmtree(target)
-    scratch.rename(target)

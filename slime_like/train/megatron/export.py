@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slime_like.checkpoint_files import SCRATCH, publish, sync
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import Bucket, TensorMeta
-from slime_like.train.megatron.collective import make_empty, move_into_place, on_rank_zero
+from slime_like.train.megatron.collective import make_empty, on_rank_zero
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import INDEX, SINGLE, HFFolder
@@ -89,42 +92,74 @@ class HFExport:
         return tuple(t.contiguous() for t in weight.merge(shards))
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank has written."""
+
+    weight_map: dict[str, str]
+    total: int  # bytes
+    error: str | None
+
+
 def write_hf(export: HFExport, source: HFFolder, folder: Path, place: Place, max_bytes: int = FILE_BYTES) -> None:
     """Write an HF folder that transformers and SGLang load: safetensors, config.json and the source's other files.
 
     Tensors of the source that the family carries (a vision tower, multi-token prediction) are in it as they are there.
     Every pipeline stage writes its own files into a temporary folder next to ``folder``, which then takes its place.
+    Raises ``CheckpointError`` on every rank when one failed, after removing what was written; ``folder`` is as it was.
     """
-    scratch = folder.with_name(folder.name + ".tmp")
+    scratch = folder.with_name(folder.name + SCRATCH)
 
     def prepare() -> None:
         if folder.exists() and (folder.resolve() == source.path.resolve() or not (folder / "config.json").is_file()):
             raise CheckpointError(f"{folder}: exists and is not an earlier export; choose another folder to export to")
         make_empty(scratch)
 
+    def finish() -> None:
+        failed = [f"rank {rank}: {share.error}" for rank, share in enumerate(shares) if share.error is not None]
+        try:
+            if failed:
+                raise _failed(folder, "; ".join(failed))
+            weight_map = {name: file for share in shares for name, file in share.weight_map.items()}
+            carried = [name for name in _names_of(source, export.carried) if name not in weight_map]
+            kept, size = _carry(scratch, source, carried, max_bytes)
+            total = size + sum(share.total for share in shares)
+            _finish(scratch, weight_map | kept, total, source, export.manifest()[0].dtype)
+            publish(scratch, folder)
+        except (CheckpointError, OSError, SafetensorError) as error:
+            shutil.rmtree(scratch, ignore_errors=True)
+            if isinstance(error, SafetensorError):
+                raise _failed(folder, str(error)) from error
+            raise
+
     on_rank_zero(prepare)
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, _write_files(export, scratch, place, max_bytes))
+    on_rank_zero(finish)
+
+
+def _failed(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{folder}: the export failed ({reason}); is the disk full?")
+
+
+def _write_files(export: HFExport, scratch: Path, place: Place, max_bytes: int) -> _Share:
+    """This rank's tensors, on the disk. Collective: a rank that could not write still gathers for the others."""
     written: dict[str, str] = {}
     total = 0
+    error: str | None = None
     for i, bucket in enumerate(export.buckets(max_bytes)):
-        if bucket.tensors:
-            file = f"model-stage{place.pp_rank}-{i:05d}.safetensors"
-            tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors}
+        if not bucket.tensors or error is not None:
+            continue
+        file = f"model-stage{place.pp_rank}-{i:05d}.safetensors"
+        tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors}
+        try:
             save_file(tensors, scratch / file, metadata={"format": "pt"})
-            written |= dict.fromkeys(tensors, file)
-            total += sum(t.numel() * t.element_size() for t in tensors.values())
-    shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, (written, total))
-
-    def finish() -> None:
-        weight_map = {name: file for share, _ in shares for name, file in share.items()}
-        kept, size = _carry(
-            scratch, source, [n for n in _names_of(source, export.carried) if n not in weight_map], max_bytes
-        )
-        total = size + sum(size for _, size in shares)
-        _finish(scratch, weight_map | kept, total, source, export.manifest()[0].dtype)
-        move_into_place(scratch, folder)
-
-    on_rank_zero(finish)
+            sync(scratch / file)
+        except (SafetensorError, OSError) as failure:
+            error = f"{file}: {failure}"
+        written |= dict.fromkeys(tensors, file)
+        total += sum(t.numel() * t.element_size() for t in tensors.values())
+    return _Share(written, total, error)
 
 
 def _names_of(source: HFFolder, prefixes: tuple[str, ...]) -> list[str]:
