@@ -39,6 +39,7 @@ class RoleWorker(RankWorker):
             self._role = MegatronRole(
                 spec, rank=self._rank, world_size=self._world_size, master=master, local_rank=local_rank
             )
+        self.met()
         return self._role.dp_rank
 
     @property

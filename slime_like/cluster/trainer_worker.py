@@ -18,7 +18,7 @@ from slime_like.config.resolved import ActorSpec, TransportSpec
 from slime_like.imports import heavy_imports
 from slime_like.interfaces import TensorMeta, WeightReceiver, WeightSender
 from slime_like.metrics.types import Metric
-from slime_like.ports import free_port
+from slime_like.ports import PortLease
 from slime_like.registry import resolve
 from slime_like.types import F32
 
@@ -45,11 +45,19 @@ class RankWorker:
         dump_stacks_on_signal(Path(stacks_dir), f"{name}_rank{rank}")
         self._rank = rank
         self._world_size = world_size
+        self._lease: PortLease | None = None
 
     def rendezvous(self) -> tuple[str, int]:
-        """Address and a free port of this node, for rank 0."""
+        """Address and a free port of this node, for rank 0. The port is kept from others until ``met``."""
         host = _own_address()
-        return host, free_port(host)
+        self._lease = PortLease(host)
+        return host, self._lease.port
+
+    def met(self) -> None:
+        """All ranks are there: the port is bound."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
 
 
 class TrainerWorker(RankWorker):
@@ -77,6 +85,7 @@ class TrainerWorker(RankWorker):
                 master_port=master[1],
                 local_rank=local_rank,
             )
+        self.met()
         return self._actor.dp_rank
 
     @property

@@ -11,11 +11,9 @@ import contextlib
 import importlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,7 +29,7 @@ from slime_like.config.resolved import EngineSpec
 from slime_like.deadline import Deadline
 from slime_like.errors import EngineError
 from slime_like.imports import heavy_imports
-from slime_like.ports import PORTS
+from slime_like.ports import PortLease
 from slime_like.rollout.model_config import override_args
 from slime_like.rollout.startup import other_models
 
@@ -54,32 +52,6 @@ class Launch:
     admin_key: str
     host: str
     port: int
-
-
-class PortLease:
-    """A TCP port nobody listens on, kept from other engines of this machine until released.
-
-    Between choosing a port and SGLang's bind, seconds later, another engine could choose it too. An abstract unix
-    socket named after the port is held meanwhile; the kernel drops it with the process.
-    """
-
-    def __init__(self, host: str) -> None:
-        for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-            self._holder = socket.socket(socket.AF_UNIX)
-            try:
-                self._holder.bind(f"\0slime_like-port-{port}")
-                with socket.socket() as probe:
-                    probe.bind((host, port))
-            except OSError:
-                self._holder.close()
-                continue
-            self.port = port
-            return
-        raise EngineError(f"no free TCP port on {host} in {PORTS.start}-{PORTS.stop - 1}: leaked listeners?")
-
-    def release(self) -> None:
-        """Let others have the port."""
-        self._holder.close()
 
 
 class EngineServer:

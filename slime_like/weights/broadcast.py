@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from slime_like.config.resolved import TransportSpec
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
-from slime_like.ports import free_port
+from slime_like.ports import PortLease
 from slime_like.weights.stream import meta_of
 
 
@@ -57,7 +57,10 @@ class BroadcastSender:
 
     async def _join(self) -> dist.ProcessGroup:
         """Rendezvous with every rank of every engine: rank 0 here, then the engines in order."""
-        port = free_port(self._host)
+        with PortLease(self._host) as port:
+            return await self._meet(port)
+
+    async def _meet(self, port: int) -> dist.ProcessGroup:
         world = 1 + sum(receiver.tp for receiver in self._receivers)
         offsets = [1 + sum(r.tp for r in self._receivers[:i]) for i in range(len(self._receivers))]
         joins = [

@@ -204,14 +204,6 @@ def test_entry_points_are_inert_and_light_unless_asked_for() -> None:
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------
-def test_ports_are_kept_apart_and_given_back() -> None:
-    leases = [server.PortLease("127.0.0.1") for _ in range(20)]
-    assert len({lease.port for lease in leases}) == 20
-    assert all(lease.port in server.PORTS for lease in leases)
-    for lease in leases:
-        lease.release()
-
-
 def test_arguments_of_the_run_cannot_be_overridden_and_others_can() -> None:
     spec = replace(SPEC, sglang={"host": "0.0.0.0", "admin_api_key": "", "page_size": 8})
     arguments = server.server_arguments(server.Launch(spec, "key", "127.0.0.1", 1))

@@ -12,7 +12,6 @@ import importlib
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.deadline import Deadline
+from slime_like.ports import PortLease
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,18 +37,10 @@ class World:
     port: int
 
 
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_ranks(target: str, size: int, *args: Any, seconds: float = 240) -> list[Any]:
     """``target`` ("module:function") on ``size`` ranks; their results in rank order. Raises AssertionError on a fault."""
     deadline = Deadline("test", target, seconds)
-    port = free_port()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, PortLease("127.0.0.1") as port:
         folder = Path(name)
         (folder / "args").write_bytes(pickle.dumps(args))
         environment = {

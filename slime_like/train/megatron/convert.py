@@ -8,7 +8,7 @@ from slime_like.checkpoint_files import MANIFEST, read_manifest
 from slime_like.config.algo import SftConfig
 from slime_like.config.model import ModelConfig, OptimConfig
 from slime_like.config.resolved import ActorSpec, Layout
-from slime_like.ports import free_port
+from slime_like.ports import PortLease
 from slime_like.train.megatron import groups, host
 
 LOOPBACK = "127.0.0.1"
@@ -22,7 +22,8 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     """
     spec = _spec(hf, dtype)
     host.install(spec.device)
-    device = groups.join_world(spec, 0, 1, (LOOPBACK, free_port(LOOPBACK)), 0)
+    with PortLease(LOOPBACK) as port:
+        device = groups.join_world(spec, 0, 1, (LOOPBACK, port), 0)
     place = groups.make_groups(spec, device)
 
     from slime_like.train.megatron.checkpoint import check_model

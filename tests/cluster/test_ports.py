@@ -1,0 +1,65 @@
+"""Ports that are chosen now and bound seconds later are nobody else's in between."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime_like import ports
+from slime_like.cluster.trainer_worker import RankWorker
+from slime_like.errors import SlimeLikeError
+from slime_like.ports import PORTS, PortLease
+
+HOST = "127.0.0.1"
+
+
+def test_ports_are_kept_apart_and_given_back() -> None:
+    leases = [PortLease(HOST) for _ in range(20)]
+    assert len({lease.port for lease in leases}) == 20
+    assert all(lease.port in PORTS for lease in leases)
+    for lease in leases:
+        lease.release()
+
+
+@pytest.fixture
+def one_port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """There is but one port to choose."""
+    with PortLease(HOST) as port:
+        pass
+    monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
+    return port
+
+
+def test_a_port_that_somebody_listens_on_is_not_taken(one_port: int) -> None:
+    with socket.socket() as listener:
+        listener.bind((HOST, one_port))
+        listener.listen()
+        with pytest.raises(SlimeLikeError, match=f"no free TCP port on {HOST} in {one_port}-{one_port}"):
+            PortLease(HOST)
+
+
+def test_another_process_does_not_choose_it_and_a_dead_one_holds_nothing(one_port: int) -> None:
+    choose = f"from slime_like import ports; ports.PORTS = range({one_port}, {one_port + 1}); ports.PortLease({HOST!r})"
+    run = [sys.executable, "-c", choose]
+    assert subprocess.run(run, check=False, capture_output=True).returncode == 0
+    with PortLease(HOST) as port:
+        assert port == one_port
+        done = subprocess.run(run, check=False, capture_output=True, text=True)
+    assert "no free TCP port" in done.stderr
+
+
+def test_ranks_of_two_roles_do_not_meet_at_one_port(
+    one_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime_like.cluster.trainer_worker.get_node_ip_address", lambda: HOST)
+    actor, critic = (RankWorker(name, 0, 1, str(tmp_path), {}) for name in ("trainer", "critic"))
+    assert actor.rendezvous() == (HOST, one_port)
+    with pytest.raises(SlimeLikeError, match="no free TCP port"):
+        critic.rendezvous()
+    actor.met()  # whoever binds now is seen to listen
+    assert critic.rendezvous() == (HOST, one_port)
+    critic.met()
