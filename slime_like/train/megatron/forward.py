@@ -23,6 +23,7 @@ from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.layers import PackedRows
 from slime_like.train.megatron.layout import TokenLayout, attention_pieces, token_layout, tokens_by_rank
 from slime_like.train.megatron.model import Chunks
+from slime_like.train.megatron.sdpa import attention_batches
 
 
 @dataclass(slots=True)
@@ -81,6 +82,7 @@ def make_micro(rows: Rows, place: Place) -> Micro:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         pieces=pieces,
+        batches=attention_batches(layout.padded_cu_seqlens, place.device) if sizes.cp == 1 else None,
         query_cu=query_cu,
         key_cu=to_device(pieces.key_cu, place.device),
         key_index=None if pieces.key_index is None else to_device(pieces.key_index, place.device),

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
@@ -28,6 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from slime_like.errors import ConfigError
+from slime_like.train.megatron import sdpa
 from slime_like.train.megatron.layout import AttentionPieces
 from slime_like.train.megatron.norms import RMSNorm
 
@@ -38,9 +38,11 @@ class PackedRows(PackedSeqParams):
 
     ``cu_seqlens_q`` and ``cu_seqlens_kv`` are host tensors over the P padded tokens of all context parallel ranks.
     ``pieces`` is what this rank's attention computes; the tensors after it are its arrays where kernels read them.
+    ``batches``, without context parallelism: the same for kernels that take sequences of one length.
     """
 
     pieces: AttentionPieces | None = None
+    batches: sdpa.AttentionBatches | None = None
     query_cu: Tensor | None = None
     key_cu: Tensor | None = None
     key_index: Tensor | None = None
@@ -76,7 +78,7 @@ class PackedAttention(MegatronModule):
     """Causal grouped-query attention over packed sequences, which context parallelism may have cut.
 
     In 16 bits on a GPU: one variable-length flash kernel for all sequences. Elsewhere: scaled dot product attention per
-    sequence, which beats a block-diagonal mask by the ratio of masked to unmasked scores.
+    batch of sequences of about one length, which beats a block-diagonal mask by the ratio of masked to unmasked scores.
 
     Context parallelism gathers keys and values over its ranks, as in Llama 3 (https://arxiv.org/abs/2407.21783, 3.3.2),
     in one collective per layer; backward scatters the sum of their gradients. With grouped queries keys are few, and
@@ -138,23 +140,13 @@ class PackedAttention(MegatronModule):
         return out
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        assert packed.pieces is not None
         dtype = query.dtype
         if dtype == torch.bfloat16 and not query.is_cuda:  # torch's own there takes 2.5 times as long, and rounds more
             query, key, value = query.float(), key.float(), value.float()
-        queries, keys = (list(lengths) for lengths in zip(*packed.pieces.lengths, strict=True))
-        # split, not slicing: its backward is one concatenation instead of one full-size buffer per sequence
-        sizes = ((query, queries), (key, keys), (value, keys))
-        parts = zip(*(x.transpose(0, 1).split(lengths, 1) for x, lengths in sizes), strict=True)
-        return torch.cat([self._attend(q, k, v) for q, k, v in parts], 1).transpose(0, 1).to(dtype)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [heads, q, dim], key and value [groups, k, dim], causal with the last query at the last key."""
-        q, k = query.shape[1], key.shape[1]
-        seen = None if q == k else torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)
-        return F.scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask=seen, is_causal=q == k, scale=self.scale, enable_gqa=True
-        )[0]
+        if packed.batches is not None:
+            return sdpa.in_batches(query, key, value, packed.batches, self.scale).to(dtype)
+        assert packed.pieces is not None
+        return sdpa.in_pieces(query, key, value, packed.pieces.lengths, self.scale).to(dtype)
 
     def _gather(self, key: Tensor, value: Tensor, key_index: Tensor) -> tuple[Tensor, Tensor]:
         """Local keys and values [L, groups, dim] -> those of all ranks that this rank's pieces read [K, groups, dim]."""

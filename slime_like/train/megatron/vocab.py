@@ -74,18 +74,18 @@ class _Scores(torch.autograd.Function):
         for rows in _chunks(len(hidden_NH), ctx.chunk):
             # d logprob / d logit_j = [j = target] - p_j ;  d entropy / d logit_j = -p_j (log p_j + entropy)
             grad = _logits(hidden_NH[rows], weight_VH, part, ctx.temperature).sub_(lse_N[rows, None])
-            p = grad.exp()
             if grad_entropy_N is not None:
+                p = grad.exp()
                 grad.add_(entropy_N[rows, None]).mul_(grad_entropy_N[rows, None])
-            else:
-                grad.zero_()
-            if grad_logprob_N is not None:
-                grad.add_(grad_logprob_N[rows, None])
-            grad.mul_(p).neg_()
+                if grad_logprob_N is not None:
+                    grad.add_(grad_logprob_N[rows, None])
+                grad.mul_(p).mul_(-1 / ctx.temperature)
+            elif grad_logprob_N is not None:
+                grad.exp_().mul_((grad_logprob_N[rows] * (-1 / ctx.temperature))[:, None])
             if part.real and grad_logprob_N is not None:
                 local, inside = _local_target(target_N[rows], part)
-                grad.scatter_add_(1, local[:, None], (grad_logprob_N[rows] * inside)[:, None])
-            grad = grad.div_(ctx.temperature).to(hidden_NH.dtype)
+                grad.scatter_add_(1, local[:, None], (grad_logprob_N[rows] * inside / ctx.temperature)[:, None])
+            grad = grad.to(hidden_NH.dtype)
             grad_hidden_NH[rows] = grad @ weight_VH[: part.real]
             grad_weight_VH[: part.real] += grad.T @ hidden_NH[rows]
         return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None

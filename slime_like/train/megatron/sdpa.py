@@ -1,0 +1,140 @@
+"""Causal attention over packed sequences by torch's scaled dot product attention, in as few calls as pay.
+
+Sequences of one length, or nearly, are one call: padding stands at the end of a sequence, where causality hides it from
+every real query; what its own queries give is dropped, so that neither values nor gradients depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime_like.types import I32, I64
+
+RUN = 4  # sequences of a run of equal lengths, on average, from which on nothing is moved
+SPARE = 8  # a sequence joins a batch if it is at most 1 / SPARE shorter than its longest
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatches:
+    """Batches of (sequences, length) over T packed tokens, one behind the other: P slots in all, padding included."""
+
+    shapes: tuple[tuple[int, int], ...]
+    slot_of: Tensor | None = None  # I64 [T], slot of each token; None: slots are the packed tokens
+    token_of: Tensor | None = None  # I64 [P], token of each slot; of a padding slot, any
+    padding: Tensor | None = None  # I64, the slots without a token
+
+    def pad(self, x_T: Tensor) -> Tensor:
+        """[T, ...] -> [P, ...]."""
+        return x_T if self.slot_of is None else _Pad.apply(x_T, self)  # pyright: ignore[reportReturnType]
+
+    def unpad(self, x_P: Tensor) -> Tensor:
+        """[P, ...] -> [T, ...]."""
+        return x_P if self.slot_of is None else _Unpad.apply(x_P, self)  # pyright: ignore[reportReturnType]
+
+
+def attention_batches(cu_seqlens: I32, device: torch.device) -> AttentionBatches:
+    """Which sequences to attend to in one call.
+
+    Neighbours of one length make a batch as they stand. Where few are alike, sequences are sorted and batched with
+    shorter ones, down to 7/8 of the longest. Example: lengths 8, 8, 7, 2: batches of (3, 8) and (1, 2), one padding slot.
+    """
+    lengths = np.diff(cu_seqlens).astype(np.int64)
+    runs = _runs(lengths)
+    if len(runs) * RUN <= len(lengths) or len(runs) == 1:
+        return AttentionBatches(runs)
+    order = np.argsort(-lengths, kind="stable")
+    shapes = _shapes(lengths[order].tolist())
+    slots, slot_of = 0, np.empty(int(cu_seqlens[-1]), np.int64)
+    chosen = iter(order.tolist())
+    for count, longest in shapes:
+        for sequence in (next(chosen) for _ in range(count)):
+            slot_of[cu_seqlens[sequence] : cu_seqlens[sequence + 1]] = slots + np.arange(lengths[sequence])
+            slots += longest
+    token_of = np.full(slots, -1, np.int64)
+    token_of[slot_of] = np.arange(len(slot_of))
+    padding = np.flatnonzero(token_of < 0)
+    moved = (torch.from_numpy(x).to(device) for x in (slot_of, np.maximum(token_of, 0), padding))
+    return AttentionBatches(shapes, *moved)
+
+
+def in_batches(query: Tensor, key: Tensor, value: Tensor, batches: AttentionBatches, scale: float | None) -> Tensor:
+    """query [T, heads, dim], key and value [T, groups, dim] -> [T, heads, dim]."""
+    sizes = [sequences * length for sequences, length in batches.shapes]
+    columns = (batches.pad(x).split(sizes) for x in (query, key, value))
+    parts = [
+        _attend([x.unflatten(0, shape).transpose(1, 2) for x in part], scale).transpose(1, 2).flatten(0, 1)
+        for shape, *part in zip(batches.shapes, *columns, strict=True)
+    ]
+    return batches.unpad(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+
+def in_pieces(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[tuple[int, int]], scale: float | None
+) -> Tensor:
+    """query [L, heads, dim], key and value [K, groups, dim] -> [L, heads, dim]; a call for each (queries, keys) of ``lengths``."""
+    queries, keys = (list(counts) for counts in zip(*lengths, strict=True))
+    # split, not slicing: its backward is one concatenation instead of one full-size buffer per sequence
+    sizes = ((query, queries), (key, keys), (value, keys))
+    parts = zip(*(x.transpose(0, 1)[None].split(counts, 2) for x, counts in sizes), strict=True)
+    return torch.cat([_attend(part, scale) for part in parts], 2)[0].transpose(0, 1)
+
+
+def _attend(columns: Sequence[Tensor], scale: float | None) -> Tensor:
+    """Query [b, heads, q, dim], key and value [b, groups, k, dim], causal with the last query at the last key."""
+    query, key, value = columns
+    q, k = query.shape[2], key.shape[2]
+    seen = None if q == k else torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, is_causal=q == k, scale=scale, enable_gqa=True
+    )
+
+
+def _runs(lengths: I64) -> tuple[tuple[int, int], ...]:
+    """(how many, length) of neighbours of one length."""
+    starts = np.flatnonzero(np.diff(lengths, prepend=-1))
+    counts = np.diff(starts, append=len(lengths))
+    return tuple(zip(counts.tolist(), lengths[starts].tolist(), strict=True))
+
+
+def _shapes(falling: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(how many, longest) of each batch of sequences of falling length."""
+    shapes: list[tuple[int, int]] = []
+    for length in falling:
+        if shapes and (shapes[-1][1] - length) * SPARE <= shapes[-1][1]:
+            shapes[-1] = (shapes[-1][0] + 1, shapes[-1][1])
+        else:
+            shapes.append((1, length))
+    return tuple(shapes)
+
+
+class _Pad(torch.autograd.Function):
+    """Padding slots repeat a token: finite, and without effect on it, since no gradient comes back from them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_T: Tensor, batches: AttentionBatches) -> Tensor:
+        assert batches.token_of is not None
+        ctx.batches = batches
+        return x_T.index_select(0, batches.token_of)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].index_select(0, ctx.batches.slot_of), None
+
+
+class _Unpad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_P: Tensor, batches: AttentionBatches) -> Tensor:
+        assert batches.slot_of is not None
+        ctx.batches = batches
+        return x_P.index_select(0, batches.slot_of)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].index_select(0, ctx.batches.token_of).index_fill_(0, ctx.batches.padding, 0.0), None
