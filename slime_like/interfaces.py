@@ -275,8 +275,13 @@ class WeightReceiver(Protocol):
         """Ranks of the engine."""
         ...
 
+    @property
+    def host(self) -> str:
+        """Address of the engine's node."""
+        ...
+
     async def update_from_tensors(self, payload: bytes) -> None:
-        """Load a pickled ``[(name, host tensor)]``."""
+        """Load a pickled ``[(name, host tensor)]``, or what a message of ``weights.shared`` describes."""
         ...
 
     async def init_broadcast_group(

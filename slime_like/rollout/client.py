@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -52,6 +53,11 @@ class EngineClient:
     def url(self) -> str:
         """Address of the server."""
         return self._url
+
+    @property
+    def host(self) -> str:
+        """Address of the server's node."""
+        return str(urlsplit(self._url).hostname)
 
     # ---- generation --------------------------------------------------------------------------------------------------
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
@@ -118,7 +124,7 @@ class EngineClient:
         await self._request("abort update", "POST", "/end_weight_update", {}, accept=(200, 400))
 
     async def update_from_tensors(self, payload: bytes) -> None:
-        """Load a pickled ``[(name, host tensor)]`` with HF names; every rank takes its part."""
+        """Load a pickled ``[(name, host tensor)]`` with HF names, or what a message of ``weights.shared`` describes."""
         request = {"serialized_named_tensors": [base64.b64encode(payload).decode()], "flush_cache": False}
         await self._post("update", "/update_weights_from_tensor", request)
 

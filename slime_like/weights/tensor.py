@@ -1,47 +1,68 @@
-"""Colocated transport: buckets go to each engine as host tensors in the body of a request."""
+"""Colocated transport: buckets go to an engine of this machine through shared memory, to others in a request's body."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
 
 from slime_like.config.resolved import TransportSpec
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
+from slime_like.weights.shared import Region
 from slime_like.weights.stream import meta_of
 
 
 class TensorSender:
-    """Sends what this rank holds to every engine.
+    """Sends what this rank holds to every engine, one bucket on its way while the next is gathered.
 
-    The body is a plain pickle of ``[(name, host tensor)]``: the only form SGLang's allow-listed unpickler takes from a
-    process outside the engine's own tree. SGLang slices it for each of its tensor-parallel ranks.
+    An engine on this machine copies from shared memory (``shared``). One elsewhere gets a plain pickle of
+    ``[(name, host tensor)]``: the only form SGLang's allow-listed unpickler takes from a process outside the engine's
+    own tree. Every tensor-parallel rank of an engine takes its slices.
     """
 
     def __init__(
         self, receivers: Sequence[WeightReceiver], *, transport: TransportSpec, group_name: str, host: str
     ) -> None:
-        del group_name, host  # a request per bucket needs no group
-        self._receivers = receivers
+        del group_name  # a request per bucket needs no group
+        self._near = [receiver for receiver in receivers if receiver.host == host]
+        self._far = [receiver for receiver in receivers if receiver.host != host]
         self._max_bytes = transport.max_bytes
+        self._regions = Region(), Region()  # one is read while the other is written
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets of ``source``, in order; returns what was sent. Every rank of a stage must call this."""
         sent: list[TensorMeta] = []
         in_flight: list[asyncio.Task[None]] = []
+        regions = cycle(self._regions)
         for bucket in source.buckets(self._max_bytes):
             if not source.is_sender:
                 continue
-            payload = serialize(bucket)
-            await asyncio.gather(*in_flight)  # one bucket on the wire while the next is gathered
-            in_flight = [asyncio.create_task(receiver.update_from_tensors(payload)) for receiver in self._receivers]
+            requests = self._requests(bucket, next(regions))
+            await asyncio.gather(*in_flight)
+            in_flight = [asyncio.create_task(request) for request in requests]
             await asyncio.sleep(0)
             sent += [meta_of(name, tensor) for name, tensor in bucket.tensors]
         await asyncio.gather(*in_flight)
         return sent
+
+    async def close(self) -> None:
+        """Give the shared memory back."""
+        for region in self._regions:
+            region.close()
+
+    def _requests(self, bucket: Bucket, region: Region) -> list[Coroutine[Any, Any, None]]:
+        requests: list[Coroutine[Any, Any, None]] = []
+        if self._near:
+            message = region.write(bucket)
+            requests += [receiver.update_from_tensors(message) for receiver in self._near]
+        if self._far:
+            payload = serialize(bucket)
+            requests += [receiver.update_from_tensors(payload) for receiver in self._far]
+        return requests
 
 
 def serialize(bucket: Bucket) -> bytes:

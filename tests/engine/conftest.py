@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from slime_like.config.resolved import EngineSpec
-from slime_like.interfaces import Sampling
+from slime_like.interfaces import Bucket, Sampling
 from slime_like.rollout.client import EngineClient
 from slime_like.rollout.server import EngineServer
 from slime_like.types import F32, I32
+from slime_like.weights.shared import Region
 
 VOCAB = 500  # not a multiple of 64: the engine pads its embedding
 KEY = "a key of this test run"
@@ -60,11 +61,15 @@ class Engine:
         """The result of a coroutine of the client."""
         return self._loop.run_until_complete(work)
 
-    async def push(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """A whole push over the tensor path, pause and flush around it."""
+    async def push(self, tensors: Mapping[str, torch.Tensor], version: int, far: bool = False) -> None:
+        """A whole push over the tensor path, pause and flush around it; ``far``: as if from another machine."""
         await self.client.pause()
         await self.client.begin_update()
-        await self.client.update_from_tensors(payload(tensors))
+        region = Region()
+        message = payload(tensors) if far else region.write(Bucket(tuple(tensors.items())))
+        await self.client.update_from_tensors(message)
+        region.write(Bucket(tuple((name, torch.full_like(t, 7.0)) for name, t in tensors.items())))
+        region.close()  # an engine that still looked into it would be seen to
         await self.client.end_update(version)
         await self.client.flush()
         await self.client.resume()

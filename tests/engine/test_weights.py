@@ -16,6 +16,7 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import Bucket, Completion, TensorMeta
 from slime_like.rollout.client import EngineClient
 from slime_like.weights.broadcast import BroadcastSender
+from slime_like.weights.shared import Region
 from tests.engine.conftest import Engine, Models, payload, prompt, sampled
 
 pytestmark = pytest.mark.engine
@@ -39,7 +40,7 @@ def weights_of_a(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def test_tensors_change_what_the_engine_computes_and_back(engine: Engine, models: Models) -> None:
     for version, name in ((1, "B"), (2, "A"), (3, "B")):
-        engine.run(engine.push(models.tensors(name), version))
+        engine.run(engine.push(models.tensors(name), version, far=version == 1))
         expect(engine, models, name)
         assert engine.run(engine.client.version()) == version
 
@@ -135,8 +136,14 @@ def test_what_is_not_a_tensor_of_this_model_is_refused_and_the_engine_lives(engi
         await engine.client.begin_update()
         await engine.client.update_from_tensors(body)
 
-    with pytest.raises(EngineError, match="could not be loaded"):
-        engine.run(send(payload({"model.layers.0.self_attn.q_proj.weight": torch.ones(3, 3)})))
+    wrong = {"model.layers.0.self_attn.q_proj.weight": torch.ones(3, 3)}
+    region = Region()
+    for body in (payload(wrong), region.write(Bucket(tuple(wrong.items())))):
+        with pytest.raises(EngineError, match="could not be loaded"):
+            engine.run(send(body))
+    region.close()
+    with pytest.raises(EngineError, match="memory of the sender cannot be opened"):
+        engine.run(send(region.write(Bucket(())).replace(b'"pid": ', b'"pid": 4')))
     body = io.BytesIO()
     pickle.Pickler(body).dump([("x", asyncio.sleep)])
     with pytest.raises(EngineError, match="could not be loaded"):

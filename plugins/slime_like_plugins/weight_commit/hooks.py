@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like.weights import shared
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 from slime_like_plugins.weight_commit.poison import complaint, poison, unwritten
@@ -53,20 +54,29 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``: one payload serves all ranks, and a bad one
-    is reported instead of killing the engine."""
+    """Around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``: one payload serves all ranks, it may describe
+    tensors in the sender's memory, and a bad one is reported instead of killing the engine."""
     payloads = request.serialized_named_tensors
     ranks = torch.distributed.get_world_size(manager.tp_cpu_group)
     if len(payloads) == 1:
         request.serialized_named_tensors = payloads * ranks
     try:
-        return original(manager, request)
+        if not shared.is_message(payloads[0]):
+            return original(manager, request)
+        with shared.received(payloads[0]) as tensors:
+            request.serialized_named_tensors = [tensors] * ranks
+            return original(manager, request)
     except Exception as error:  # noqa: BLE001  fault boundary: what a sender got wrong must not take the engine down
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 
         torch.distributed.barrier(group=manager.tp_cpu_group)  # the one the other ranks wait at
         message = f"tensors could not be loaded: {type(error).__name__}: {error}"
         return UpdateWeightsFromTensorReqOutput(success=False, message=message)
+
+
+def deserialize(original: Callable[..., Any], worker: Any, payloads: Any) -> Any:
+    """Around ``BaseTpWorker.deserialize_own_rank``: tensors that ``load_tensors`` found in shared memory are there already."""
+    return payloads[0] if isinstance(payloads[0], list) else original(worker, payloads)
 
 
 # ---- HTTP process ----------------------------------------------------------------------------------------------------
@@ -117,6 +127,7 @@ HOOKS = (
     Hook(f"{SCHEDULER}.begin_weight_update", "around", begin),
     Hook(f"{SCHEDULER}.end_weight_update", "around", end),
     Hook(f"{SCHEDULER}.update_weights_from_tensor", "around", load_tensors),
+    Hook("sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", "around", deserialize),
     Hook(f"{CONTROL}.begin_weight_update", "around", begin_request),
     Hook(f"{CONTROL}.end_weight_update", "around", end_request),
     Hook(f"{TOKENIZER}.generate_request", "around", generate),

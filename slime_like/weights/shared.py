@@ -1,0 +1,153 @@
+"""Tensors between two processes of one machine: memory without a name in any file system, described by a small message.
+
+The sender writes into a memfd, which is gone with its last user however that one ends, and which only processes of the
+same user can open (through ``/proc/<pid>/fd``). A receiver takes nothing but a memfd of its own user that can no longer
+shrink, and builds tensors from names, dtypes and shapes alone: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import mmap
+import os
+import stat
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import Bucket
+from slime_like.weights.stream import meta_of
+
+MAGIC = b"slime_like shared tensors\n"
+ALIGNMENT = 64  # bytes
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+    )
+}
+
+
+class Region:
+    """Memory that buckets are written into, one at a time; it grows with them and is used again."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._bytes: Tensor | None = None
+
+    def write(self, bucket: Bucket) -> bytes:
+        """Copy a bucket's tensors; returns the message that ``received`` reads. Valid until the next call."""
+        offsets, size = _offsets([tensor.numel() * tensor.element_size() for _, tensor in bucket.tensors])
+        memory = self._room(size)
+        entries: list[Any] = []
+        for (name, tensor), offset in zip(bucket.tensors, offsets, strict=True):
+            meta = meta_of(name, tensor)
+            _tensor(memory, meta.dtype, meta.shape, offset).copy_(tensor.detach())
+            entries.append((name, meta.dtype, meta.shape, offset))
+        return MAGIC + json.dumps({"pid": os.getpid(), "fd": self._fd, "tensors": entries}).encode()
+
+    def close(self) -> None:
+        """Give the memory back; receivers that have it open keep it until they are done."""
+        if self._bytes is not None:
+            os.close(self._fd)
+            self._bytes, self._fd = None, -1
+
+    def _room(self, size: int) -> Tensor:
+        if self._bytes is None or len(self._bytes) < size:
+            self.close()
+            self._fd = os.memfd_create("slime_like-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self._fd, max(size, 1))
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+            self._bytes = _as_tensor(mmap.mmap(self._fd, max(size, 1)))
+        return self._bytes
+
+
+def is_message(payload: bytes) -> bool:
+    """Whether ``payload`` is what ``Region.write`` returned."""
+    return payload.startswith(MAGIC)
+
+
+@contextmanager
+def received(payload: bytes) -> Generator[list[tuple[str, Tensor]]]:
+    """The tensors a sender on this machine described, in its memory: copy them before the block ends.
+
+    Raises ``WeightSyncError`` where the memory is not what the message says, or a tensor is still in use at the end.
+    """
+    memory = None
+    try:
+        found: Any = json.loads(payload[len(MAGIC) :])
+        memory = _open(int(found["pid"]), int(found["fd"]))
+        whole = _as_tensor(memory)
+        tensors = [(str(name), _tensor(whole, *rest)) for name, *rest in found["tensors"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightSyncError(f"a message about shared tensors is garbled: {error}") from error
+    yield tensors
+    tensors.clear()
+    del whole
+    try:
+        memory.close()  # refused while a tensor lies in it
+    except BufferError as error:
+        raise WeightSyncError("a parameter of the engine was not copied but points into the sender's memory") from error
+
+
+def _open(pid: int, fd: int) -> mmap.mmap:
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise WeightSyncError(
+            f"{path}: memory of the sender cannot be opened ({error.strerror}): do engine and trainer run as one user in "
+            "one container? Else set weights.transport=broadcast"
+        ) from error
+    try:
+        state = os.fstat(opened)
+        if not (stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and _cannot_shrink(opened)):
+            raise WeightSyncError(f"{path} is not sealed memory of this user")
+        return mmap.mmap(opened, state.st_size, access=mmap.ACCESS_COPY)  # what is written here stays here
+    finally:
+        os.close(opened)
+
+
+def _cannot_shrink(fd: int) -> bool:
+    """Memory that shrank while it is read would end the reader by SIGBUS."""
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # not a memfd
+        return False
+
+
+def _as_tensor(memory: mmap.mmap) -> Tensor:
+    """Uint8; while it or a view of it lives, the mapping cannot be closed."""
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+
+
+def _tensor(memory: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tensor:
+    """A view of ``memory``; refused where it would reach beyond."""
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    if min(shape, default=0) < 0 or offset < 0 or offset + size > len(memory):
+        raise ValueError(f"{dtype} {list(shape)} at {offset} of {len(memory)} bytes")
+    return memory[offset : offset + size].view(DTYPES[dtype]).view(tuple(shape))
+
+
+def _offsets(sizes: list[int]) -> tuple[list[int], int]:
+    """Where tensors of these bytes lie, and the end of the last."""
+    offsets: list[int] = []
+    end = 0
+    for size in sizes:
+        offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
+        end = offsets[-1] + size
+    return offsets, end

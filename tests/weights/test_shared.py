@@ -1,0 +1,94 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_like.errors import WeightSyncError
+from slime_like.interfaces import Bucket
+from slime_like.weights.shared import DTYPES, MAGIC, Region, is_message, received
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), min_size=1, max_size=6))
+def test_what_is_written_is_received(specs: list[tuple[str, tuple[int, ...]]]) -> None:
+    region = Region()
+    sent = [(f"w{i}", (torch.rand(shape) * 100).to(DTYPES[dtype])) for i, (dtype, shape) in enumerate(specs)]
+    with received(region.write(Bucket(tuple(sent)))) as tensors:
+        assert [(name, t.dtype, t.shape) for name, t in tensors] == [(name, t.dtype, t.shape) for name, t in sent]
+        assert all(torch.equal(a.float(), b.float()) for (_, a), (_, b) in zip(tensors, sent, strict=True))
+    region.close()
+
+
+def test_a_region_grows_and_is_used_again() -> None:
+    region = Region()
+    for rows in (2, 3000, 5):
+        sent = torch.rand(rows, 7).t()
+        with received(region.write(Bucket((("w", sent),)))) as ((_, tensor),):
+            assert torch.equal(tensor, sent)
+            del tensor
+    region.close()
+
+
+def test_a_receiver_cannot_change_what_the_sender_has() -> None:
+    region = Region()
+    message = region.write(Bucket((("w", torch.zeros(4)),)))
+    with received(message) as tensors:
+        tensors[0][1].fill_(1.0)
+    with received(message) as tensors:
+        assert not tensors[0][1].any()
+    region.close()
+
+
+def test_a_tensor_that_outlives_the_block_is_an_error() -> None:
+    region, kept = Region(), []
+    with (
+        pytest.raises(WeightSyncError, match="points into the sender's memory"),
+        received(region.write(Bucket((("w", torch.zeros(4)),)))) as tensors,
+    ):
+        kept += tensors
+    assert not kept[0][1].any()  # it is still readable: nothing was unmapped under it
+
+
+def test_only_sealed_memory_is_opened(tmp_path: Path) -> None:
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(file, 64)
+    growing = os.memfd_create("growing", os.MFD_ALLOW_SEALING)
+    os.ftruncate(growing, 64)
+    read, write = os.pipe()
+    try:
+        for fd in (file, growing, read):
+            with pytest.raises(WeightSyncError, match="is not sealed memory of this user"), received(message(fd)):
+                pass
+    finally:
+        for fd in (file, growing, read, write):
+            os.close(fd)
+    with pytest.raises(WeightSyncError, match="cannot be opened"), received(message(file)):
+        pass
+
+
+def test_a_garbled_message_is_refused() -> None:
+    region = Region()
+    whole = region.write(Bucket((("w", torch.zeros(4)),)))
+    fd = json.loads(whole[len(MAGIC) :])["fd"]
+    for entry in (
+        ["w", "float32", [5], 0],
+        ["w", "float32", [4], 64],
+        ["w", "float32", [-1], 0],
+        ["w", "int3", [4], 0],
+    ):
+        with pytest.raises(WeightSyncError, match="garbled"), received(message(fd, entry)):
+            pass
+    for payload in (MAGIC, MAGIC + b"{}", MAGIC + b"[1]"):
+        with pytest.raises(WeightSyncError, match="garbled"), received(payload):
+            pass
+    assert not is_message(b"\x80\x05")
+    region.close()
+
+
+def message(fd: int, *entries: object) -> bytes:
+    return MAGIC + json.dumps({"pid": os.getpid(), "fd": fd, "tensors": entries}).encode()
