@@ -95,7 +95,7 @@ def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0,
     length_of = np.repeat(lengths, padded)
     row_index = np.where(position_ids < length_of, position_ids + np.repeat(row_start, padded), -1)
     next_index = np.where(position_ids + 1 < length_of, row_index + 1, -1)
-    local = _zigzag(position_ids, np.repeat(padded, padded), cp, cp_rank)
+    local = zigzag(position_ids, np.repeat(padded, padded), cp, cp_rank)
     return TokenLayout(
         cu_seqlens=cu_seqlens,
         padded_cu_seqlens=starts.astype(np.int32),
@@ -106,7 +106,7 @@ def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0,
     )
 
 
-def _zigzag(position_ids: I64, padded_length_of: I64, cp: int, rank: int) -> I64:
+def zigzag(position_ids: I64, padded_length_of: I64, cp: int, rank: int) -> I64:
     """Padded indices of the tokens in chunks ``rank`` and ``2 * cp - 1 - rank`` of each sequence."""
     chunk = position_ids * (2 * cp) // padded_length_of
     return np.flatnonzero((chunk == rank) | (chunk == 2 * cp - 1 - rank)) if cp > 1 else np.arange(len(position_ids))
@@ -157,7 +157,7 @@ def tokens_by_rank(padded_cu_seqlens: I32, cp: int) -> I64:
     padded = np.diff(padded_cu_seqlens).astype(np.int64)
     position_ids = np.arange(padded_cu_seqlens[-1]) - np.repeat(padded_cu_seqlens[:-1], padded)
     length_of = np.repeat(padded, padded)
-    return np.concatenate([_zigzag(position_ids, length_of, cp, rank) for rank in range(cp)])
+    return np.concatenate([zigzag(position_ids, length_of, cp, rank) for rank in range(cp)])
 
 
 def _gather[Scalar: np.generic](column_T: npt.NDArray[Scalar], index_L: I64, fill: Any) -> npt.NDArray[Scalar]:

@@ -1,0 +1,160 @@
+"""Context parallelism by passing states: every rank computes all heads over its range of the packed stream.
+
+The gated delta rule is linear in its state, ``S_t = A_t S_{t-1} + B_t`` and ``o_t = q_t S_t``, so a range started from
+any state ``S`` gives ``o_t + (q_t A_t ... A_1) S``. Each rank runs its range from zero, and the piece that continues an
+earlier rank's sequence once more with values of zero from the identity: its outputs are the rows ``q_t A_t ... A_1``,
+its final state is the product ``A``. One all-gather of (S, A) then gives every rank the state it should have begun
+with. It needs nothing of a kernel but ``initial_state`` and the final state, and what crosses ranks per layer does not
+grow with the length of the sequences: H * K * (K + V) numbers, and the W - 1 tokens a convolution of width W looks back.
+
+Linearity of the recurrence: S. Yang, J. Kautz, A. Hatamizadeh, Gated Delta Networks (https://arxiv.org/abs/2412.06464).
+
+Axes: L local tokens, T tokens of a piece, H query and key heads, Hv value heads, K and V their dimensions, D channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
+from torch import Tensor
+
+from slime_like.train.megatron.stream import StreamPart
+from slime_like_plugins.qwen_gdn.backend import GDNBackend
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A rank's ``StreamPart`` where kernels read it."""
+
+    part: StreamPart
+    rank: int
+    group: Any  # the context parallel group
+    order: Tensor  # [L]
+    inverse: Tensor  # [L]
+
+    @classmethod
+    def on_device(cls, part: StreamPart, rank: int, group: Any, device: torch.device) -> Range:
+        """Move the index arrays, once per micro-batch."""
+        order = torch.from_numpy(part.order).to(device, non_blocking=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+        return cls(part, rank, group, order, inverse)
+
+    def to_stream(self, rows: Tensor) -> Tensor:
+        """Local tokens of attention's layout [L, ...] -> those of this rank's range, in the stream's order."""
+        return all_to_all(self.group, rows, list(self.part.receive), list(self.part.send)).index_select(0, self.order)
+
+    def to_rows(self, stream: Tensor) -> Tensor:
+        """The inverse of ``to_stream``."""
+        back = stream.index_select(0, self.inverse)
+        return all_to_all(self.group, back, list(self.part.send), list(self.part.receive))
+
+    def gather(self, local: Tensor) -> Tensor:
+        """[...] of every rank, stacked by rank [cp, ...]; backward sums every rank's gradient of it."""
+        return gather_from_sequence_parallel_region(local[None], group=self.group)
+
+
+def causal_conv(backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, here: Range, activation: str) -> Tensor:
+    """The convolution of the whole stream, at this range: [L, D] -> [L, D]."""
+    part, reach = here.part, weight_DW.shape[1] - 1
+    if not part.is_cut or reach == 0:
+        return _convolved(backend, x_LD, weight_DW, bounds(part.cu_seqlens.tolist()), activation)
+    tails = here.gather(x_LD[-reach:])
+    earlier = tails[: here.rank].flatten(0, 1)  # where ranges are shorter than the reach, tails are whole ranges
+    seen = min(reach, part.history)
+    halo = x_LD.new_zeros(len(part.cu_seqlens) - 1, reach, x_LD.shape[1])
+    if seen:
+        halo[0, reach - seen :] = earlier[len(earlier) - seen :]
+    out = _convolved(backend, x_LD, weight_DW, bounds(part.cu_seqlens.tolist()), activation, halo)
+    return _Joined.apply(out, tails)
+
+
+def gated_delta_rule(
+    backend: GDNBackend, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, here: Range
+) -> Tensor:
+    """The recurrence over the whole stream, at this range.
+
+    q, k [1, L, H, K], v [1, L, Hv, V], g (log of the decay) and beta [1, L, Hv] -> [1, L, Hv, V].
+    """
+    part, columns = here.part, (q, k, v, g, beta)
+    edges = part.cu_seqlens.tolist()
+    if not part.is_cut:
+        return _run(backend, columns, edges)[0]
+    last = edges[-2]
+    out, state = _run(backend, tuple(x[:, last:] for x in columns), [0, edges[-1] - last], final=True)
+    if last:  # the pieces before it need no final state
+        out = torch.cat((_run(backend, tuple(x[:, :last] for x in columns), edges[:-1])[0], out), 1)
+    assert state is not None
+    size = k.shape[-1]
+    product = state.new_zeros(*state.shape[:-1], size)
+    rows: Tensor | None = None
+    if part.chain:
+        rows, product = _products(backend, tuple(x[:, : edges[1]] for x in columns), state.dtype)
+    ends = here.gather(torch.cat((state, product), -1)[0])  # [cp, Hv, K, V + K]
+    out = _Joined.apply(out, ends)
+    if rows is None:
+        return out
+    begun = ends[part.chain[0], ..., :-size]
+    for rank in part.chain[1:]:
+        begun = ends[rank, ..., :-size] + ends[rank, ..., -size:] @ begun
+    rest = torch.einsum("bthk,hkv->bthv", rows.to(begun.dtype), begun)
+    return torch.cat((out[:, : edges[1]] + rest.to(out.dtype), out[:, edges[1] :]), 1)
+
+
+def bounds(edges: list[int]) -> Tensor:
+    """Host bounds as kernels take them."""
+    return torch.tensor(edges, dtype=torch.int32)
+
+
+def _products(backend: GDNBackend, columns: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows ``q_t A_t ... A_1`` [1, T, Hv, K] and the product of all A [1, Hv, K, K] of one piece."""
+    q, k, v, g, beta = columns
+    size, heads = k.shape[-1], v.shape[2]
+    identity = torch.eye(size, dtype=dtype, device=q.device).expand(1, heads, size, size)
+    nothing = v.new_zeros(*v.shape[:-1], size)
+    rows, product = _run(backend, (q, k, nothing, g, beta), [0, q.shape[1]], initial=identity, final=True)
+    assert product is not None
+    return rows, product
+
+
+def _run(
+    backend: GDNBackend,
+    columns: tuple[Tensor, ...],
+    edges: list[int],
+    initial: Tensor | None = None,
+    final: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    q, k, v, g, beta = columns
+    host = bounds(edges)
+    return backend.chunk_rule(
+        *(q, k, v, g, beta),
+        cu_seqlens=host.to(q.device, non_blocking=True),
+        cu_seqlens_cpu=host,
+        initial_state=initial,
+        output_final_state=final,
+    )
+
+
+def _convolved(
+    backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, host: Tensor, activation: str, halo: Tensor | None = None
+) -> Tensor:
+    device = host.to(x_LD.device, non_blocking=True)
+    out = backend.causal_conv(
+        x_LD[None], weight_DW, cu_seqlens=device, cu_seqlens_cpu=host, activation=activation, halo=halo
+    )
+    return out[0]
+
+
+class _Joined(torch.autograd.Function):
+    """``x``, with ``gathered`` in its graph: the sum over ranks in the backward of a gather needs every one of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gathered: Tensor) -> Tensor:
+        ctx.shape, ctx.options = gathered.shape, {"dtype": gathered.dtype, "device": gathered.device}
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.zeros(ctx.shape, **ctx.options)

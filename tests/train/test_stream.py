@@ -1,0 +1,65 @@
+"""The packed stream cut into ranges, against what the words say."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_like.train.megatron.layout import token_layout
+from slime_like.train.megatron.stream import StreamPart, stream_part
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[int, np.ndarray]:
+    """(cp, padded cu_seqlens)."""
+    cp = draw(st.sampled_from([1, 2, 4]))
+    lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=6))
+    rows = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return cp, token_layout(rows, cp=cp).padded_cu_seqlens if cp > 1 else rows
+
+
+def exchanged(parts: list[StreamPart], held: list[np.ndarray]) -> list[np.ndarray]:
+    """What each rank gets from an all-to-all of its peers' ``held``, in stream order."""
+    cut = [np.split(held[rank], np.cumsum(part.send)[:-1]) for rank, part in enumerate(parts)]
+    out: list[np.ndarray] = []
+    for rank, part in enumerate(parts):
+        pieces = [cut[source][rank] for source in range(len(parts))]
+        assert tuple(map(len, pieces)) == part.receive
+        out.append(np.concatenate(pieces)[part.order])
+    return out
+
+
+@given(streams())
+def test_an_exchange_by_the_plan_gives_every_rank_its_consecutive_tokens(stream: tuple[int, np.ndarray]) -> None:
+    cp, bounds = stream
+    parts = [stream_part(bounds, cp=cp, cp_rank=rank) for rank in range(cp)]
+    held = [token_layout(bounds, cp=cp, cp_rank=rank).local_index for rank in range(cp)]
+    got = exchanged(parts, held)
+    assert np.concatenate(got).tolist() == list(range(int(bounds[-1])))
+
+
+@given(streams())
+def test_pieces_histories_and_chains_agree_with_the_sequences(stream: tuple[int, np.ndarray]) -> None:
+    cp, bounds = stream
+    size = int(bounds[-1]) // cp
+    sequence_of = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    parts = [stream_part(bounds, cp=cp, cp_rank=rank) for rank in range(cp)]
+    for rank, part in enumerate(parts):
+        mine = sequence_of[rank * size : (rank + 1) * size]
+        changes = np.flatnonzero(np.diff(mine)) + 1
+        assert part.cu_seqlens.tolist() == [0, *changes.tolist(), size]
+        before = sequence_of[: rank * size]
+        assert part.history == int((before == mine[0]).sum())
+        assert part.chain == tuple(r for r in range(rank) if mine[0] in sequence_of[r * size : (r + 1) * size])
+        cut = any(sequence_of[border - 1] == sequence_of[border] for border in range(size, int(bounds[-1]), size))
+        assert part.is_cut == cut
+
+
+def test_the_example_of_the_docstring() -> None:
+    bounds = np.array([0, 4, 16], np.int32)
+    left, right = (stream_part(bounds, cp=2, cp_rank=rank) for rank in range(2))
+    assert (left.cu_seqlens.tolist(), left.history, left.chain) == ([0, 4, 8], 0, ())
+    assert (right.cu_seqlens.tolist(), right.history, right.chain) == ([0, 8], 4, (0,))
+    assert left.is_cut
+    assert right.is_cut
