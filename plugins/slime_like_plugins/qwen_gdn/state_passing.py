@@ -14,15 +14,44 @@ Axes: L local tokens, T tokens of a piece, H query and key heads, Hv value heads
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 
-from slime_like.train.megatron.stream import StreamPart
+from slime_like.train.megatron.layers import PackedRows
+from slime_like.train.megatron.stream import StreamPart, stream_part
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
+from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Heads, rule_inputs
+
+
+class StatePassing:
+    """``Mixing`` for any number of heads: this rank's range of the stream, all of its heads."""
+
+    def __init__(self, backend: GDNBackend, heads: Heads, group: Any) -> None:
+        self.backend, self.heads, self.group = backend, heads, group
+
+    def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
+        """This rank's L tokens and all of its heads -> [L, HV, V]."""
+        assert packed.cu_seqlens_q is not None
+        here = _range(tuple(packed.cu_seqlens_q.tolist()), self.group, inputs.qkv.device)
+        stream = here.to_stream(torch.cat((inputs.qkv, inputs.beta, inputs.alpha), -1))
+        qkv, beta, alpha = stream.split((sum(self.heads.channels), self.heads.values, self.heads.values), -1)
+        mixed = causal_conv(self.backend, qkv, inputs.conv_weight, here, "silu")
+        rule = rule_inputs(mixed, replace(inputs, qkv=qkv, beta=beta, alpha=alpha), self.heads)
+        out = gated_delta_rule(self.backend, rule.q, rule.k, rule.v, rule.g, rule.beta, here)
+        return here.to_rows(out[0])
+
+
+@functools.lru_cache(maxsize=16)
+def _range(bounds: tuple[int, ...], group: Any, device: torch.device) -> Range:
+    """Kept for the next layers of the same micro-batch."""
+    part = stream_part(np.array(bounds, np.int32), cp=group.size(), cp_rank=group.rank())
+    return Range.on_device(part, group.rank(), group, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.train.gdn_cp import Case
+from tests.gdn.state_passing_ranks import Case
 from tests.train.ranks import run_ranks
 
 BOUND = 1e-10
@@ -21,7 +21,7 @@ FAULT = Case((64,), 0.01, fault="kept")
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_equals_one_rank(cp: int) -> None:
-    found = run_ranks("tests.train.gdn_cp:errors", cp, cp, [*CASES, FAULT])
+    found = run_ranks("tests.gdn.state_passing_ranks:errors", cp, cp, [*CASES, FAULT])
     for rank, results in enumerate(found):
         for case, result in zip(CASES, results, strict=False):
             assert max(result.values()) < BOUND, f"rank {rank} of {cp}: {case}: {result}"

@@ -65,9 +65,9 @@ def _errors(world: World, cp: int, case: Case) -> dict[str, float]:
 
 
 def _backend() -> Any:
-    from slime_like_plugins.qwen_gdn.torch_chunk import TorchBackend
+    from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
 
-    return TorchBackend()
+    return TorchGDN()
 
 
 def _inputs(size: int, gate: float) -> list[Tensor]:
