@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from slime_like.cluster.machine import Machine
 from slime_like.cluster.plan_types import Notes
-from slime_like.config.gdn import gdn_backend
+from slime_like.config.gdn import gdn_backend, gdn_cp_mode
 from slime_like.config.gdn_rules import check_runtime
 from slime_like.config.hf import HfConfig
 from slime_like.config.resolved import ActorSpec
@@ -23,6 +23,11 @@ def settle_gdn(cfg: TrainConfig, actor: ActorSpec, model: HfConfig | None, machi
             notes.add("model.gdn.backend", backend, f"placement.device is {actor.device}")
         if backend == "flashqla" and config.auto_cp is None:
             notes.add("model.gdn.auto_cp", str(auto_cp).lower(), why)
+        if model is not None and model.gdn is not None and actor.layout.cp > 1:
+            sizes = {"tp": actor.layout.tp, "cp": actor.layout.cp}
+            mode, reason = gdn_cp_mode(config.cp_mode, model.gdn.key_heads, model.gdn.value_heads, **sizes)
+            if config.cp_mode == "auto":
+                notes.add("model.gdn.cp_mode", mode, reason)
         if config.allow_unvalidated:
             notes.add("model.gdn.allow_unvalidated", "true", "flashqla may run where it has not been validated")
     local = cfg.placement.ray_address is None and machine.kernels is not None and cfg.run.mode != "rollout_only"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from slime_like.checkpoint_files import Manifest, check_value_head, critic_source, read_manifest
+from slime_like.config.gdn import gdn_cp_mode
 from slime_like.config.hf import HfConfig, check_weights, read_hf_config, read_json
-from slime_like.config.model import ParallelConfig
 from slime_like.config.role_algo import DistillConfig, PpoConfig
 from slime_like.config.roles import CriticConfig, TeacherConfig
 from slime_like.config.root import TrainConfig
@@ -97,7 +97,7 @@ def _critic(cfg: TrainConfig, model: HfConfig) -> None:
                 f"{key}={folder!r} has a vocabulary of {its.vocab_size} tokens, model.hf_checkpoint one of "
                 f"{model.vocab_size}: the critic reads the policy's tokens; give a model with the same tokenizer"
             )
-    _layout("critic", cfg.critic, its, cfg.parallel)
+    _layout("critic", cfg.critic, its, cfg)
     if cfg.critic.load is not None:
         if not Path(cfg.critic.load).is_dir():
             raise CheckpointError(f"critic.load={cfg.critic.load!r} is not a folder: give the critic folder of a run")
@@ -120,7 +120,7 @@ def _teacher(cfg: TrainConfig, model: HfConfig) -> None:
     teacher = read_hf_config(key, folder)
     check_weights(key, folder)
     _same_vocabulary(cfg.model.hf_checkpoint, model, folder, teacher)
-    _layout("teacher", cfg.teacher, teacher, cfg.parallel)
+    _layout("teacher", cfg.teacher, teacher, cfg)
     difference = shape_difference(cfg.model.hf_checkpoint, folder)
     if cfg.teacher.placement == "swap" and difference is not None:
         raise CheckpointError(
@@ -169,21 +169,23 @@ def _tokens(folder: str) -> dict[str, int] | None:
     return found
 
 
-def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, actor: ParallelConfig) -> None:
-    """``actor``'s sizes hold where the role has none of its own."""
+def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, cfg: TrainConfig) -> None:
+    """The actor's sizes hold where the role has none of its own."""
     if role.tp is not None:
         for whole, what in ((model.num_heads, "attention"), (model.num_kv_heads, "key/value")):
             if whole % role.tp:
                 raise ConfigError(
                     f"{group}.tp={role.tp} does not divide the {whole} {what} heads of the model in {model.folder}"
                 )
-    tp, cp = role.tp or actor.tp, role.cp or actor.cp
-    for whole, what in ((model.gdn.key_heads, "key"), (model.gdn.value_heads, "value")) if model.gdn else ():
-        if whole % (tp * cp):
-            raise ConfigError(
-                f"{group}.tp {tp} * {group}.cp {cp} does not divide the {whole} linear attention {what} heads of the model "
-                f"in {model.folder}: lower one of them"
-            )
+    tp, cp = role.tp or cfg.parallel.tp, role.cp or cfg.parallel.cp
+    if model.gdn is not None:
+        for whole, what in ((model.gdn.key_heads, "key"), (model.gdn.value_heads, "value")):
+            if whole % tp:
+                raise ConfigError(
+                    f"{group}.tp={tp} does not divide the {whole} linear attention {what} heads of the model in "
+                    f"{model.folder}: lower it"
+                )
+        gdn_cp_mode(cfg.model.gdn.cp_mode, model.gdn.key_heads, model.gdn.value_heads, tp=tp, cp=cp)
     if role.pp is not None and role.pp > model.num_layers:
         raise ConfigError(
             f"{group}.pp={role.pp} is more than the {model.num_layers} layers of {model.folder}: lower it"

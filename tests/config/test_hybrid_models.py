@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from slime_like.cluster.machine import Machine
+from slime_like.cluster.plan import make_plan
 from slime_like.config.files import family_of
 from slime_like.config.hf import read_hf_config
 from slime_like.config.load import load_config
@@ -32,9 +34,15 @@ def options(argv: list[str], folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ("parallel.tp=2 parallel.cp=4", ["parallel.tp 2 * parallel.cp 4=8", "4 linear attention key heads", "1, 2, 4"]),
+        (
+            "parallel.tp=2 parallel.cp=4 model.gdn.cp_mode=head",
+            ["model.gdn.cp_mode=head", "tp 2 * cp 4", "4 key heads", "model.gdn.cp_mode=auto"],
+        ),
         ("rollout.tp=8", ["rollout.tp=8", "4 linear attention key heads"]),
-        ("algo=ppo critic.tp=2 critic.cp=4", ["critic.tp 2 * critic.cp 4", "4 linear attention key heads", "lower"]),
+        (
+            "algo=ppo critic.tp=2 critic.cp=4 model.gdn.cp_mode=head",
+            ["model.gdn.cp_mode=head", "tp 2 * cp 4", "4 key heads"],
+        ),
     ],
 )
 def test_heads_of_linear_attention_are_shared_evenly(
@@ -44,6 +52,24 @@ def test_heads_of_linear_attention_are_shared_evenly(
     with pytest.raises(SlimeLikeError) as caught:
         load_config([*given, *extra.split()], files=True)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode", "words"),
+    [
+        ("parallel.tp=2 parallel.cp=2", "head", "tp 2 * cp 2 divides 4 key and 8 value heads"),
+        ("parallel.tp=2 parallel.cp=4", "state", "tp 2 * cp 4 does not divide the 4 key heads of linear attention"),
+        ("parallel.tp=4 parallel.cp=4", "state", "does not divide the 4 key heads and the 8 value heads"),
+    ],
+)
+def test_the_plan_says_how_context_parallelism_goes_and_why(
+    layout: str, mode: str, words: str, argv: list[str], tmp_path: Path
+) -> None:
+    given = options(argv, write_model(tmp_path / "model", **HYBRID))
+    plan = make_plan(load_config([*given, *layout.split()], files=True), Machine(0, 16, 64 * 2**30, ()))
+    (found,) = (d for d in plan.decisions if d.key == "model.gdn.cp_mode")
+    assert found.value == mode
+    assert words in found.reason
 
 
 @pytest.mark.parametrize("composite", [False, True])
