@@ -50,7 +50,8 @@ def _errors(world: World, cp: int, case: Case) -> dict[str, float]:
         x, gates, weight = local
         stream = here.to_stream(torch.cat((x, gates), 1))
         mixed = state_passing.causal_conv(_backend(), stream[:, :D], weight, here, "silu")
-        out = state_passing.gated_delta_rule(_backend(), *_columns(mixed, stream[:, D:]), here)
+        q, k, v, g, beta = _columns(mixed, stream[:, D:])
+        out = state_passing.gated_delta_rule(_backend(), q, k, v, g, beta, here)
         back = here.to_rows(out[0])
         (back * _upstream(int(layout.padded_cu_seqlens[-1]))[mine]).sum().backward()
     dist.all_reduce(_grad(weight))
