@@ -47,3 +47,11 @@ class DeadlineExceeded(SlimeLikeError, TimeoutError):
 
 class RunComplete(SlimeLikeError):
     """Nothing is left to do: the run folder holds as many trained rollouts as were asked for. Not a failure."""
+
+
+class CollectiveError(SlimeLikeError, RuntimeError):
+    """A collective that failed or that a rank did not take part in; the message says which, where, and who."""
+
+
+class MemoryShortage(SlimeLikeError, RuntimeError):
+    """Less free memory than ``guard.threshold`` before a collective, under ``guard.action=raise``."""

@@ -26,7 +26,7 @@ from slime_like.config.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import resolve
 
-GROUPS = ("algo", "recipe")
+GROUPS = ("algo", "guard", "recipe")
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.-]*)(=(?P<value>.*))?", re.DOTALL)
 
 

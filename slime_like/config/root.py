@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime_like.config.base import MISSING, Config, key
+from slime_like.config.guard import GuardConfig
 from slime_like.config.model import ModelConfig, OptimConfig, ParallelConfig
 from slime_like.config.policy import AlgoConfig
 from slime_like.config.roles import CriticConfig, TeacherConfig
@@ -29,5 +30,6 @@ class TrainConfig(Config):
     loop: LoopConfig = key(LoopConfig, "The circle.")
     weights: WeightsConfig = key(WeightsConfig, "How weights reach the engines.")
     placement: PlacementConfig = key(PlacementConfig, "Which machine part runs what.")
+    guard: GuardConfig = key(GuardConfig, "The wrapper round collectives.")
     metrics: MetricsConfig = key(MetricsConfig, "Where metrics go.")
     run: RunConfig = key(RunConfig, "Folder, seeds, checkpoints, modes.")

@@ -1,0 +1,69 @@
+"""guard.*: the wrapper round the trainer's collectives: its memory guard per op, deadline and record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.config.base import Config, key, positive, within
+from slime_like.config.guard_policy import ACTIONS, CHECKS, GuardSpec, Policy, Threshold, overrides
+
+
+@dataclass(kw_only=True)
+class GuardConfig(Config):
+    """The wrapper round the trainer's collectives. guard=auto|slime|always|off chooses a whole; docs/guard.md says how."""
+
+    wrap: bool = key(True, "Wrap collectives: counts, memory guard, errors that name ranks; false: torch's, untouched.")
+    checks: str = key(
+        "auto",
+        "When free memory is asked for before an op: always, never, every_n calls, below (always, but acts once per "
+        "shortage), auto (below, as often as guard.budget allows, sooner when memory runs out).",
+        choices=CHECKS,
+    )
+    every: int = key(100, "Calls of an op in a group between two checks under every_n.")
+    threshold: str = key("3GiB", "Free memory below which guard.action is taken: bytes (3GiB) or a fraction (0.05).")
+    hysteresis: float = key(0.25, "below, auto: after an action, none until free memory exceeds threshold * (1 + this).")
+    action: str = key(
+        "clear",
+        "none: count; trim: give cached blocks back; clear: synchronise, collect garbage, trim; raise: end the run.",
+        choices=ACTIONS,
+    )
+    budget: float = key(0.001, "auto: largest share of time spent on asking.")
+    memory: str = key(
+        "auto",
+        "Who is asked: driver (CUDA), allocator (torch's, of CUDA), host (with cgroup limits); auto: driver, or host on CPU.",
+        choices=("auto", "driver", "allocator", "host"),
+    )
+    symmetric: bool = key(False, "What one rank does for want of memory, all ranks of its node do before their next op.")
+    ops: dict[str, Any] = key({}, "Policy per op: guard.ops.barrier=never, guard.ops.all_reduce={checks: below}.")
+    groups: dict[str, Any] = key({}, "Policy per process group (tp, dp, world...), in which ops may stand again.")
+    deadline_s: float | None = key(None, "Longest time of one collective; null: loop.step_deadline_s.")
+    ring: int = key(1024, "Last ops that each rank keeps for other processes to read after a hang.")
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        positive(prefix, self, "every", "budget", "deadline_s", "ring")
+        within(prefix, self, 0.0, 0.1, "budget")
+        within(prefix, self, 0.0, 10.0, "hysteresis")
+        guard_spec(self, prefix, deadline_s=1.0)
+
+
+def guard_spec(cfg: GuardConfig, prefix: str = "guard.", *, deadline_s: float) -> GuardSpec:
+    """What the ranks receive. Raises ``ConfigError`` on an unknown op or group, or on a policy that cannot be read."""
+    default = Policy(
+        checks=cfg.checks,
+        every=cfg.every,
+        threshold=Threshold.parse(f"{prefix}threshold", cfg.threshold),
+        hysteresis=cfg.hysteresis,
+        action=cfg.action,
+        budget=cfg.budget,
+    )
+    return GuardSpec(
+        wrap=cfg.wrap,
+        default=default,
+        overrides=overrides(prefix, default, cfg.ops, cfg.groups),
+        memory=cfg.memory,
+        symmetric=cfg.symmetric,
+        deadline_s=cfg.deadline_s or deadline_s,
+        ring=cfg.ring,
+    )

@@ -1,0 +1,209 @@
+"""What stands in the place of torch's methods and functions: the hot path, of plain statements, each worth its time.
+
+Each maker returns a function with the signature of what it replaces.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from time import perf_counter_ns as clock
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from slime_like.config.collectives import Kind, Op
+from slime_like.distributed.ring import HEAD, NO_PEER, RECORD
+
+if TYPE_CHECKING:
+    from slime_like.distributed.wrapper import Wrapper
+
+ANY_PEER = -1
+MISSING: Any = object()  # an argument that was not given
+PURGE_AT = 1024  # entries of ``loose``: works that were dropped are looked for
+
+
+def method(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
+    """The wrapper round one method of ``ProcessGroup``."""
+    return _point(w, op, name, raw) if op.kind is Kind.POINT else _collective(w, op, raw)
+
+
+def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
+    """Ops of all ranks of a group. torch gives ``ops, opts`` or ``out, in, opts``; whatever else comes is passed on."""
+    table, loose, check = w.tables[op.name], w.loose, w.guard.check
+    pack, memory, words, tick = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.ticks.__next__
+    mask, record, payload, ref, await_ = w.ring.slots - 1, RECORD.size, op.payload, weakref.ref, w.await_
+
+    def call(group: Any, first: Any = MISSING, second: Any = MISSING, third: Any = MISSING, *rest: Any, **kw: Any) -> Any:
+        try:
+            counter = table[group]
+        except KeyError:
+            counter = w.adopt(op, group)
+        started = clock()
+        if started >= counter.due and w.composing != get_ident():
+            check(counter, started)
+            started = clock()
+        size = 0
+        if payload is not None:
+            tensors = second if payload else first
+            if tensors.__class__ is Tensor:
+                size = tensors.nbytes
+            elif tensors.__class__ is list and len(tensors) == 1 and tensors[0].__class__ is Tensor:
+                size = tensors[0].nbytes
+            else:
+                size = _size(tensors)
+            counter.bytes += size
+        counter.calls += 1
+        members = counter.group
+        members.sequence = sequence = members.sequence + 1
+        index = tick()
+        offset = HEAD + (index & mask) * record
+        pack(memory, offset, index, started, 0, size, counter.code, sequence, NO_PEER)
+        try:
+            if rest or kw or second is MISSING:
+                opts = rest[-1] if rest else kw.get("opts", None)
+                work = raw(counter.target, *_given(first, second, third), *rest, **kw)
+            elif third is MISSING:
+                opts = second
+                work = raw(counter.target, first, second)
+            else:
+                opts = third
+                work = raw(counter.target, first, second, third)
+            if work is not None:
+                if getattr(opts, "asyncOp", True):
+                    loose[id(work)] = (ref(work), (counter, index, started))
+                    counter.ns += clock() - started
+                    if len(loose) > PURGE_AT:
+                        w.settle()
+                    return work
+                await_(work)
+        except RuntimeError as error:
+            raise w.failed(counter, index, error) from error
+        ended = clock()
+        words[offset // 8 + 2] = ended
+        counter.ns += ended - started
+        return None  # torch takes it for a backend that has waited itself
+
+    return call
+
+
+def _given(*args: Any) -> list[Any]:
+    return [arg for arg in args if arg is not MISSING]
+
+
+def _point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
+    """Sends, receives, and batches of them: asynchronous, numbered for each peer."""
+    table, loose, carries, ref = w.tables[op.name], w.loose, op.payload is not None, weakref.ref
+
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        counter = table.get(group) or w.adopt(op, group)
+        counter.calls += 1
+        started = clock()
+        if started >= counter.due and w.composing != get_ident():
+            w.guard.check(counter, started)
+            started = clock()
+        size, peer = 0, NO_PEER
+        if carries:
+            size = _size(args[0])
+            peer = ANY_PEER if name == "recv_anysource" else int(args[1])
+            counter.bytes += size
+        members = counter.group
+        members.peers[op.name, peer] = sequence = members.peers.get((op.name, peer), 0) + 1
+        index = next(w.ring.ticks)
+        offset = w.ring.place(index) * 8
+        RECORD.pack_into(w.ring.memory, offset, index, started, 0, size, counter.code, sequence, peer)
+        try:
+            work = raw(counter.target, *args, **kwargs)
+        except RuntimeError as error:
+            raise w.failed(counter, index, error) from error
+        counter.ns += clock() - started
+        if work is None:
+            w.ended(index, clock())
+        else:
+            loose[id(work)] = (ref(work), (counter, index, started))
+            if len(loose) > PURGE_AT:
+                w.settle()
+        return work
+
+    return call
+
+
+def wait(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
+    """The wrapper round ``Work.wait``: where asynchronous ops end, and where most of them fail."""
+    loose = w.loose
+
+    def call(work: Any, *args: Any, **kwargs: Any) -> Any:
+        found = loose.pop(id(work), None)
+        if found is None or found[0]() is not work:
+            return raw(work, *args, **kwargs)
+        counter, index, _ = found[1]
+        started = clock()
+        try:
+            done = raw(work, *args, **kwargs)
+        except RuntimeError as error:
+            raise w.failed(counter, index, error) from error
+        ended = clock()
+        counter.ns += ended - started
+        w.ended(index, ended)
+        return done
+
+    return call
+
+
+def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
+    """The wrapper round a function made of several ops: counted and guarded as one; the ops inside are counted too."""
+    parameters = list(inspect.signature(raw).parameters)
+    place = parameters.index("group") if "group" in parameters else None
+
+    @functools.wraps(raw)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        group = _group_of(place, args, kwargs)
+        if not isinstance(group, dist.ProcessGroup) or group not in c10d._world.pg_map:
+            return raw(*args, **kwargs)
+        counter = w.tables[op.name].get(group) or w.adopt(op, group)
+        counter.calls += 1
+        started = clock()
+        if started >= counter.due and w.composing != get_ident():
+            w.guard.check(counter, started)
+            started = clock()
+        index = next(w.ring.ticks)
+        RECORD.pack_into(w.ring.memory, w.ring.place(index) * 8, index, started, 0, 0, counter.code, counter.calls, NO_PEER)
+        with w.composing_op(counter, index, started):
+            return raw(*args, **kwargs)
+
+    return call
+
+
+def _group_of(place: int | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if place is None:  # batch_isend_irecv: all of a batch have one group
+        batch = args[0] if args else kwargs["p2p_op_list"]
+        group = batch[0].group if batch else None
+    else:
+        group = kwargs.get("group", args[place] if place < len(args) else None)
+    return c10d._get_default_group() if group is None else group
+
+
+def destroy(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
+    """``destroy_process_group``, after which no counter holds on to a group."""
+
+    @functools.wraps(raw)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return raw(*args, **kwargs)
+        finally:
+            for group in [group for group in w.groups if group not in c10d._world.pg_map]:
+                w.forget(group)
+
+    return call
+
+
+def _size(value: object) -> int:
+    """Bytes of a tensor, or of all in nested lists."""
+    if isinstance(value, (list, tuple)):
+        return sum(_size(item) for item in cast("Sequence[object]", value))
+    return int(value.nbytes) if isinstance(value, Tensor) else 0

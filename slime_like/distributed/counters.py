@@ -1,0 +1,99 @@
+"""What is counted of each op in each process group of a rank, and how it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from slime_like.config.collectives import Op
+from slime_like.config.guard_policy import Policy
+from slime_like.distributed.ring import GroupInfo
+from slime_like.metrics.types import Metric, Min, Sum
+
+
+class Group:
+    """A process group on this rank. Mutable and bare: it changes with every op."""
+
+    __slots__ = ("info", "live", "peers", "sequence")
+
+    def __init__(self, info: GroupInfo) -> None:
+        self.info = info
+        self.sequence = 0  # collectives so far
+        self.peers: dict[tuple[str, int], int] = {}  # sends to and receives from each peer so far
+        self.live: Any = None  # the group that carries its ops in its place, after a rebuild
+
+
+class Counter:
+    """One op in one group. Mutable and bare: the wrapper adds to it with every call."""
+
+    __slots__ = (
+        "bytes",
+        "calls",
+        "check_ns",
+        "checks",
+        "clear_ns",
+        "clears",
+        "code",
+        "due",
+        "freed",
+        "group",
+        "ns",
+        "op",
+        "policy",
+        "shortages",
+        "target",
+        "told",
+    )
+
+    def __init__(self, op: Op, group: Group, policy: Policy, code: int) -> None:
+        self.op, self.group, self.policy, self.code = op, group, policy, code
+        self.due: float = 0  # when the guard wants to be called, in ns of perf_counter_ns
+        self.calls = self.bytes = self.ns = 0  # ns: in the op and in waiting for it, on this rank's thread
+        self.checks = self.check_ns = self.shortages = self.clears = self.clear_ns = self.freed = 0
+        self.target: Any = None  # the ProcessGroup that carries out its calls
+        self.told: tuple[int, ...] = (0,) * 9
+
+    def fresh(self) -> tuple[int, ...]:
+        """What was added since the last call of this."""
+        now = (
+            self.calls,
+            self.bytes,
+            self.ns,
+            self.checks,
+            self.check_ns,
+            self.shortages,
+            self.clears,
+            self.clear_ns,
+            self.freed,
+        )
+        new = tuple(a - b for a, b in zip(now, self.told, strict=True))
+        self.told = now
+        return new
+
+
+def metrics(counters: Iterable[Counter], lowest: int | None) -> Iterator[Metric]:
+    """``comm/...`` and ``guard/...`` of one rank since the last call of this."""
+    totals = [0] * 6
+    for counter in counters:
+        calls, size, ns, *guard = counter.fresh()
+        if not calls:
+            continue
+        name = f"comm/{counter.group.info.label}/{counter.op.name}"
+        yield Sum(f"{name}/calls", calls)
+        yield Sum(f"{name}/bytes", size)
+        yield Sum(f"{name}/time", ns / 1e9)
+        if guard[0]:
+            yield Sum(f"{name}/checks", guard[0])
+            yield Sum(f"{name}/check_time", guard[1] / 1e9)
+        if guard[3]:
+            yield Sum(f"{name}/clears", guard[3])
+            yield Sum(f"{name}/freed_bytes", guard[5])
+        totals = [a + b for a, b in zip(totals, guard, strict=True)]
+    checks, check_ns, shortages, clears, clear_ns, freed = totals
+    yield Sum("guard/checks", checks)
+    yield Sum("guard/time", (check_ns + clear_ns) / 1e9)
+    yield Sum("guard/shortages", shortages)
+    yield Sum("guard/clears", clears)
+    yield Sum("guard/freed_bytes", freed)
+    if lowest is not None:
+        yield Min("guard/free_bytes", lowest)

@@ -1,0 +1,78 @@
+"""The one wrapper of a process: installed before its first collective, removable, and none at all where it is off."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from pathlib import Path
+
+import torch
+
+from slime_like.config.guard_policy import GuardSpec
+from slime_like.distributed import counters
+from slime_like.distributed.errors import explain
+from slime_like.distributed.guard import Guard, Requests
+from slime_like.distributed.memory import MemorySource, make_source
+from slime_like.distributed.ring import Ring, sweep
+from slime_like.distributed.wrapper import Wrapper
+from slime_like.metrics.types import Metric
+
+_current: Wrapper | None = None
+
+
+def install(spec: GuardSpec, device: torch.device, rank: int, source: MemorySource | None = None) -> Wrapper | None:
+    """Wrap the collectives of this process as ``spec`` says; the wrapper that was there goes. ``source``: for tests."""
+    global _current
+    remove()
+    if spec.wrap:
+        folder = None if spec.folder is None else Path(spec.folder)
+        sweep()
+        ring = Ring(folder, f"{spec.name}_rank{rank}", spec.ring)
+        requests = Requests(folder / f"{spec.name}.requests") if spec.symmetric and folder is not None else None
+        guard = Guard(source or make_source(spec.memory, device), requests)
+        _current = Wrapper(spec, ring, guard, explain)
+        _current.place()
+    return _current
+
+
+def remove() -> None:
+    """Torch's own methods and functions again, and no trace in shared memory."""
+    global _current
+    if _current is not None:
+        _current.remove()
+        _current = None
+
+
+def current() -> Wrapper | None:
+    """The wrapper of this process, if there is one."""
+    return _current
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Generator[None]:
+    """Collectives inside belong to this phase of the run: step, push, save ..."""
+    if _current is None:
+        yield
+        return
+    outer = _current.phase_name
+    _current.set_phase(name)
+    try:
+        yield
+    finally:
+        if _current is not None:
+            _current.set_phase(outer)
+
+
+def label_group(name: str, label: str) -> None:
+    """Call a group that is not megatron's ``label``; its other ranks are outside this world. Before its first op."""
+    if _current is not None:
+        _current.labels[name] = label
+
+
+def drain() -> list[Metric]:
+    """``comm/...`` and ``guard/...`` of this rank since the last drain."""
+    if _current is None:
+        return []
+    found = list(counters.metrics(_current.counters(), _current.guard.lowest))
+    _current.guard.lowest = None
+    return found

@@ -1,0 +1,206 @@
+"""The last collectives of one rank in memory that other processes of the node can read: after a hang, or after its death.
+
+A ring is a file of ``/dev/shm`` mapped by its rank: recording an op is two writes to memory, no call, no round trip.
+``slime_like.distributed.forensics`` reads it. Torch-free, as the driver reads rings too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_like.config.collectives import OPS, Op
+
+SHARED = Path("/dev/shm")
+PREFIX = "slime_like."
+MAGIC = 0x51_6C_69_6D_65_01
+HEAD = 64  # bytes: magic, pid, start time of the process, slots, last request of a group decision
+RECORD = struct.Struct("7q")  # index, started ns, ended ns, bytes, code, sequence, peer
+ENDED, FAILED = 2, -1  # field that says when an op ended; what it holds where it failed
+OP_BITS, PHASE_BITS = 8, 8
+CODES = {op.name: number for number, op in enumerate(OPS)}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """A process group as a ring names it."""
+
+    number: int  # on this rank
+    name: str  # the same on every rank
+    label: str
+    ranks: tuple[int, ...]  # global, in the order of the group
+    foreign: bool = False  # made of this rank and processes outside the trainer's world
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One op that a rank issued."""
+
+    index: int
+    started_ns: int
+    ended_ns: int  # 0: in flight; FAILED
+    num_bytes: int
+    op: Op
+    phase: str
+    group: GroupInfo
+    sequence: int  # of this op among the group's collectives, or among those with this peer
+    peer: int | None  # rank in the group of a send's receiver or a receive's sender; -1: any
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether it has not ended."""
+        return self.ended_ns == 0
+
+
+class Ring:
+    """What a rank writes. ``folder`` None: memory of its own, for a rank whose ops nobody reads."""
+
+    def __init__(self, folder: Path | None, name: str, slots: int) -> None:
+        """``slots`` is rounded up to a power of two."""
+        self.slots = 1 << max(0, slots - 1).bit_length()
+        size = HEAD + self.slots * RECORD.size
+        self.folder = folder
+        self.path = None if folder is None else folder / f"{name}.ring"
+        if self.path is None:
+            self.memory = mmap.mmap(-1, size)
+        else:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("w+b") as file:
+                file.truncate(size)
+                self.memory = mmap.mmap(file.fileno(), size)
+        self.words = memoryview(self.memory).cast("q")
+        self.words[1], self.words[2], self.words[3] = os.getpid(), start_time(os.getpid()), self.slots
+        self.words[0] = MAGIC
+        self.ticks = itertools.count()
+        self._groups: list[GroupInfo] = []
+        self._phases: dict[str, int] = {}
+
+    @property
+    def num_groups(self) -> int:
+        """Groups so far: the number of the next."""
+        return len(self._groups)
+
+    def place(self, index: int) -> int:
+        """Where in ``words`` the record of op ``index`` begins."""
+        return (HEAD + (index & (self.slots - 1)) * RECORD.size) // 8
+
+    def add_group(self, info: GroupInfo) -> None:
+        """Make a group's number known to readers."""
+        self._groups.append(info)
+        self._describe()
+
+    def phase(self, name: str) -> int:
+        """The number of a phase, made known to readers."""
+        if name not in self._phases:
+            self._phases[name] = len(self._phases) % (1 << PHASE_BITS)
+            self._describe()
+        return self._phases[name]
+
+    def _describe(self) -> None:
+        if self.path is None:
+            return
+        groups = [[g.number, g.name, g.label, list(g.ranks), g.foreign] for g in self._groups]
+        text = json.dumps({"groups": groups, "phases": list(self._phases)})
+        scratch = self.path.with_suffix(".tmp")
+        scratch.write_text(text)
+        scratch.rename(self.path.with_suffix(".json"))
+
+    def close(self) -> None:
+        """Remove the file, and the folder when this was the last."""
+        self.words.release()
+        self.memory.close()
+        if self.path is not None and self.folder is not None:
+            self.path.unlink(missing_ok=True)
+            self.path.with_suffix(".json").unlink(missing_ok=True)
+            if self.folder.exists() and not any(self.folder.iterdir()):
+                self.folder.rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A ring as another process finds it."""
+
+    name: str  # such as trainer_rank1
+    pid: int
+    state: str  # running, stopped, dead ...
+    records: tuple[Record, ...]  # oldest first
+
+
+def read_rings(folder: Path) -> dict[str, Reading]:
+    """Every ring of ``folder`` by name. A ring that is being made is left out."""
+    return {path.stem: reading for path in sorted(folder.glob("*.ring")) if (reading := _read(path)) is not None}
+
+
+def _read(path: Path) -> Reading | None:
+    try:
+        data = path.read_bytes()
+        described = json.loads(path.with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        data, described = (path.read_bytes() if path.exists() else b""), {"groups": [], "phases": []}
+    if len(data) < HEAD or struct.unpack_from("=q", data)[0] != MAGIC:
+        return None
+    _, pid, started, slots = struct.unpack_from("=4q", data)
+    groups = {number: GroupInfo(number, name, label, tuple(r), f) for number, name, label, r, f in described["groups"]}
+    found = sorted(_records(data, slots, groups, described["phases"]), key=lambda record: record.index)
+    return Reading(path.stem, pid, process_state(pid, started), tuple(found))
+
+
+def _records(data: bytes, slots: int, groups: dict[int, GroupInfo], phases: list[str]) -> Iterator[Record]:
+    for slot in range(slots):
+        index, started, ended, size, code, sequence, peer = RECORD.unpack_from(data, HEAD + slot * RECORD.size)
+        op, phase = code & ((1 << OP_BITS) - 1), (code >> OP_BITS) & ((1 << PHASE_BITS) - 1)
+        number = code >> (OP_BITS + PHASE_BITS)
+        if not started or op >= len(OPS) or number not in groups:
+            continue
+        name = phases[phase] if phase < len(phases) else "?"
+        place = None if peer == NO_PEER else peer
+        yield Record(index, started, ended, size, OPS[op], name, groups[number], sequence, place)
+
+
+NO_PEER = -2
+
+
+def process_state(pid: int, started: int) -> str:
+    """What /proc says of the process that made a ring."""
+    if start_time(pid) != started:
+        return "dead"
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(stat, "running")
+
+
+def start_time(pid: int) -> int:
+    """Clock ticks from boot to the start of a process: with its id, its identity. -1 where there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return -1
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def sweep(shared: Path = SHARED) -> list[Path]:
+    """Remove the folders of rings all of whose processes are dead: what a run that was killed left behind."""
+    removed: list[Path] = []
+    for folder in shared.glob(f"{PREFIX}*"):
+        rings = list(folder.glob("*.ring"))
+        if rings and not any(_alive(path) for path in rings):
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+    return removed
+
+
+def _alive(path: Path) -> bool:
+    try:
+        head = path.read_bytes()[:HEAD]
+    except OSError:
+        return False
+    if len(head) < HEAD:
+        return True  # being made
+    magic, pid, started = struct.unpack_from("=3q", head)
+    return magic != MAGIC or process_state(pid, started) != "dead"

@@ -1,0 +1,164 @@
+"""The wrapper: every collective of this process passes it, however its caller came by the function it calls.
+
+All functions of ``torch.distributed`` issue their op by a method of ``ProcessGroup``. The methods are wrapped on the class,
+so that functions bound at import, before or after ``install``, and calls on a group itself are all seen once. Functions
+made of several ops (``broadcast_object_list``) are wrapped as well, to be counted and guarded under their own name.
+Without a wrapper torch's own methods are in place: there is no layer that passes calls through.
+
+Goes when torch's hooks (``ProcessGroup.register_pre_hook``, ``register_post_hook``) name every op and tell failures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from threading import get_ident
+from time import perf_counter_ns as clock
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from slime_like.config.collectives import GROUP_LABELS, OPS, Kind, Op
+from slime_like.config.guard_policy import GuardSpec
+from slime_like.distributed import calls
+from slime_like.distributed.counters import Counter, Group
+from slime_like.distributed.guard import Guard
+from slime_like.distributed.ring import CODES, FAILED, OP_BITS, PHASE_BITS, GroupInfo, Ring
+from slime_like.errors import CollectiveError
+
+PHASE_MASK = ((1 << PHASE_BITS) - 1) << OP_BITS
+Issued = tuple[Counter, int, int]  # an op that is being waited for: its counter, number in the ring, start
+
+
+@dataclass(slots=True)
+class Wrapper:
+    """The wrapper of this process. Fields change with every op; only ``install`` makes one."""
+
+    spec: GuardSpec
+    ring: Ring
+    guard: Guard
+    explain: Callable[[Wrapper, Counter, int, BaseException], BaseException]  # a failed op's error, with its context
+    groups: dict[Any, Group] = field(default_factory=dict[Any, Group])  # by ProcessGroup
+    tables: dict[str, dict[Any, Counter]] = field(default_factory=dict[str, dict[Any, Counter]])  # op -> group -> counter
+    loose: dict[int, tuple[Any, Issued]] = field(default_factory=dict[int, tuple[Any, Issued]])  # asynchronous, by id(Work)
+    await_: Callable[[Any], Any] = c10d.Work.wait  # torch's own
+    labels: dict[str, str] = field(default_factory=dict[str, str])  # of groups made elsewhere, by name
+    composing: int = 0  # thread that is in a composite
+    phase: int = 0  # of the step, as the ring's code has it
+    phase_name: str = ""
+    _stock: list[tuple[Any, str, Any]] = field(default_factory=list[tuple[Any, str, Any]])
+
+    # ---- in and out ----------------------------------------------------------------------------------------------
+    def place(self) -> None:
+        """Put the wrapper in the place of torch's methods and composite functions."""
+        self.set_phase("start")
+        for op in OPS:
+            self.tables[op.name] = {}
+            for name in op.methods:
+                self._replace(dist.ProcessGroup, name, functools.partial(calls.method, self, op, name))
+            for name in op.functions if op.kind is Kind.COMPOSITE else ():
+                self._replace_function(name, functools.partial(calls.composite, self, op))
+        self._replace(c10d.Work, "wait", functools.partial(calls.wait, self))
+        self._replace_function("destroy_process_group", functools.partial(calls.destroy, self))
+
+    def remove(self) -> None:
+        """Torch's own methods and functions again."""
+        for owner, name, stock in reversed(self._stock):
+            setattr(owner, name, stock)
+        self._stock.clear()
+        self.ring.close()
+        if self.guard.requests is not None:
+            self.guard.requests.close()
+
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        assert name in vars(owner), f"torch has no {owner.__name__}.{name}: review slime_like.config.collectives"
+        self._stock.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, wrap(getattr(owner, name)))
+
+    def _replace_function(self, name: str, wrap: Callable[[Any], Any]) -> None:
+        """In both modules that have it: one re-exports the other's."""
+        stock = getattr(c10d, name)
+        assert getattr(dist, name) is stock, f"torch.distributed.{name} is no longer that of distributed_c10d"
+        wrapped = wrap(stock)
+        for module in (dist, c10d):
+            self._stock.append((module, name, stock))
+            setattr(module, name, wrapped)
+
+    # ---- groups and counters -------------------------------------------------------------------------------------
+    def adopt(self, op: Op, group: Any) -> Counter:
+        """The counter of ``op`` in a group that has not called it before."""
+        known = self.groups.get(group)
+        if known is None:
+            for gone in [g for g in self.groups if g not in c10d._world.pg_map]:
+                self.forget(gone)
+            known = self.groups[group] = Group(self._info(group))
+            self.ring.add_group(known.info)
+        code = CODES[op.name] | self.phase | known.info.number << (OP_BITS + PHASE_BITS)
+        counter = Counter(op, known, self.spec.policy(op.name, known.info.label), code)
+        counter.target = group if known.live is None else known.live
+        self.guard.adopt(counter)
+        self.tables[op.name][group] = counter
+        return counter
+
+    def _info(self, group: Any) -> GroupInfo:
+        name, desc = str(group.group_name), str(group.group_desc)
+        label = self.labels.get(name) or GROUP_LABELS.get(desc) or (desc if desc != "undefined" else name).lower()
+        ranks = c10d._world.pg_group_ranks.get(group, {})
+        order = tuple(sorted(ranks, key=lambda rank: ranks[rank]))
+        return GroupInfo(self.ring.num_groups, name, label, order, foreign=name in self.labels)
+
+    def forget(self, group: Any) -> None:
+        """A group that was destroyed; what it counted is lost unless it was told before."""
+        self.groups.pop(group, None)
+        for table in self.tables.values():
+            counter = table.pop(group, None)
+            if counter is not None:
+                self.guard.forget(counter)
+
+    def counters(self) -> list[Counter]:
+        """All of them, by group and op."""
+        found = [counter for table in self.tables.values() for counter in table.values()]
+        return sorted(found, key=lambda c: (c.group.info.label, c.op.name))
+
+    def set_phase(self, name: str) -> None:
+        """Ops from now on belong to this phase of the step."""
+        self.phase_name, self.phase = name, self.ring.phase(name) << OP_BITS
+        for counter in self.counters():
+            counter.code = counter.code & ~PHASE_MASK | self.phase
+
+    # ---- ends of ops ---------------------------------------------------------------------------------------------
+    def ended(self, index: int, when: int) -> None:
+        """Note in the ring when op ``index`` ended, unless its place is taken by a later one."""
+        place = self.ring.place(index)
+        if self.ring.words[place] == index:
+            self.ring.words[place + 2] = when
+
+    def failed(self, counter: Counter, index: int, error: BaseException) -> BaseException:
+        """Mark an op as failed; the error to raise in the place of ``error``."""
+        self.ended(index, FAILED)
+        return error if isinstance(error, CollectiveError) else self.explain(self, counter, index, error)
+
+    def settle(self) -> None:
+        """Note the end of asynchronous ops that nobody waited for, though they are complete or were dropped."""
+        for key, (ref, (_, index, _)) in list(self.loose.items()):
+            work = ref()
+            if work is None or work.is_completed():
+                self.ended(index, clock())
+            if work is None:
+                self.loose.pop(key, None)
+
+    @contextlib.contextmanager
+    def composing_op(self, counter: Counter, index: int, started: int) -> Generator[None]:
+        """What this thread does inside belongs to the op of ``counter``."""
+        outer, self.composing = self.composing, get_ident()
+        try:
+            yield
+            self.ended(index, clock())
+        except RuntimeError as error:
+            raise self.failed(counter, index, error) from error
+        finally:
+            self.composing = outer
+            counter.ns += clock() - started
