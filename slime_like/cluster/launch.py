@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from slime_like.cluster.folder import claimed
 from slime_like.cluster.inputs import Inputs, load_inputs
 from slime_like.cluster.placement import Placement
 from slime_like.cluster.plan import Plan, make_plan, probe_machine
+from slime_like.cluster.plan_guard import ring_folder
 from slime_like.cluster.progress import Progress
 from slime_like.cluster.rank_group import connect
 from slime_like.cluster.resume import checkpoint_folder, first_rollout
@@ -79,6 +81,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
             with ExitStack() as teardown:  # each happens, whatever becomes of the others; processes first
                 teardown.callback(sink.close)
                 teardown.callback(stop.restore)
+                teardown.callback(shutil.rmtree, ring_folder(cfg.run.dir), ignore_errors=True)
                 teardown.callback(cluster.close)
 
 

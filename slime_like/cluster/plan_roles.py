@@ -78,11 +78,12 @@ def teacher_spec(cfg: TrainConfig, actor: ActorSpec) -> TeacherSpec | None:
 
 def _rank(actor: ActorSpec, role: str, folder: str | None, layout: Layout) -> ActorSpec:
     """A rank of ``role``; its checkpoint is the actor's where ``folder`` is None."""
+    guard = replace(actor.guard, name=role)
     if folder is None:
-        return replace(actor, layout=layout)
+        return replace(actor, layout=layout, guard=guard)
     model = replace(actor.model, hf_checkpoint=folder, family="auto")
     model.seal()
-    return replace(actor, model=model, model_key=f"{role}.hf_checkpoint", layout=layout)
+    return replace(actor, model=model, model_key=f"{role}.hf_checkpoint", layout=layout, guard=guard)
 
 
 def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout) -> Layout:

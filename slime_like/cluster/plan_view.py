@@ -7,6 +7,7 @@ from pathlib import Path
 
 from slime_like.cluster.machine import Machine, probe_machine
 from slime_like.cluster.plan import Plan, Role, make_plan
+from slime_like.cluster.plan_guard import guard_lines
 from slime_like.config.files import check_files
 from slime_like.config.flags import Command
 from slime_like.config.help import render_help
@@ -65,6 +66,9 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     scores += ["reference"] if plan.actor.needs_reference else []
     scores += ["teacher"] if plan.actor.swaps_teacher or plan.teacher is not None else []
     yield f"           log-probabilities used: {', '.join(scores)}"
+    if plan.needs_trainer:
+        yield ""
+        yield from guard_lines(plan.actor.guard)
     yield ""
     yield "resolved"
     yield from _table([(d.key, d.value, d.reason) for d in plan.decisions])

@@ -138,8 +138,11 @@ class TrainerWorker(RankWorker):
 
     def push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
         """Send this rank's weights to every engine; returns what was sent."""
-        source = self.actor.weights()
-        return self._events.run_until_complete(self._connect_sender(engines, transport).send(source))
+        from slime_like.distributed import install
+
+        with install.phase("push"):
+            source = self.actor.weights()
+            return self._events.run_until_complete(self._connect_sender(engines, transport).send(source))
 
     def _connect_sender(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> WeightSender:
         from slime_like.rollout.client import EngineClient

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_like.config.base import Config, key, positive, within
-from slime_like.config.guard_policy import ACTIONS, CHECKS, GuardSpec, Policy, Threshold, overrides
+from slime_like.config.guard_policy import ACTIONS, CHECKS, Policy, Threshold, overrides
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,9 @@ class GuardConfig(Config):
     )
     every: int = key(100, "Calls of an op in a group between two checks under every_n.")
     threshold: str = key("3GiB", "Free memory below which guard.action is taken: bytes (3GiB) or a fraction (0.05).")
-    hysteresis: float = key(0.25, "below, auto: after an action, none until free memory exceeds threshold * (1 + this).")
+    hysteresis: float = key(
+        0.25, "below, auto: after an action, none until free memory exceeds threshold * (1 + this)."
+    )
     action: str = key(
         "clear",
         "none: count; trim: give cached blocks back; clear: synchronise, collect garbage, trim; raise: end the run.",
@@ -34,7 +36,9 @@ class GuardConfig(Config):
         "Who is asked: driver (CUDA), allocator (torch's, of CUDA), host (with cgroup limits); auto: driver, or host on CPU.",
         choices=("auto", "driver", "allocator", "host"),
     )
-    symmetric: bool = key(False, "What one rank does for want of memory, all ranks of its node do before their next op.")
+    symmetric: bool = key(
+        False, "What one rank does for want of memory, all ranks of its node do before their next op."
+    )
     ops: dict[str, Any] = key({}, "Policy per op: guard.ops.barrier=never, guard.ops.all_reduce={checks: below}.")
     groups: dict[str, Any] = key({}, "Policy per process group (tp, dp, world...), in which ops may stand again.")
     deadline_s: float | None = key(None, "Longest time of one collective; null: loop.step_deadline_s.")
@@ -45,25 +49,5 @@ class GuardConfig(Config):
         positive(prefix, self, "every", "budget", "deadline_s", "ring")
         within(prefix, self, 0.0, 0.1, "budget")
         within(prefix, self, 0.0, 10.0, "hysteresis")
-        guard_spec(self, prefix, deadline_s=1.0)
-
-
-def guard_spec(cfg: GuardConfig, prefix: str = "guard.", *, deadline_s: float) -> GuardSpec:
-    """What the ranks receive. Raises ``ConfigError`` on an unknown op or group, or on a policy that cannot be read."""
-    default = Policy(
-        checks=cfg.checks,
-        every=cfg.every,
-        threshold=Threshold.parse(f"{prefix}threshold", cfg.threshold),
-        hysteresis=cfg.hysteresis,
-        action=cfg.action,
-        budget=cfg.budget,
-    )
-    return GuardSpec(
-        wrap=cfg.wrap,
-        default=default,
-        overrides=overrides(prefix, default, cfg.ops, cfg.groups),
-        memory=cfg.memory,
-        symmetric=cfg.symmetric,
-        deadline_s=cfg.deadline_s or deadline_s,
-        ring=cfg.ring,
-    )
+        Threshold.parse(f"{prefix}threshold", self.threshold)
+        overrides(prefix, Policy(), self.ops, self.groups)

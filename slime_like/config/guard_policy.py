@@ -36,7 +36,9 @@ class Threshold:
                 return cls(int(number * UNITS[unit]), None)
             if not unit and 0 <= number < 1:
                 return cls(None, number)
-        raise ConfigError(f"{key}={text!r} is no amount of memory: give bytes such as 3GiB or 500MB, or a fraction such as 0.05")
+        raise ConfigError(
+            f"{key}={text!r} is no amount of memory: give bytes such as 3GiB or 500MB, or a fraction such as 0.05"
+        )
 
     def of(self, total: int) -> int:
         """In bytes, where ``total`` bytes exist."""
@@ -93,6 +95,9 @@ class GuardSpec:
         return found
 
 
+NO_GUARD = GuardSpec()  # no wrapper
+
+
 def overrides(
     prefix: str, default: Policy, ops: Mapping[str, Any], groups: Mapping[str, Any]
 ) -> tuple[tuple[str, str, Policy], ...]:
@@ -125,7 +130,9 @@ def _policy(where: str, default: Policy, value: object) -> Policy:
     changes: dict[str, Any] = {}
     for name, item in given.items():
         if name not in FIELDS:
-            raise ConfigError(f"{where}.{name} is unknown: {nearest(str(name), FIELDS)} (a policy has {', '.join(FIELDS)})")
+            raise ConfigError(
+                f"{where}.{name} is unknown: {nearest(str(name), FIELDS)} (a policy has {', '.join(FIELDS)})"
+            )
         changes[name] = _field(f"{where}.{name}", name, item)
     return replace(default, **changes)
 

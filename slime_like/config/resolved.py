@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_like.config.guard_policy import GuardSpec
+from slime_like.config.guard_policy import NO_GUARD, GuardSpec
 from slime_like.config.model import ModelConfig, OptimConfig
 from slime_like.config.policy import AlgoConfig
 
@@ -52,7 +52,7 @@ class ActorSpec:
     deterministic: bool = False  # the engine's bits, and the same ones each time
     model_key: str = "model.hf_checkpoint"  # which names the checkpoint
     teacher_checkpoint: str | None = None  # a teacher of the policy's shape, scored by swapping weights
-    guard: GuardSpec = GuardSpec()  # no wrapper
+    guard: GuardSpec = NO_GUARD
 
     @property
     def swaps_teacher(self) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import perf_counter_ns as clock
@@ -18,14 +17,13 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from slime_like.config.collectives import Kind, Op
-from slime_like.distributed.ring import HEAD, NO_PEER, RECORD
+from slime_like.distributed.ring import ENDED, HEAD, NO_PEER, RECORD
 
 if TYPE_CHECKING:
     from slime_like.distributed.wrapper import Wrapper
 
 ANY_PEER = -1
-MISSING: Any = object()  # an argument that was not given
-PURGE_AT = 1024  # entries of ``loose``: works that were dropped are looked for
+NONE: Any = object()  # an argument that was not given
 
 
 def method(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,11 +33,11 @@ def method(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[.
 
 def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
     """Ops of all ranks of a group. torch gives ``ops, opts`` or ``out, in, opts``; whatever else comes is passed on."""
-    table, loose, check = w.tables[op.name], w.loose, w.guard.check
+    table, check, await_ = w.tables[op.name], w.guard.check, w.await_
     pack, memory, words, tick = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.ticks.__next__
-    mask, record, payload, ref, await_ = w.ring.slots - 1, RECORD.size, op.payload, weakref.ref, w.await_
+    mask, record, payload = w.ring.slots - 1, RECORD.size, op.payload
 
-    def call(group: Any, first: Any = MISSING, second: Any = MISSING, third: Any = MISSING, *rest: Any, **kw: Any) -> Any:
+    def call(group: Any, a: Any = NONE, b: Any = NONE, c: Any = NONE, *rest: Any, **kw: Any) -> Any:
         try:
             counter = table[group]
         except KeyError:
@@ -48,57 +46,46 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
         if started >= counter.due and w.composing != get_ident():
             check(counter, started)
             started = clock()
+        counter.calls += 1
         size = 0
         if payload is not None:
-            tensors = second if payload else first
-            if tensors.__class__ is Tensor:
-                size = tensors.nbytes
-            elif tensors.__class__ is list and len(tensors) == 1 and tensors[0].__class__ is Tensor:
-                size = tensors[0].nbytes
-            else:
-                size = _size(tensors)
+            given = b if payload else a
+            many = given.__class__ is list and len(given) == 1 and given[0].__class__ is Tensor
+            size = given.nbytes if given.__class__ is Tensor else given[0].nbytes if many else _size(given)
             counter.bytes += size
-        counter.calls += 1
         members = counter.group
         members.sequence = sequence = members.sequence + 1
         index = tick()
         offset = HEAD + (index & mask) * record
         pack(memory, offset, index, started, 0, size, counter.code, sequence, NO_PEER)
         try:
-            if rest or kw or second is MISSING:
-                opts = rest[-1] if rest else kw.get("opts", None)
-                work = raw(counter.target, *_given(first, second, third), *rest, **kw)
-            elif third is MISSING:
-                opts = second
-                work = raw(counter.target, first, second)
+            if rest or kw or b is NONE:
+                opts, work = _issue(raw, counter.target, [x for x in (a, b, c, *rest) if x is not NONE], kw)
+            elif c is NONE:
+                opts, work = b, raw(counter.target, a, b)
             else:
-                opts = third
-                work = raw(counter.target, first, second, third)
+                opts, work = c, raw(counter.target, a, b, c)
             if work is not None:
                 if getattr(opts, "asyncOp", True):
-                    loose[id(work)] = (ref(work), (counter, index, started))
-                    counter.ns += clock() - started
-                    if len(loose) > PURGE_AT:
-                        w.settle()
-                    return work
+                    return w.outstanding(work, counter, index, started)
                 await_(work)
         except RuntimeError as error:
             raise w.failed(counter, index, error) from error
-        ended = clock()
-        words[offset // 8 + 2] = ended
+        words[offset // 8 + ENDED] = ended = clock()
         counter.ns += ended - started
         return None  # torch takes it for a backend that has waited itself
 
     return call
 
 
-def _given(*args: Any) -> list[Any]:
-    return [arg for arg in args if arg is not MISSING]
+def _issue(raw: Callable[..., Any], target: Any, args: Sequence[Any], kw: dict[str, Any]) -> tuple[Any, Any]:
+    """Options and work of a call with any arguments."""
+    return args[-1] if args else kw.get("opts"), raw(target, *args, **kw)
 
 
 def _point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
     """Sends, receives, and batches of them: asynchronous, numbered for each peer."""
-    table, loose, carries, ref = w.tables[op.name], w.loose, op.payload is not None, weakref.ref
+    table, carries = w.tables[op.name], op.payload is not None
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         counter = table.get(group) or w.adopt(op, group)
@@ -121,14 +108,11 @@ def _point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[.
             work = raw(counter.target, *args, **kwargs)
         except RuntimeError as error:
             raise w.failed(counter, index, error) from error
-        counter.ns += clock() - started
         if work is None:
             w.ended(index, clock())
-        else:
-            loose[id(work)] = (ref(work), (counter, index, started))
-            if len(loose) > PURGE_AT:
-                w.settle()
-        return work
+            counter.ns += clock() - started
+            return None
+        return w.outstanding(work, counter, index, started)
 
     return call
 
@@ -172,7 +156,9 @@ def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]
             w.guard.check(counter, started)
             started = clock()
         index = next(w.ring.ticks)
-        RECORD.pack_into(w.ring.memory, w.ring.place(index) * 8, index, started, 0, 0, counter.code, counter.calls, NO_PEER)
+        RECORD.pack_into(
+            w.ring.memory, w.ring.place(index) * 8, index, started, 0, 0, counter.code, counter.calls, NO_PEER
+        )
         with w.composing_op(counter, index, started):
             return raw(*args, **kwargs)
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> CollectiveError:
     """``error`` of the op with number ``index`` in the ring, with everything that this rank knows of it."""
-    place = w.ring.place(index)
-    started, size = w.ring.words[place + 1], w.ring.words[place + 3]
+    size = w.ring.words[w.ring.place(index) + 3]
     info = counter.group.info
     rank = dist.get_rank() if dist.is_initialized() else "?"
     first = str(error).strip().splitlines()

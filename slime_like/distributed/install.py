@@ -51,16 +51,17 @@ def current() -> Wrapper | None:
 @contextlib.contextmanager
 def phase(name: str) -> Generator[None]:
     """Collectives inside belong to this phase of the run: step, push, save ..."""
-    if _current is None:
+    wrapper = _current
+    if wrapper is None:
         yield
         return
-    outer = _current.phase_name
-    _current.set_phase(name)
+    outer = wrapper.phase_name
+    wrapper.set_phase(name)
     try:
         yield
     finally:
-        if _current is not None:
-            _current.set_phase(outer)
+        if wrapper is _current:
+            wrapper.set_phase(outer)
 
 
 def label_group(name: str, label: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -26,9 +27,10 @@ from slime_like.config.guard_policy import GuardSpec
 from slime_like.distributed import calls
 from slime_like.distributed.counters import Counter, Group
 from slime_like.distributed.guard import Guard
-from slime_like.distributed.ring import CODES, FAILED, OP_BITS, PHASE_BITS, GroupInfo, Ring
+from slime_like.distributed.ring import CODES, ENDED, FAILED, OP_BITS, PHASE_BITS, GroupInfo, Ring
 from slime_like.errors import CollectiveError
 
+PURGE_AT = 1024  # outstanding works: those that were dropped are looked for
 PHASE_MASK = ((1 << PHASE_BITS) - 1) << OP_BITS
 Issued = tuple[Counter, int, int]  # an op that is being waited for: its counter, number in the ring, start
 
@@ -42,8 +44,12 @@ class Wrapper:
     guard: Guard
     explain: Callable[[Wrapper, Counter, int, BaseException], BaseException]  # a failed op's error, with its context
     groups: dict[Any, Group] = field(default_factory=dict[Any, Group])  # by ProcessGroup
-    tables: dict[str, dict[Any, Counter]] = field(default_factory=dict[str, dict[Any, Counter]])  # op -> group -> counter
-    loose: dict[int, tuple[Any, Issued]] = field(default_factory=dict[int, tuple[Any, Issued]])  # asynchronous, by id(Work)
+    tables: dict[str, dict[Any, Counter]] = field(
+        default_factory=dict[str, dict[Any, Counter]]
+    )  # op -> group -> counter
+    loose: dict[int, tuple[Any, Issued]] = field(
+        default_factory=dict[int, tuple[Any, Issued]]
+    )  # asynchronous, by id(Work)
     await_: Callable[[Any], Any] = c10d.Work.wait  # torch's own
     labels: dict[str, str] = field(default_factory=dict[str, str])  # of groups made elsewhere, by name
     composing: int = 0  # thread that is in a composite
@@ -129,12 +135,20 @@ class Wrapper:
         for counter in self.counters():
             counter.code = counter.code & ~PHASE_MASK | self.phase
 
-    # ---- ends of ops ---------------------------------------------------------------------------------------------
+    # ---- asynchronous ops, and ends of all ---------------------------------------------------------------------------------------------
+    def outstanding(self, work: Any, counter: Counter, index: int, started: int) -> Any:
+        """An asynchronous op was issued: ``work`` may be waited for at any time, or never."""
+        self.loose[id(work)] = (weakref.ref(work), (counter, index, started))
+        if len(self.loose) > PURGE_AT:
+            self.settle()
+        counter.ns += clock() - started
+        return work
+
     def ended(self, index: int, when: int) -> None:
         """Note in the ring when op ``index`` ended, unless its place is taken by a later one."""
         place = self.ring.place(index)
         if self.ring.words[place] == index:
-            self.ring.words[place + 2] = when
+            self.ring.words[place + ENDED] = when
 
     def failed(self, counter: Counter, index: int, error: BaseException) -> BaseException:
         """Mark an op as failed; the error to raise in the place of ``error``."""

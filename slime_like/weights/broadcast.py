@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from slime_like.config.resolved import TransportSpec
+from slime_like.distributed import install
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
 from slime_like.ports import PortLease
@@ -86,6 +87,7 @@ class BroadcastSender:
         prefixed = dist.PrefixStore(self._name, store)
         group, _ = helper(world, 0, [], self._transport.backend, prefixed, group_name=self._name, timeout=timeout)
         distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
+        install.label_group(self._name, "weights")
         self._store = store  # the engines' ranks rendezvous through it: it must outlive the group
         return group
 

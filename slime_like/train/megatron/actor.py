@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from slime_like.batch import Columns, Rows
 from slime_like.config.resolved import ActorSpec
+from slime_like.distributed import install
 from slime_like.interfaces import WeightSource
 from slime_like.metrics.types import Metric
 from slime_like.train.megatron import groups
@@ -49,27 +50,36 @@ class MegatronActor(CheckpointedRank):
     def step(self, steps: Sequence[Sequence[Rows]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
         """Train on one rollout: ``steps[k]`` are this dp rank's rows of optimizer step k, ``num_tokens[k]`` its global
         count of trained tokens. The reporter returns metrics of all ranks, the others ()."""
-        metrics = self.trainer.train(steps, num_tokens, self.version)
+        with install.phase("step"):
+            metrics = self.trainer.train(steps, num_tokens, self.version)
         self.version += 1
-        return metrics
+        return self._with_counts(metrics)
 
     def open_rollout(self, steps: Sequence[Sequence[Rows]]) -> None:
         """First third of ``step``: the scores of this rank's own policies."""
-        self.trainer.open_rollout(steps)
+        with install.phase("step"):
+            self.trainer.open_rollout(steps)
 
     def estimate(self, columns: Mapping[str, Columns]) -> Columns | None:
         """Second third: advantages, with the ``columns`` of other roles. What a critic is to learn, where there is one."""
-        return self.trainer.estimate(columns)
+        with install.phase("step"):
+            return self.trainer.estimate(columns)
 
     def update(self, num_tokens: Sequence[int], *, frozen: bool) -> tuple[Metric, ...]:
         """Last third: the optimizer steps, none if ``frozen``; the version counts on in any case."""
-        metrics = self.trainer.update(num_tokens, self.version, frozen=frozen)
+        with install.phase("step"):
+            metrics = self.trainer.update(num_tokens, self.version, frozen=frozen)
         self.version += 1
-        return metrics
+        return self._with_counts(metrics)
+
+    def _with_counts(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
+        """With what the wrapper counted on the reporter since the step before."""
+        return (*metrics, *install.drain()) if self.is_reporter else metrics
 
     def score(self, rows: Rows) -> F32 | None:
         """[T] log-probabilities at the sampling temperature, 0 at first tokens, on the reporter; else None."""
-        return self.trainer.score(rows)
+        with install.phase("score"):
+            return self.trainer.score(rows)
 
     def weights(self) -> WeightSource:
         """The live weights in HF names and shapes."""
@@ -81,4 +91,5 @@ class MegatronActor(CheckpointedRank):
 
     def export_hf(self, folder: Path) -> None:
         """Write an HF folder that transformers and SGLang load."""
-        self.trainer.export_hf(folder)
+        with install.phase("export"):
+            self.trainer.export_hf(folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like.checkpoint_files import latest_iteration, name_latest
+from slime_like.distributed import install
 
 if TYPE_CHECKING:
     from slime_like.train.megatron.checkpoint import Parts, PendingSave
@@ -29,7 +30,8 @@ class CheckpointedRank(ABC):
         from slime_like.train.megatron import checkpoint
 
         assert self._pending is None, "finish_save comes first"
-        self._pending = checkpoint.begin(self.parts(), folder, iteration, self.version)
+        with install.phase("save"):
+            self._pending = checkpoint.begin(self.parts(), folder, iteration, self.version)
 
     def finish_save(self, *, wait: bool) -> bool:
         """Whether the checkpoint that was begun is whole and in its folder; without ``wait`` only if no rank still writes.
@@ -37,9 +39,10 @@ class CheckpointedRank(ABC):
         Raises ``CheckpointError`` on every rank when a rank could not write its part.
         """
         pending = self._pending
-        if pending is not None and (wait or pending.is_written()):
-            self._pending = None
-            pending.finish(self.deadline_s)
+        with install.phase("save"):
+            if pending is not None and (wait or pending.is_written()):
+                self._pending = None
+                pending.finish(self.deadline_s)
         return self._pending is None
 
     def save(self, folder: Path, iteration: int) -> None:
@@ -58,5 +61,6 @@ class CheckpointedRank(ABC):
         from slime_like.train.megatron import checkpoint
 
         chosen = latest_iteration(folder) if iteration is None else iteration
-        self.version = checkpoint.load(self.parts(), folder, chosen)
+        with install.phase("load"):
+            self.version = checkpoint.load(self.parts(), folder, chosen)
         return chosen

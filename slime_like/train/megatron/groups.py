@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from slime_like import deadline
 from slime_like.config.resolved import ActorSpec, Layout
+from slime_like.distributed import install
 from slime_like.errors import ConfigError
 from slime_like.train.megatron import host
 
@@ -72,12 +73,13 @@ def enter(spec: ActorSpec, *, rank: int, world_size: int, master: tuple[str, int
     """
     check_layout(spec.layout, world_size)
     host.install(spec.device)
+    install.install(spec.guard, rank_device(spec, local_rank), rank)
     return make_groups(spec, join_world(spec, rank, world_size, master, local_rank))
 
 
 def join_world(spec: ActorSpec, rank: int, world_size: int, address: tuple[str, int], local_rank: int) -> torch.device:
     """Join the process group, unless this process is in one already, and return this rank's device."""
-    device = torch.device("cuda", local_rank) if spec.device == "cuda" else torch.device("cpu")
+    device = rank_device(spec, local_rank)
     if device.type == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron overlaps by order of launch
         torch.cuda.set_device(device)
@@ -87,9 +89,20 @@ def join_world(spec: ActorSpec, rank: int, world_size: int, address: tuple[str, 
             init_method=f"tcp://{address[0]}:{address[1]}",
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=spec.deadline_s * deadline.scale()),
+            timeout=datetime.timedelta(seconds=collective_seconds(spec)),
         )
     return device
+
+
+def rank_device(spec: ActorSpec, local_rank: int) -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", local_rank) if spec.device == "cuda" else torch.device("cpu")
+
+
+def collective_seconds(spec: ActorSpec) -> float:
+    """Longest time of one collective."""
+    seconds = min(spec.deadline_s, spec.guard.deadline_s) if spec.guard.wrap else spec.deadline_s
+    return seconds * deadline.scale()
 
 
 def make_groups(spec: ActorSpec, device: torch.device) -> Place:
@@ -106,7 +119,7 @@ def make_groups(spec: ActorSpec, device: torch.device) -> Place:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1 if layout.ep > 1 else layout.tp,
-        distributed_timeout_minutes=spec.deadline_s * deadline.scale() / 60,  # pyright: ignore[reportArgumentType]
+        distributed_timeout_minutes=collective_seconds(spec) / 60,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,
     )
     torch.manual_seed(spec.seed)

@@ -1,0 +1,384 @@
+"""Before which ops memory is asked for and what follows, for every policy and any course of memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_like.cluster.plan_guard import guard_lines, guard_spec
+from slime_like.config.base import Config
+from slime_like.config.collectives import OPS, SLIME_SKIPS, canonical
+from slime_like.config.guard_policy import ACTIONS, CHECKS, GuardSpec, Policy, Threshold
+from slime_like.config.load import load_config
+from slime_like.distributed import guard as guard_module
+from slime_like.distributed.counters import Counter, Group
+from slime_like.distributed.guard import NEVER, Guard, Requests
+from slime_like.distributed.memory import HostMemory
+from slime_like.distributed.pace import OVERDRAFT, Pace
+from slime_like.distributed.ring import GroupInfo
+from slime_like.errors import ConfigError, MemoryShortage
+
+GIB = 2**30
+QUICKSTART = ["+recipe=quickstart"]
+
+
+@dataclass
+class Simulated:
+    """Memory whose course a test decides; each question takes ``cost`` ns of a clock that the test holds as well."""
+
+    name: str = "simulated"
+    total: int = 16 * GIB
+    left: int = 8 * GIB
+    cost: int = 0
+    now: int = 0
+    gives: int = 0  # bytes that a trim or clear finds
+    asked: int = 0
+    done: list[str] = field(default_factory=list[str])
+
+    def clock(self) -> int:
+        return self.now
+
+    def free(self) -> int:
+        self.asked += 1
+        self.now += self.cost
+        return self.left
+
+    def held(self) -> int:
+        return self.total - self.left
+
+    def trim(self) -> None:
+        self.done.append("trim")
+        self.left += self.gives
+
+    def clear(self) -> None:
+        self.done.append("clear")
+        self.left += self.gives
+
+
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Simulated], Simulated]:
+    def follow(memory: Simulated) -> Simulated:
+        monkeypatch.setattr(guard_module.time, "perf_counter_ns", memory.clock)
+        return memory
+
+    return follow
+
+
+def counter(policy: Policy, op: str = "all_reduce") -> Counter:
+    return Counter(canonical("test", op), Group(GroupInfo(0, "1", "tp", (0, 1))), policy, 0)
+
+
+def call(guard: Guard, one: Counter, now: int = 1) -> None:
+    """What the wrapper does before an op."""
+    one.calls += 1
+    if now >= one.due:
+        guard.check(one, now)
+
+
+# ---- policies x memory -----------------------------------------------------------------------------------------------
+@given(
+    checks=st.sampled_from([c for c in CHECKS if c != "auto"]),
+    action=st.sampled_from(ACTIONS),
+    every=st.integers(1, 5),
+    course=st.lists(st.integers(0, 8), min_size=1, max_size=30),
+    op=st.sampled_from([op.name for op in OPS]),
+)
+def test_asks_and_acts_as_the_policy_says(checks: str, action: str, every: int, course: list[int], op: str) -> None:
+    policy = Policy(checks=checks, every=every, threshold=Threshold(3 * GIB, None), hysteresis=0.5, action=action)
+    memory, one = Simulated(), counter(policy, op)
+    guard = Guard(memory)
+    guard.adopt(one)
+    resting, shortages, questions = False, 0, 0
+    for index, gib in enumerate(course):
+        memory.left = gib * GIB
+        asks = checks in ("always", "below") or (checks == "every_n" and index % every == 0)
+        acts = asks and gib < 3 and not (checks == "below" and resting)
+        questions, shortages = questions + asks, shortages + acts
+        if acts and action == "raise":
+            with pytest.raises(MemoryShortage, match=rf"{gib:.2f} GiB .*{op} in group tp.*threshold 3 GiB"):
+                call(guard, one)
+        else:
+            call(guard, one)
+        if asks:
+            resting = acts or (resting and gib < 4.5)
+        assert (one.checks, one.shortages) == (questions, shortages)
+    assert one.calls == len(course)
+    assert memory.done == ([action] * shortages if action in ("trim", "clear") else [])
+    assert one.clears == len(memory.done)
+    assert (one.due == NEVER) == (checks == "never")
+
+
+def test_what_was_freed_is_counted() -> None:
+    memory, one = Simulated(left=2 * GIB, gives=GIB), counter(Policy(checks="always", action="clear"))
+    guard = Guard(memory)
+    guard.adopt(one)
+    call(guard, one)
+    call(guard, one)
+    assert (one.clears, one.freed, guard.lowest) == (1, GIB, 2 * GIB)
+
+
+def test_a_fraction_is_of_all_memory() -> None:
+    assert Threshold.parse("k", 0.25).of(16 * GIB) == 4 * GIB
+    assert Threshold.parse("k", "1.5GiB").of(7) == 3 * GIB // 2
+    assert Threshold.parse("k", "3 GB").of(7) == 3 * 10**9
+    for bad in ("3", "-1GiB", "GiB", "3GiX", "1.0", None):
+        with pytest.raises(ConfigError, match="give bytes such as 3GiB"):
+            Threshold.parse("guard.threshold", bad)
+
+
+# ---- auto ------------------------------------------------------------------------------------------------------------
+@given(
+    costs=st.lists(st.floats(1e3, 1e7), min_size=2, max_size=200),
+    frees=st.lists(st.integers(0, 80), min_size=200, max_size=200),
+    gap=st.floats(1e2, 1e8),
+)
+def test_auto_stays_within_its_budget_whatever_memory_does(costs: list[float], frees: list[int], gap: float) -> None:
+    pace, now, spent, calls = Pace(0.001), 0.0, 0.0, 0
+    while calls < len(costs):
+        if now >= pace.due:
+            pace.learn(now, costs[calls], frees[calls] * GIB, 0, 3 * GIB)
+            spent += costs[calls]
+            now += costs[calls]
+            calls += 1
+        now = max(now + gap, min(pace.due, now + 1e12))
+    assert spent <= 0.001 * now + (OVERDRAFT + 3) * max(costs)
+
+
+@given(
+    cost=st.floats(1e3, 8e6),
+    periods=st.floats(0.5, 200.0),  # questions that the budget pays for until memory runs out
+    growth=st.floats(0.0, 1.9),
+    gap=st.floats(1e4, 1e6),
+)
+def test_auto_sees_a_shortage_before_the_threshold(cost: float, periods: float, growth: float, gap: float) -> None:
+    """Memory is lost steadily, then ``growth`` times as fast: auto asks within two ops of the threshold or acts sooner."""
+    threshold, room = 3 * GIB, 70.0 * GIB
+    rate = room / (periods * cost / 0.001)
+    pace = Pace(0.001)
+    now, left = 0.0, threshold + room
+    pace.learn(now, cost, int(left), 0, threshold)
+    now, left = now + gap, left - rate * gap
+    pace.learn(now, cost, int(left), 0, threshold)
+    for _ in range(2000):
+        if left < threshold + 4 * rate * (growth + 1) * max(gap, cost) or pace.too_late:
+            break  # one or two ops take the rest: nobody can see more of it
+        step = max(gap, pace.due - now)  # to the first op from which on the guard asks
+        now, left = now + step, left - rate * growth * step
+        assert left >= threshold - 2 * rate * (growth + 1) * max(gap, cost)
+        pace.learn(now, cost, int(left), 0, threshold)
+
+
+def test_a_question_that_costs_more_is_asked_less_often(clocked: Callable[[Simulated], Simulated]) -> None:
+    asked: dict[int, int] = {}
+    for cost in (10_000, 8_000_000):
+        memory = clocked(Simulated(cost=cost))
+        one, guard = counter(Policy(checks="auto")), Guard(memory)
+        guard.adopt(one)
+        while memory.now < 100 * 10**9:
+            call(guard, one, memory.now)
+            memory.now += 1_000_000
+        asked[cost] = one.checks
+        assert one.check_ns <= 0.001 * memory.now + OVERDRAFT * cost
+    assert 5_000 < asked[10_000] <= 10_100
+    assert 8 <= asked[8_000_000] <= 14
+
+
+def test_all_counters_share_the_budget_of_auto(clocked: Callable[[Simulated], Simulated]) -> None:
+    memory = clocked(Simulated(cost=1_000_000))
+    ones = [counter(Policy(checks="auto"), op) for op in ("all_reduce", "broadcast", "barrier")]
+    guard = Guard(memory)
+    for one in ones:
+        guard.adopt(one)
+    for _, one in zip(range(30_000), itertools.cycle(ones), strict=False):
+        call(guard, one, memory.now)
+        memory.now += 1_000_000
+    assert sum(one.check_ns for one in ones) <= 0.001 * memory.now + 2 * memory.cost
+    assert sum(one.checks for one in ones) >= 25
+
+
+def test_auto_acts_once_per_shortage(clocked: Callable[[Simulated], Simulated]) -> None:
+    memory = clocked(Simulated(left=2 * GIB, cost=1_000))
+    one, guard = counter(Policy(checks="auto")), Guard(memory)
+    guard.adopt(one)
+    for left in (2, 2, 3.2, 2, 5, 2):
+        memory.left = int(left * GIB)
+        for _ in range(3_000):
+            call(guard, one, memory.now)
+            memory.now += 1_000
+    assert memory.done == ["clear", "clear"]  # at first, and after memory had recovered to 5 GiB
+
+
+# ---- group decisions -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("action", ["trim", "clear", "raise"])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_shortage_on_one_rank(action: str, symmetric: bool, tmp_path: Path) -> None:
+    policy = Policy(checks="always", action=action)
+    ranks: list[tuple[Simulated, Guard, Counter]] = []
+    for left in (8, 2, 8):
+        memory = Simulated(left=left * GIB, gives=4 * GIB)
+        guard = Guard(memory, Requests(tmp_path / "requests") if symmetric else None)
+        one = counter(policy)
+        guard.adopt(one)
+        ranks.append((memory, guard, one))
+    outcomes: list[list[str]] = []
+    for _ in range(3):
+        outcomes.append([])
+        for memory, guard, one in ranks:
+            before = len(memory.done)
+            try:
+                call(guard, one)
+                outcomes[-1] += memory.done[before:] or ["nothing"]
+            except MemoryShortage:
+                memory.left = 8 * GIB
+                outcomes[-1].append("raise")
+    alone = [["nothing", action, "nothing"], ["nothing"] * 3, ["nothing"] * 3]
+    together = [["nothing", action, action], [action, "nothing", "nothing"], ["nothing"] * 3]
+    assert outcomes == (together if symmetric else alone)
+
+
+def test_never_still_follows_a_group_decision(tmp_path: Path) -> None:
+    guards = [Guard(Simulated(), Requests(tmp_path / "requests")) for _ in range(2)]
+    ones = [counter(Policy(checks="never")) for _ in guards]
+    for guard, one in zip(guards, ones, strict=True):
+        guard.adopt(one)
+    requests = guards[0].requests
+    assert requests is not None
+    requests.ask("trim")
+    for _ in range(2):
+        for guard, one in zip(guards, ones, strict=True):
+            call(guard, one)
+    assert [one.clears for one in ones] == [0, 1]
+
+
+# ---- config ----------------------------------------------------------------------------------------------------------
+def spec_of(*argv: str) -> GuardSpec:
+    return guard_spec(load_config([*QUICKSTART, *argv], files=False), "trainer")
+
+
+def test_presets() -> None:
+    slime = spec_of("guard=slime")
+    never = {op.name for op in OPS if slime.policy(op.name, "tp").checks == "never"}
+    assert never == {canonical("k", name).name for name in SLIME_SKIPS}
+    assert len(never) == 8
+    other = slime.policy("all_reduce", "tp")
+    assert (other.checks, other.threshold.of(0), other.action) == ("always", 3 * GIB, "clear")
+    assert {spec_of("guard=always").policy(op.name, "dp").checks for op in OPS} == {"always"}
+    assert {spec_of().policy(op.name, "dp").checks for op in OPS} == {"auto"}
+    assert not spec_of("guard=off").wrap
+    assert spec_of().wrap
+
+
+def test_what_is_more_special_goes_first() -> None:
+    spec = spec_of(
+        "guard.checks=every_n",
+        "guard.every=7",
+        "guard.groups.dp={checks: always, action: trim, ops: {broadcast: below}}",
+        "guard.ops.allreduce=never",
+        "guard.ops.broadcast={checks: always, threshold: 0.5}",
+    )
+    assert spec.policy("barrier", "tp").checks == "every_n"
+    assert spec.policy("barrier", "dp") == Policy(checks="always", every=7, action="trim")
+    assert spec.policy("all_reduce", "tp").checks == "never"
+    assert spec.policy("all_reduce", "dp").checks == "never"
+    assert spec.policy("broadcast", "tp").threshold == Threshold(None, 0.5)
+    assert spec.policy("broadcast", "dp") == Policy(checks="below", every=7, action="trim")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("guard.ops.all_redcue=never", r"guard\.ops\.all_redcue: there is no op .*did you mean 'all_reduce'.*barrier"),
+        ("guard.ops.barrier=sometimes", r"guard\.ops\.barrier\.checks='sometimes' is not one of auto, always"),
+        ("guard.ops.barrier={chekcs: never}", r"guard\.ops\.barrier\.chekcs is unknown: did you mean 'checks'"),
+        ("guard.ops.barrier={every: 0}", r"guard\.ops\.barrier\.every=0 must be a number above 0"),
+        ("guard.groups.dpp=never", r"guard\.groups\.dpp: there is no group 'dpp'"),
+        ("guard.groups.dp={ops: 3}", r"guard\.groups\.dp\.ops=3 must be a mapping"),
+        ("guard.threshold=3", r"guard\.threshold='3' is no amount of memory"),
+        ("guard.budget=0.5", r"guard\.budget=0\.5 must lie in"),
+        ("guard.action=panic", r"guard\.action='panic' is not one of none, trim, clear, raise"),
+        ("guard=slim", r"guard=slim is unknown: did you mean 'slime'"),
+    ],
+)
+def test_bad_keys_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config([*QUICKSTART, override], files=False)
+
+
+def test_the_plan_shows_every_op_under_its_policy() -> None:
+    text = "\n".join(guard_lines(spec_of("guard=slime", "guard.groups.tp={checks: below, action: raise}")))
+    head, never = text.split("\n  never\n")
+    assert "always: clear below 3 GiB" in head
+    assert "all_reduce," in head
+    assert "broadcast_object_list" in never
+    assert "below: raise below 3 GiB\n    tp: every op" in never
+    assert all(op.name in text for op in OPS)
+    assert "torch's own" in "\n".join(guard_lines(spec_of("guard=off")))
+
+
+def test_guard_is_a_group_of_the_tree() -> None:
+    assert isinstance(load_config(QUICKSTART, files=False).guard, Config)
+
+
+# ---- host memory -----------------------------------------------------------------------------------------------------
+def machine(tmp_path: Path, *, v2: dict[str, str] | None = None, v1: dict[str, str] | None = None) -> HostMemory:
+    """A machine of 16 GiB, 8 of them available, in nested control groups."""
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: {16 * 2**20} kB\nMemAvailable: {8 * 2**20} kB\n")
+    (proc / "self/statm").write_text("1000 500 100 1 0 300 0\n")
+    (proc / "self/cgroup").write_text("5:memory:/a/b\n1:cpu:/\n" if v1 else "0::/a/b\n")
+    root = groups / "memory" if v1 else groups
+    (root / "a/b").mkdir(parents=True)
+    for name, text in (v1 or v2 or {}).items():
+        (root / name).write_text(text)
+    return HostMemory(proc, groups)
+
+
+def test_host_memory_without_limits(tmp_path: Path) -> None:
+    memory = machine(tmp_path)
+    assert (memory.total, memory.free()) == (16 * GIB, 8 * GIB)
+    assert memory.held() == 500 * 4096
+
+
+def test_the_tightest_control_group_decides(tmp_path: Path) -> None:
+    memory = machine(
+        tmp_path,
+        v2={
+            "a/b/memory.max": "max\n",
+            "a/memory.max": f"{4 * GIB}\n",
+            "a/memory.current": f"{3 * GIB}\n",
+            "a/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+        },
+    )
+    assert (memory.total, memory.free()) == (4 * GIB, 2 * GIB)
+    (tmp_path / "cgroup/a/memory.current").write_text(f"{4 * GIB}\n")
+    assert memory.free() == GIB
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: {16 * 2**20} kB\nMemAvailable: 1024 kB\n")
+    assert memory.free() == 2**20
+
+
+def test_control_groups_of_version_one(tmp_path: Path) -> None:
+    memory = machine(
+        tmp_path,
+        v1={
+            "a/b/memory.limit_in_bytes": f"{2 * GIB}\n",
+            "a/b/memory.usage_in_bytes": f"{GIB}\n",
+            "a/b/memory.stat": "inactive_file 7\ntotal_inactive_file 0\n",
+            "memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    )
+    assert (memory.total, memory.free()) == (2 * GIB, GIB + 7)
+
+
+def test_this_machine() -> None:
+    memory = HostMemory()
+    assert 0 < memory.free() <= memory.total
+    assert memory.held() > 10 * 2**20
+    memory.trim()
+    memory.clear()

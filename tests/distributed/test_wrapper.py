@@ -1,0 +1,142 @@
+"""Every collective passes the wrapper, once, with the same results; where it is off there is no wrapper at all."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.config.collectives import GROUP_LABELS, OPS, SLIME_SKIPS, Kind, aliases, canonical
+from slime_like.config.resolved import Layout
+from slime_like.errors import ConfigError
+from tests.distributed.wrapped import TRACED, Compared
+from tests.train.models import make_qwen3
+from tests.train.ranks import run_ranks
+
+OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5_000}
+LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "tp2": (Layout(tp=2), {}),
+    "tp2 sp": (Layout(tp=2, sequence_parallel=True), {}),
+    "pp2": (Layout(pp=2), {}),
+    "vpp2": (Layout(pp=2, vpp=2), {}),
+    "dp2": (Layout(dp=2), {}),
+    "dp2 overlap": (Layout(dp=2, **OVERLAP), {"optim": {"clip_grad": 0.0}}),
+    "dp2 plain optimizer": (Layout(dp=2, distributed_optimizer=False), {}),
+    "cp2": (Layout(cp=2), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Compared]]:
+    folder = tmp_path_factory.mktemp("wrapped")
+    model = make_qwen3(folder / "model", tied=False)
+    return run_ranks("tests.distributed.wrapped:compare", 2, model, folder, LAYOUTS)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_training_saving_and_exporting_are_the_same_bit_for_bit(name: str, compared: list[dict[str, Compared]]) -> None:
+    assert all(rank[name].same_bits for rank in compared)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_counts_are_those_of_torchs_own_trace(name: str, compared: list[dict[str, Compared]]) -> None:
+    for rank in compared:
+        assert rank[name].traced == rank[name].counted
+        assert sum(rank[name].traced.values()) > 10
+    told = [rank[name].metrics for rank in compared if rank[name].metrics]
+    assert len(told) == 1
+    assert any(key.startswith("comm/") and key.endswith("/calls") and value > 0 for key, value in told[0].items())
+
+
+@pytest.mark.ranks
+def test_the_layouts_use_what_they_are_there_for(compared: list[dict[str, Compared]]) -> None:
+    used = {name: set(compared[0][name].ops) for name in LAYOUTS}
+    assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= used["tp2 sp"]
+    assert {"isend", "irecv"} <= used["pp2"]
+    assert {"isend", "irecv"} <= used["vpp2"]
+    assert any(name.endswith("_coalesced") for name in used["dp2 overlap"])  # megatron's manager, bound at its import
+    assert any("reduce_scatter" in name for name in used["dp2"])
+    assert "all_gather_object" in used["dp2"]  # checkpoints
+
+
+@pytest.fixture(scope="module")
+def every_op() -> list[dict[str, Any]]:
+    return run_ranks("tests.distributed.wrapped:every_op", 2)
+
+
+@pytest.mark.ranks
+def test_every_way_to_call_an_op_is_seen_once(every_op: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(every_op):
+        assert all(found["same"])
+        assert found["traced"] == found["counted"]
+        calls = found["calls"]
+        assert calls["all_reduce"] == 3  # bound before install; asynchronous; on the group itself
+        assert found["bytes"]["all_reduce"] == 3 * 16
+        assert calls["all_gather_into_tensor"] == 3 + (0 if "all_gather_into_tensor_coalesced" in calls else 2)
+        assert calls["all_gather_into_tensor_coalesced"] == 1
+        assert calls["all_reduce_coalesced"] == 1
+        assert calls["broadcast_object_list"] == calls["batch_isend_irecv"] == 1
+        assert (calls.get("send"), calls.get("recv")) == ((1, None) if rank else (None, 1))
+        assert calls["isend"] + calls["irecv"] == 3
+        assert found["no time"] == 0
+        assert found["in flight"] == 0
+        unseen = {op.name for op in OPS} - set(calls)
+        assert unseen <= {
+            "send",
+            "recv",
+            "all_gather_coalesced",
+            "gather_into_tensor",
+            "reduce_scatter_tensor_coalesced",
+        } | {
+            "all_to_all",  # gloo has none
+            "end_coalescing",  # NCCL only
+            "send_object_list",
+            "recv_object_list",
+        }
+
+
+@pytest.mark.ranks
+def test_removed_or_off_it_leaves_torchs_own_methods(every_op: list[dict[str, Any]]) -> None:
+    assert all(rank["restored"] and rank["untouched"] for rank in every_op)
+
+
+def test_every_alias_has_one_op() -> None:
+    methods = [name for op in OPS for name in op.methods]
+    assert len(methods) == len(set(methods))
+    assert {op.name for op in OPS if op.kind is not Kind.COMPOSITE} == {*TRACED, "end_coalescing", "monitored_barrier"}
+    assert canonical("k", "_allgather_base") is canonical("k", "all_gather_into_tensor")
+    assert canonical("k", "alltoall_base") is canonical("k", "all_to_all_single")
+    assert {canonical("k", name).name for name in SLIME_SKIPS} <= {op.name for op in OPS}
+    assert aliases()["_reduce_scatter_base"].name == "reduce_scatter_tensor"
+    with pytest.raises(ConfigError, match=r"guard\.ops\.allreduc: .*did you mean .*The ops are all_reduce"):
+        canonical("guard.ops.allreduc", "allreduc")
+
+
+def _megatron() -> Path:
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])
+
+
+def test_the_labels_are_those_of_megatron() -> None:
+    source = (_megatron() / "parallel_state.py").read_text()
+    assert [name for name in GROUP_LABELS if name.isupper() and f"{name}" not in source] == []
+
+
+def test_megatron_issues_no_op_past_process_groups() -> None:
+    """Functional collectives and torch.distributed.nn reach the group in C++, where the wrapper would not see them."""
+    past = ("_c10d_functional", "distributed.nn.functional", "_functional_collectives")
+    allowed = {"models/multimodal/context_parallel.py"}  # images; and checks for torch.compile:
+    found: set[str] = set()
+    for path in _megatron().rglob("*.py"):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)) if any(word in source for word in past) else ():
+            text = ast.unparse(node) if isinstance(node, ast.Call) else ""
+            if any(f"{word}." in text.split("(")[0] for word in past) and "is_torchdynamo_compiling" not in text:
+                found.add(str(path.relative_to(_megatron())))
+    assert found <= allowed

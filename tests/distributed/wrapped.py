@@ -1,0 +1,222 @@
+"""What ranks do for test_wrapper: the same training wrapped and not, and a trace of torch's own beside the counters."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import Counter as Tally
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import all_reduce as bound_before_install
+from torch.distributed import distributed_c10d as c10d
+
+from slime_like.config.collectives import OPS, Kind
+from slime_like.config.guard_policy import GuardSpec, Policy
+from slime_like.config.resolved import Layout
+from slime_like.distributed import install
+from tests.train.jobs import make_actor
+from tests.train.lifecycle import batch, digest, train
+from tests.train.ranks import World
+
+# Deprecated names, which megatron-core calls.
+gather_tensor, gather_base, scatter_tensor = (
+    getattr(dist, name) for name in ("all_gather_into_tensor", "_all_gather_base", "reduce_scatter_tensor")
+)
+# What torch's dispatcher calls each op, whoever issued it: its hooks know fewer names.
+TRACED = {
+    "all_reduce": "ALLREDUCE",
+    "all_reduce_coalesced": "ALLREDUCE",
+    "broadcast": "BROADCAST",
+    "reduce": "REDUCE",
+    "all_gather": "ALLGATHER",
+    "all_gather_coalesced": "ALLGATHER",
+    "all_gather_into_tensor": "ALLGATHER",
+    "all_gather_into_tensor_coalesced": "ALLGATHER",
+    "reduce_scatter": "REDUCE_SCATTER",
+    "reduce_scatter_tensor": "REDUCE_SCATTER",
+    "reduce_scatter_tensor_coalesced": "REDUCE_SCATTER",
+    "all_to_all": "ALLTOALL",
+    "all_to_all_single": "ALLTOALL",
+    "gather": "GATHER",
+    "gather_into_tensor": "GATHER",
+    "scatter": "SCATTER",
+    "barrier": "BARRIER",
+    "isend": "SEND",
+    "irecv": "RECV",
+}
+
+
+@contextlib.contextmanager
+def traced() -> Generator[Tally[tuple[str, str]]]:
+    """(group name, what torch calls the op) -> calls, by the hooks of torch's dispatcher: not through the wrapper."""
+    found: Tally[tuple[str, str]] = Tally()
+    groups = list(c10d._world.pg_map)
+    for group in groups:
+        name = str(group.group_name)
+        group.register_pre_hook(77, lambda args, name=name: found.update([(name, args.name.name)]))
+    try:
+        yield found
+    finally:
+        for group in groups:
+            group.unregister_pre_hook(77)
+
+
+def counted() -> Tally[tuple[str, str]]:
+    """The same from the wrapper's counters. Composites are made of what is counted anyway; hooks miss monitored barriers."""
+    wrapper = install.current()
+    assert wrapper is not None
+    found: Tally[tuple[str, str]] = Tally()
+    for counter in wrapper.counters():
+        if counter.op.name in TRACED and counter.calls:
+            found[counter.group.info.name, TRACED[counter.op.name]] += counter.calls
+    return found
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A layout's training, save, load, export and scores wrapped, beside the same without."""
+
+    same_bits: bool
+    traced: dict[tuple[str, str], int]
+    counted: dict[tuple[str, str], int]
+    ops: tuple[str, ...]  # what the layout used, composites included
+    metrics: dict[str, float]
+
+
+WRAPPED = GuardSpec(wrap=True, default=Policy(checks="never"))
+
+
+def compare(world: World, model: Path, scratch: Path, layouts: dict[str, tuple[Layout, dict[str, Any]]]) -> Any:
+    """Every layout in one process group."""
+    from slime_like.train.megatron import host
+
+    host.install("cpu")
+    out: dict[str, Compared] = {}
+    for name, (layout, spec) in layouts.items():
+        plain = _run(world, model, scratch / f"{name} plain", layout, spec)
+        actor = make_actor(world, model, layout, guard=WRAPPED, **spec)
+        install.install(WRAPPED, torch.device("cpu"), world.rank)  # counts from here on
+        with traced() as trace:
+            found, metrics = _work(actor, scratch / f"{name} wrapped", layout)
+            counts = counted()
+        wrapper = install.current()
+        assert wrapper is not None
+        ops = tuple(sorted({counter.op.name for counter in wrapper.counters() if counter.calls}))
+        install.remove()
+        out[name] = Compared(found == plain, dict(trace), dict(counts), ops, metrics)
+    return out
+
+
+def _run(world: World, model: Path, scratch: Path, layout: Layout, spec: dict[str, Any]) -> list[str]:
+    assert install.current() is None
+    return _work(make_actor(world, model, layout, **spec), scratch, layout)[0]
+
+
+def _work(actor: Any, scratch: Path, layout: Layout) -> tuple[list[str], dict[str, float]]:
+    """Digests of weights, scores and exported weights: two rollouts, a save, a load, an export."""
+    metrics = train(actor, layout, 1)
+    digests = [digest(actor)]
+    actor.save(scratch, 1)
+    train(actor, layout, 2)
+    digests.append(digest(actor))
+    actor.load(scratch, 1)
+    digests.append(digest(actor))
+    score = actor.score(batch(3)[0])
+    digests.append("" if score is None else hashlib.sha256(score.tobytes()).hexdigest())
+    sha = hashlib.sha256()
+    for bucket in actor.weights().buckets(1 << 20):
+        for tensor_name, tensor in bucket.tensors:
+            sha.update(tensor_name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return [*digests, sha.hexdigest()], metrics
+
+
+# ---- every op, by every way to call it -------------------------------------------------------------------------------
+def every_op(world: World) -> dict[str, Any]:
+    """Each op of the table, wrapped and not: results, counts, and what is in place afterwards."""
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{world.host}:{world.port}", rank=world.rank, world_size=world.size
+    )
+    stock = {name: vars(dist.ProcessGroup)[name] for op in OPS for name in op.methods}
+    functions = {name: getattr(dist, name) for op in OPS if op.kind is Kind.COMPOSITE for name in op.functions}
+    wait, destroy = vars(c10d.Work)["wait"], dist.destroy_process_group
+    plain = _every_op(world)
+    wrapper = install.install(WRAPPED, torch.device("cpu"), world.rank)
+    assert wrapper is not None
+    with traced() as trace:
+        wrapped = _every_op(world)
+    calls = {counter.op.name: counter.calls for counter in wrapper.counters()}
+    sizes = {counter.op.name: counter.bytes for counter in wrapper.counters()}
+    nothing = sum(counter.ns for counter in wrapper.counters() if counter.ns <= 0)
+    counts = counted()
+    wrapper.settle()
+    in_flight = len(wrapper.loose)
+    install.remove()
+    restored = (
+        all(vars(dist.ProcessGroup)[name] is method for name, method in stock.items())
+        and all(getattr(dist, n) is f and getattr(c10d, n) is f for n, f in functions.items())
+        and vars(c10d.Work)["wait"] is wait
+        and dist.destroy_process_group is destroy
+    )
+    off = install.install(GuardSpec(wrap=False), torch.device("cpu"), world.rank)
+    untouched = off is None and all(vars(dist.ProcessGroup)[name] is method for name, method in stock.items())
+    return {
+        "same": [torch.equal(a, b) for a, b in zip(plain, wrapped, strict=True)],
+        "calls": calls,
+        "bytes": sizes,
+        "no time": nothing,
+        "traced": dict(trace),
+        "counted": dict(counts),
+        "restored": restored,
+        "untouched": untouched,
+        "in flight": in_flight,
+    }
+
+
+def _every_op(world: World) -> list[Any]:
+    rank, size, peer = world.rank, world.size, 1 - world.rank
+    mine = torch.arange(4, dtype=torch.float32) + 10 * rank
+    out: list[Any] = []
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        out.append(value)
+        return value
+
+    bound_before_install(keep(mine.clone()))
+    dist.all_reduce(keep(mine.clone()), async_op=True).wait()  # pyright: ignore[reportOptionalMemberAccess]
+    dist.group.WORLD.allreduce([keep(mine.clone())]).wait()  # pyright: ignore[reportOptionalMemberAccess]
+    dist.broadcast(keep(mine.clone()), src=1)
+    dist.reduce(keep(mine.clone()), dst=0)
+    dist.all_gather([keep(torch.zeros(4)) for _ in range(size)], mine)
+    gather_tensor(keep(torch.zeros(8)), mine)
+    gather_base(keep(torch.zeros(8)), mine)
+    dist.group.WORLD._allgather_base(keep(torch.zeros(8)), mine).wait()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    dist.reduce_scatter(keep(torch.zeros(2)), [mine[:2].clone(), mine[2:].clone()])
+    scatter_tensor(keep(torch.zeros(2)), mine)
+    dist.all_to_all_single(keep(torch.zeros(4)), mine)
+    dist.gather(mine, [keep(torch.zeros(4)) for _ in range(size)] if rank == 0 else None, dst=0)
+    dist.scatter(keep(torch.zeros(4)), [mine, mine + 1] if rank == 0 else None, src=0)
+    dist.barrier()
+    dist.monitored_barrier()
+    with c10d._coalescing_manager(async_ops=True) as works:
+        gather_tensor(keep(torch.zeros(8)), mine)
+        gather_tensor(keep(torch.zeros(8)), mine + 1)
+    works.wait()
+    with c10d._coalescing_manager():
+        dist.all_reduce(keep(mine.clone()))
+        dist.all_reduce(keep(mine.clone()))
+    (dist.send if rank else dist.recv)(keep(mine.clone()), peer)
+    batch_ops = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, keep(torch.zeros(4)), peer)]
+    for work in dist.batch_isend_irecv(batch_ops):
+        work.wait()
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    dist.broadcast_object_list(objects, src=0)
+    places: list[Any] = [None] * size
+    dist.gather_object(rank, places if rank == 0 else None)
+    dist.scatter_object_list([None], [1, 2] if rank == 0 else None)
+    return out
