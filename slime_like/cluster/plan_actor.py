@@ -10,6 +10,7 @@ from slime_like.cluster.plan_types import Notes
 from slime_like.config.algo import SftConfig
 from slime_like.config.attention import check_attention
 from slime_like.config.deterministic import check_bits
+from slime_like.config.experts import stage_ranks
 from slime_like.config.files import family_of
 from slime_like.config.hf import HfConfig
 from slime_like.config.model import OptimConfig, ParallelConfig
@@ -29,6 +30,7 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
         notes.add("placement.actor_num_gpus_per_node", per_node, "tp * pp * cp: one copy of the model")
     dp = world // (p.tp * p.pp * p.cp)
     notes.add("data parallel size", dp, f"{world} ranks / (tp {p.tp} * pp {p.pp} * cp {p.cp})")
+    _note_experts(cfg, world, model, notes)
     if loop.global_batch_size is None:
         notes.add("loop.global_batch_size", batch_identity(cfg), "samples per rollout / loop.steps_per_rollout")
     if p.sequence_parallel and p.tp == 1:
@@ -68,6 +70,13 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
     if spec.needs_reference and cfg.model.ref_checkpoint is None:
         notes.add("model.ref_checkpoint", settled.ref_checkpoint, "the policy's own start")
     return spec
+
+
+def _note_experts(cfg: TrainConfig, world: int, model: HfConfig | None, notes: Notes) -> None:
+    experts, ep = 0 if model is None else model.num_experts, cfg.parallel.ep
+    if experts:
+        copies = stage_ranks(cfg, world) // ep
+        notes.add("experts per rank", experts // ep, f"{experts} experts / parallel.ep {ep}; copies of each: {copies}")
 
 
 def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, notes: Notes) -> OptimConfig:

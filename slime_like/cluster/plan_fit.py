@@ -94,7 +94,8 @@ def check_fits(
 def _cpu_bytes(cfg: TrainConfig, model: HfConfig | None, processes: dict[str, int]) -> int:
     """A lower bound: processes, float32 weights, gradients and two moments per copy of the model, engine weights."""
     params = 0 if model is None else check_weights("model.hf_checkpoint", model.folder)
-    copies = processes.get("trainer", 0) // (cfg.parallel.tp * cfg.parallel.pp * cfg.parallel.cp)
+    p = cfg.parallel
+    copies = processes.get("trainer", 0) // (p.pp * max(p.tp * p.cp, p.ep))
     engines = processes.get("engine", 0)
     optimizer = 8 if cfg.parallel.distributed_optimizer else 8 * copies
     weights = params * ((8 * copies + optimizer if copies else 0) + 4 * engines)

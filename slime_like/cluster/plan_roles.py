@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime_like.checkpoint_files import critic_source
-from slime_like.config.hf import check_weights
+from slime_like.config.hf import check_weights, read_hf_config
 from slime_like.config.resolved import ActorSpec, CriticSpec, Layout, TeacherSpec
 from slime_like.config.role_algo import DistillConfig, PpoConfig
 from slime_like.config.role_rules import shape_difference
@@ -42,7 +42,7 @@ def critic_spec(cfg: TrainConfig, actor: ActorSpec, note: Note) -> CriticSpec | 
     optim = settle_schedule(optim, steps)
     optim.seal()
     rank = replace(
-        _rank(actor, "critic", critic.hf_checkpoint, role_layout(cfg, critic, actor.layout)),
+        _rank(actor, "critic", critic.hf_checkpoint, role_layout(cfg, critic, actor.layout, folder)),
         optim=optim,
         num_steps=steps,
     )
@@ -73,7 +73,8 @@ def teacher_spec(cfg: TrainConfig, actor: ActorSpec) -> TeacherSpec | None:
     teacher = cfg.teacher
     if not isinstance(cfg.algo, DistillConfig) or teacher.hf_checkpoint is None or actor.swaps_teacher:
         return None
-    return TeacherSpec(_rank(actor, "teacher", teacher.hf_checkpoint, role_layout(cfg, teacher, actor.layout)))
+    folder = teacher.hf_checkpoint
+    return TeacherSpec(_rank(actor, "teacher", folder, role_layout(cfg, teacher, actor.layout, folder)))
 
 
 def _rank(actor: ActorSpec, role: str, folder: str | None, layout: Layout) -> ActorSpec:
@@ -86,12 +87,17 @@ def _rank(actor: ActorSpec, role: str, folder: str | None, layout: Layout) -> Ac
     return replace(actor, model=model, model_key=f"{role}.hf_checkpoint", layout=layout, guard=guard)
 
 
-def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout) -> Layout:
-    """The actor's layout with the sizes that the role has of its own, and an even pipeline without virtual stages."""
+def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout, folder: str) -> Layout:
+    """The actor's layout with the sizes that the role has of its own, and an even pipeline without virtual stages.
+
+    Experts of the role's model in ``folder`` are distributed as the actor's where their number and its ranks allow it.
+    """
     tp, pp = role.tp or actor.tp, role.pp or actor.pp
     cp, dp = role.cp or actor.cp, role.dp or actor.dp
     sequence_parallel = cfg.parallel.sequence_parallel and tp > 1
-    return replace(actor, tp=tp, pp=pp, cp=cp, dp=dp, sequence_parallel=sequence_parallel, vpp=1, segments=())
+    experts = read_hf_config("hf_checkpoint", folder).num_experts if Path(folder).exists() else actor.ep
+    ep = actor.ep if experts and experts % actor.ep == 0 and (tp * cp * dp) % actor.ep == 0 else 1
+    return replace(actor, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sequence_parallel=sequence_parallel, vpp=1, segments=())
 
 
 def role_devices(

@@ -52,7 +52,7 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
             f"tp {rollout.tp} each, context {plan.max_context_len}"
             if role.layout is None
             else f"tp {role.layout.tp} * pp {role.layout.pp}{_virtual(role.layout)} * cp {role.layout.cp} * "
-            f"dp {role.layout.dp}"
+            f"dp {role.layout.dp}{_experts(role.layout)}"
         )
         yield f"  {role.name:<9}{len(role.devices)} x ({detail}){_devices(role)}"
     yield ""
@@ -76,6 +76,10 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
 
 def _virtual(layout: Layout) -> str:
     return f" of {layout.vpp} virtual stages" if layout.vpp > 1 else ""
+
+
+def _experts(layout: Layout) -> str:
+    return f", experts over {layout.ep}" if layout.ep > 1 else ""
 
 
 def _devices(role: Role) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from slime_like.checkpoint_files import LATEST, megatron_folder
 from slime_like.config import names
 from slime_like.config.algo import SftConfig
+from slime_like.config.experts import check_experts
 from slime_like.config.gdn import gdn_cp_mode
 from slime_like.config.gdn_rules import check_has_gdn
 from slime_like.config.hf import HfConfig, check_rope, check_tokenizer, check_weights, read_hf_config
@@ -69,6 +70,7 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
             _divides(key, size, model.gdn.value_heads, "linear attention value heads", model)
         gdn_cp_mode(cfg.model.gdn.cp_mode, model.gdn.key_heads, model.gdn.value_heads, tp=p.tp, cp=p.cp)
     segments(p, model.num_layers)
+    check_experts(cfg, model)
     _divides("rollout.tp", cfg.rollout.tp, model.num_heads, "attention heads", model)
     if model.num_kv_heads % cfg.rollout.tp and cfg.rollout.tp % model.num_kv_heads:
         raise ConfigError(

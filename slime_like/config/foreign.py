@@ -22,6 +22,8 @@ MEGATRON = "megatron_transformer_config"
 ROOTS = {"rollout.sglang": SGLANG, "model.megatron": MEGATRON}
 
 _SHAPE = "config.json of model.hf_checkpoint"
+_ALL = "the model family (every token reaches its experts, as in the engine)"
+_TE = "TransformerEngine (experts run on plain torch here)"
 OWNED: dict[str, dict[str, str]] = {
     SGLANG: {
         "model_path": "model.hf_checkpoint",
@@ -81,6 +83,26 @@ OWNED: dict[str, dict[str, str]] = {
         "num_moe_experts": _SHAPE,
         "moe_router_topk": _SHAPE,
         "moe_ffn_hidden_size": _SHAPE,
+        "moe_layer_freq": _SHAPE,
+        "moe_router_score_function": _SHAPE,
+        "moe_router_pre_softmax": _SHAPE,
+        "moe_router_topk_scaling_factor": _SHAPE,
+        "moe_router_num_groups": _SHAPE,
+        "moe_router_group_topk": _SHAPE,
+        "moe_router_enable_expert_bias": _SHAPE,
+        "moe_shared_expert_intermediate_size": _SHAPE,
+        "moe_shared_expert_gate": _SHAPE,
+        "moe_token_dropping": _ALL,
+        "moe_expert_capacity_factor": _ALL,
+        "moe_pad_expert_input_to_capacity": _ALL,
+        "moe_input_jitter_eps": _ALL,
+        "moe_router_force_load_balancing": _ALL,
+        "moe_router_force_biased": _ALL,
+        "moe_router_load_balancing_type": "the trainer (aux_loss, weighted by model.megatron.moe_aux_loss_coeff)",
+        "moe_grouped_gemm": _TE,
+        "moe_permute_fusion": _TE,
+        "moe_router_fusion": _TE,
+        "expert_tensor_parallel_size": "the trainer (an expert is whole on its rank)",
     },
 }
 """Fields that this project sets: field -> what sets it."""

@@ -16,6 +16,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """Supported kinds of rotary embedding -> what each must say in config.json."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a family has one of these keys, or none
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -68,7 +69,7 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
             num_kv_heads=int(text.get("num_key_value_heads") or heads),
             vocab_size=int(text["vocab_size"]),
             max_positions=int(text["max_position_embeddings"]),
-            num_experts=int(text.get("num_experts") or text.get("n_routed_experts") or 0),
+            num_experts=_num_experts(text),
             gdn=_gdn_shape(text),
             rope_key=rope_key,
             rope=cast("dict[str, Any]", text.get(rope_key) or {}),
@@ -77,6 +78,14 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
         raise CheckpointError(
             f"{key}={folder!r}: config.json has no {error}; is it the config of a causal language model?"
         ) from error
+
+
+def _num_experts(text: Mapping[str, Any]) -> int:
+    """Routed experts of a layer; 0 also where no layer has any, whatever their number."""
+    dense = set(cast("list[int]", text.get("mlp_only_layers") or ()))
+    if dense.issuperset(range(int(text["num_hidden_layers"]))):
+        return 0
+    return next((int(text[name]) for name in EXPERT_COUNTS if text.get(name)), 0)
 
 
 def _gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:

@@ -42,7 +42,8 @@ class ModelConfig(Config):
     )
     recompute_num_layers: int | None = key(None, "Decoder blocks of recompute_method; null: 1.")
     recompute_modules: list[str] = key(
-        ["core_attn"], "Modules recomputed when recompute=selective: core_attn, mlp, layernorm."
+        ["core_attn"],
+        "Modules recomputed when recompute=selective: core_attn, mlp, layernorm; with experts also moe, shared_experts.",
     )
     logits_chunk: int = key(
         4096, "Tokens per chunk when logits become log-probabilities: bounds the peak of the vocabulary projection."
@@ -68,7 +69,7 @@ class ParallelConfig(Config):
         None, "Every pipeline segment, in Megatron's notation: Ett|ttt|ttL (t layer, E embedding, L output layer)."
     )
     cp: int = key(1, "Context parallel size: ranks that share each sequence.")
-    ep: int = key(1, "Expert parallel size.")
+    ep: int = key(1, "Expert parallel size: ranks of tp * cp * dp that share the experts of each block.")
     sequence_parallel: bool = key(True, "Shard norms and residuals over tp as well (no effect with tp=1).")
     distributed_optimizer: bool = key(True, "Shard optimizer state over dp.")
     overlap_grad_reduce: bool = key(False, "Reduce gradients over dp bucket by bucket while backward goes on.")

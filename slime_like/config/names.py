@@ -42,7 +42,10 @@ FAMILIES = {
     "qwen2": "slime_like.train.megatron.families.qwen2:Qwen2",
     "qwen3": "slime_like.train.megatron.families.qwen3:Qwen3",
     "qwen3_5": "slime_like.train.megatron.families.qwen3_5:Qwen35",
+    "qwen3_5_moe": "slime_like.train.megatron.families.qwen3_5:Qwen35Moe",
+    "qwen3_5_moe_text": "slime_like.train.megatron.families.qwen3_5:Qwen35Moe",
     "qwen3_5_text": "slime_like.train.megatron.families.qwen3_5:Qwen35",
+    "qwen3_moe": "slime_like.train.megatron.families.qwen3_moe:Qwen3Moe",
     "qwen3_next": "slime_like.train.megatron.families.qwen3_next:Qwen3Next",
 }
 MIXERS = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from slime_like.checkpoint_files import Manifest, check_value_head, critic_source, read_manifest
+from slime_like.config.experts import check_sequence_parallel
 from slime_like.config.gdn import gdn_cp_mode
 from slime_like.config.hf import HfConfig, check_weights, read_hf_config, read_json
 from slime_like.config.role_algo import DistillConfig, PpoConfig
@@ -29,6 +30,11 @@ SHAPE = (
     "vocab_size",
     "tie_word_embeddings",
     "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "norm_topk_prob",
     "n_routed_experts",
     "hidden_act",
     "rms_norm_eps",
@@ -178,6 +184,7 @@ def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, cfg
                     f"{group}.tp={role.tp} does not divide the {whole} {what} heads of the model in {model.folder}"
                 )
     tp, cp = role.tp or cfg.parallel.tp, role.cp or cfg.parallel.cp
+    check_sequence_parallel(f"{group}.tp", tp, cfg, model)
     if model.gdn is not None:
         for whole, what in ((model.gdn.key_heads, "key"), (model.gdn.value_heads, "value")):
             if whole % tp:

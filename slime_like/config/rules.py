@@ -6,6 +6,7 @@ from slime_like.config import foreign, names
 from slime_like.config.algo import SftConfig
 from slime_like.config.attention import check_attention
 from slime_like.config.base import within
+from slime_like.config.experts import RECOMPUTED, stage_ranks
 from slime_like.config.gdn_rules import check_gdn
 from slime_like.config.known import ALGORITHMS
 from slime_like.config.pipeline import check_pipeline
@@ -17,7 +18,7 @@ from slime_like.config.schedule import actor_steps, settle_schedule
 from slime_like.errors import ConfigError
 from slime_like.registry import check, resolve
 
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")  # of layers that some family has
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *RECOMPUTED)  # of layers that some family has
 BIG = 1e12
 
 
@@ -30,7 +31,7 @@ def check_rules(cfg: TrainConfig) -> None:
     batch_identity(cfg)
     _lengths(cfg)
     _sampling(cfg)
-    trainer_ranks(cfg)
+    stage_ranks(cfg, trainer_ranks(cfg))
     check_pipeline(cfg.parallel)
     _placement(cfg)
     check_roles(cfg)
@@ -259,8 +260,6 @@ def _placement(cfg: TrainConfig) -> None:
         raise ConfigError(
             f"weights.transport={transport} with placement.mode={mode}: set weights.transport={right} or auto"
         )
-    if cfg.parallel.ep > 1:
-        raise ConfigError(f"parallel.ep={cfg.parallel.ep} is not supported yet: set parallel.ep=1")
     if cfg.placement.actor_num_nodes > 1 and cfg.placement.ray_address is None:
         raise ConfigError(
             f"placement.actor_num_nodes={cfg.placement.actor_num_nodes} needs a running Ray cluster: "

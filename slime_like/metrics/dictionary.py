@@ -136,6 +136,19 @@ ENTRIES = (
     ),
     Entry("train/grad_norm", "global gradient norm before clipping", ""),
     Entry("train/lr", "learning rate of the last optimizer step", ""),
+    Entry(
+        "train/moe_load",
+        "tokens of a layer's busiest expert over the mean of its experts, mean over the layers",
+        "",
+        "near 1; far above it ranks of parallel.ep wait for one another",
+    ),
+    Entry("train/moe_load_max", "the same of the most uneven layer", ""),
+    Entry(
+        "train/moe_aux_loss",
+        "load balancing loss of the Switch Transformer before model.megatron.moe_aux_loss_coeff, mean over the layers",
+        "",
+        "near 1",
+    ),
     Entry("train/num_tokens", "tokens trained on", "tokens"),
     Entry(
         "train/off_policy_token_ratio",

@@ -186,7 +186,13 @@ RULES = {
         "8 data-parallel ranks",
         "placement.actor_num_gpus_per_node=4",
     ),
-    "expert parallel": ("parallel.ep=2", "parallel.ep=2", "not supported yet", "parallel.ep=1"),
+    "expert parallel": (
+        "parallel.ep=4 parallel.cp=2",
+        "parallel.ep=4",
+        "2 ranks of a pipeline stage",
+        "set one of 1, 2",
+        "placement.actor_num_gpus_per_node",
+    ),
     "two nodes": (
         "placement.actor_num_nodes=2 placement.actor_num_gpus_per_node=8",
         "placement.actor_num_nodes=2",

@@ -8,8 +8,10 @@ import pytest
 
 from tests.train import parity
 from tests.train.jobs import Job, Results, Shared
-from tests.train.models import make_model, make_qwen3
+from tests.train.models import SHARED, make_model, make_qwen3
 from tests.train.ranks import run_ranks
+
+BALANCE = {"qwen3_moe balanced": 0.05}  # coefficient of the routers' auxiliary loss, where there is one
 
 
 @pytest.fixture(scope="session")
@@ -19,13 +21,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     qwen3 = {
         kind: make_qwen3(folder / kind, tied=kind == "tied", seed=seed) for seed, kind in enumerate(("tied", "untied"))
     }
-    return qwen3 | {
+    found = qwen3 | {
         "llama": make_model(folder / "llama", "llama", tied=False, seed=2, rope="llama3"),
         "llama tied": make_model(folder / "llama_tied", "llama", tied=True, seed=3),
         "qwen2": make_model(folder / "qwen2", "qwen2", tied=True, seed=4),
         "qwen3_5": make_model(folder / "qwen3_5", "qwen3_5_text", tied=True, seed=5),
         "qwen3_next": make_model(folder / "qwen3_next", "qwen3_next", tied=False, seed=6),
+        "qwen3_5_moe": make_model(folder / "qwen3_5_moe", "qwen3_5_moe_text", tied=True, seed=8),
+        "qwen3_next experts": make_model(
+            folder / "qwen3_next_experts", "qwen3_next", tied=False, seed=9, changes={**SHARED, "mlp_only_layers": []}
+        ),
+        "qwen3_moe": make_model(folder / "qwen3_moe", "qwen3_moe", tied=False, seed=7),
     }
+    return found | {"qwen3_moe balanced": found["qwen3_moe"]}
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +50,7 @@ def results(request: pytest.FixtureRequest, models: dict[str, Path], scratch: Pa
     for module in sorted(modules, key=str):
         for size, jobs in getattr(module, "JOBS", {}).items():
             by_size.setdefault(size, []).extend(jobs)
-    references = {kind: parity.reference(folder) for kind, folder in models.items()}
+    references = {kind: parity.reference(folder, BALANCE.get(kind, 0.0)) for kind, folder in models.items()}
     shared = Shared(models, references, scratch)
     out = Results()
     for size, jobs in sorted(by_size.items()):  # what one rank saved, two may read

@@ -45,9 +45,9 @@ def digest(actor: Any) -> str:
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-def save_then_continue(world: World, shared: Shared, layout: Layout, **spec: Any) -> dict[str, Any]:
+def save_then_continue(world: World, shared: Shared, layout: Layout, kind: str = "tied", **spec: Any) -> dict[str, Any]:
     """Two steps, a save, two more: what a resumed run must repeat."""
-    actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig(), **spec)
+    actor = make_actor(world, shared.models[kind], layout, algo=SftConfig(), **spec)
     for seed in (1, 2):
         train(actor, layout, seed)
     actor.save(shared.scratch, 2)
@@ -73,12 +73,14 @@ def resume(world: World, shared: Shared, saved_by: str, layout: Layout, lr: floa
     }
 
 
-def resume_from_each(world: World, shared: Shared, sources: Sequence[str], layout: Layout) -> dict[str, list[Any]]:
+def resume_from_each(
+    world: World, shared: Shared, sources: Sequence[str], layout: Layout, kind: str = "tied"
+) -> dict[str, list[Any]]:
     """The next two losses from the checkpoint of each source, on one actor: a load leaves nothing of what was there."""
-    actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
+    actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
     out: dict[str, list[Any]] = {}
     for source in sources:
-        actor.load(shared.scratch.with_name(f"reshard_from_{source}"))
+        actor.load(shared.scratch.with_name(f"reshard_from_{source}".replace(" ", "_")))
         out[source] = [train(actor, layout, seed).get("train/loss") for seed in (3, 4)]
     return out
 

@@ -33,11 +33,15 @@ HYBRID: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-HYBRIDS = ("qwen3_5_text", "qwen3_next")
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SHARED: dict[str, Any] = {**EXPERTS, "shared_expert_intermediate_size": 32}
 EXTRA: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "qwen3_5_text": HYBRID,
     "qwen3_next": {**HYBRID, "mlp_only_layers": [0, 1, 2, 3]},
+    "qwen3_moe": {"head_dim": 16, **EXPERTS, "norm_topk_prob": True},
+    "qwen3_5_moe_text": {**HYBRID, **SHARED},
 }
 
 
@@ -47,9 +51,20 @@ def make_qwen3(folder: Path, *, tied: bool, layers: int = 4, hidden: int = 64, s
 
 
 def make_model(
-    folder: Path, family: str, *, tied: bool, layers: int = 4, hidden: int = 64, seed: int = 0, rope: str = "default"
+    folder: Path,
+    family: str,
+    *,
+    tied: bool,
+    layers: int = 4,
+    hidden: int = 64,
+    seed: int = 0,
+    rope: str = "default",
+    changes: dict[str, Any] | None = None,
 ) -> Path:
-    """Write a random model with 4 query heads, 2 key-value heads, unequal norms and biases; returns its folder."""
+    """Write a random model with 4 query heads, 2 key-value heads, unequal norms and biases; returns its folder.
+
+    ``changes`` are keys of its config that differ from those of the family's model here.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -63,7 +78,7 @@ def make_model(
         tie_word_embeddings=tied,
         max_position_embeddings=512,
         rope_parameters={**ROPE[rope], **({"partial_rotary_factor": 0.5} if family in HYBRIDS else {})},
-        **EXTRA.get(family, {}),
+        **{**EXTRA.get(family, {}), **(changes or {})},
     )
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config)

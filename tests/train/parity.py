@@ -43,20 +43,26 @@ class Reference:
     grad_norm: float
     grads: dict[str, Tensor]
     logprobs: list[np.ndarray]  # [T] per micro-batch
+    balance: float = 0.0  # auxiliary loss of the routers before its coefficient, mean over the layers
+    load: float = 0.0  # of a layer's busiest expert over the mean, mean over the layers
 
 
-def reference(folder: Path) -> Reference:
-    """HF's loss and gradients of ``batch()``."""
+def reference(folder: Path, coefficient: float = 0.0) -> Reference:
+    """HF's loss and gradients of ``batch()``; to the gradients the routers' auxiliary loss adds with ``coefficient``."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     total = torch.zeros(())
     columns: list[np.ndarray] = []
+    routed: list[list[tuple[Tensor, ...]]] = []  # per micro-batch and sequence the logits [T, E] of each router
     for rows in batch():
+        routed.append([])
         column = np.zeros(len(rows.token_ids), np.float32)
         for s, (start, stop) in enumerate(zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)):
             ids = torch.from_numpy(rows.token_ids[start:stop].astype(np.int64))[None]
-            log_p = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float() / TEMPERATURE, -1)
+            out = model(input_ids=ids, **({"output_router_logits": True} if coefficient else {}))
+            routed[-1] += [out.router_logits] if coefficient else []
+            log_p = torch.log_softmax(out.logits[0, :-1].float() / TEMPERATURE, -1)
             logprobs = log_p.gather(1, ids[0, 1:, None])[:, 0]
             entropy = -(log_p.exp() * log_p).sum(-1)
             assert rows.advantages is not None
@@ -64,10 +70,42 @@ def reference(folder: Path) -> Reference:
             total = total + (torch.from_numpy(rows.loss_weight[start + 1 : stop]) * losses).sum()
             column[start + 1 : stop] = logprobs.detach().numpy()
         columns.append(column)
-    total.backward()
+    balance, load = _balance(routed, model.config.num_experts_per_tok) if coefficient else (total.new_zeros(1), 0.0)
+    (total + coefficient * balance.sum()).backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.cat([g.flatten().double() for g in grads.values()]).norm()
-    return Reference(float(total.detach()), float(norm), grads, columns)
+    means = float(balance.detach().mean()), load
+    return Reference(float(total.detach()), float(norm), by_expert(grads), columns, *means)
+
+
+def _balance(routed: list[list[tuple[Tensor, ...]]], top: int) -> tuple[Tensor, float]:
+    """Per layer the mean over tokens of each micro-batch's auxiliary loss (Switch Transformer, eq. 4), and the load."""
+    layers: list[Tensor] = []
+    loads: list[float] = []
+    for layer in range(len(routed[0][0])):
+        scores = [torch.softmax(torch.cat([s[layer] for s in micro]), -1) for micro in routed]
+        chosen = [torch.zeros_like(p).scatter(1, p.topk(top, -1).indices, 1.0) for p in scores]
+        losses = [
+            p.shape[1] * (c.mean(0) / top * p.mean(0)).sum() * len(p) for p, c in zip(scores, chosen, strict=True)
+        ]
+        layers.append(torch.stack(losses).sum() / sum(map(len, scores)))
+        counts = torch.cat(chosen).sum(0)
+        loads.append(float(counts.max() / counts.mean()))
+    return torch.stack(layers), float(np.mean(loads))
+
+
+def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors over all experts as transformers saves them: matrices of each expert."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        before, fused, part = name.partition("mlp.experts.")
+        if not fused:
+            out[name] = tensor
+        for e, matrix in enumerate(tensor if fused else ()):
+            parts = matrix.chunk(2) if part == "gate_up_proj" else (matrix,)
+            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            out |= {f"{before}{fused}{e}.{n}.weight": p for n, p in zip(names, parts, strict=True)}
+    return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +121,7 @@ class Comparison:
     worst_grad: str
     score: float  # absolute
     decay: float = 0.0  # as ``grad``, of the decays of Gated DeltaNet layers
+    balance: float = 0.0  # of the auxiliary loss and the load of experts, as they are reported
 
     @property
     def worst(self) -> float:
@@ -130,7 +169,13 @@ def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dic
         worst_grad=worst,
         score=score,
         decay=max(decays, default=0.0),
+        balance=_balance_error(metrics, ref) if ref.balance else 0.0,
     )
+
+
+def _balance_error(metrics: dict[str, float], ref: Reference) -> float:
+    assert metrics["train/moe_load_max"] >= metrics["train/moe_load"] >= 1
+    return max(abs(metrics["train/moe_aux_loss"] / ref.balance - 1), abs(metrics["train/moe_load"] / ref.load - 1))
 
 
 def gradient_errors(trainer: Any, grads: dict[str, Tensor]) -> dict[str, float]:
@@ -155,7 +200,7 @@ def gradient_errors(trainer: Any, grads: dict[str, Tensor]) -> dict[str, float]:
 
 def _gather_gradients(wrapped: Any) -> None:
     """The distributed optimizer reduces only a shard of each bucket to a rank: put the shards together."""
-    for group in [group for chunk in wrapped for group in chunk.bucket_groups]:
+    for group in [group for chunk in wrapped for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]:
         ranks = group.intra_distributed_optimizer_instance_group
         for bucket in group.buckets:
             mine = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
@@ -249,7 +294,47 @@ def columns_of_one_rank() -> Any:
     return replaced(forward, "sum_columns", lambda columns, group: list(columns))
 
 
+def swapped_experts() -> Any:
+    """Each of two expert parallel ranks is given the other's experts."""
+    from slime_like.train.megatron import model
+
+    stock = model.global_key
+    return replaced(model, "global_key", lambda key, num_local, ep_rank: stock(key, num_local, 1 - ep_rank))
+
+
+def unnormalised_router() -> Any:
+    """The weights of a token's experts are their share among all experts."""
+    from slime_like.train.megatron.families.experts import Experts
+
+    return replaced(Experts, "renormalises", False)
+
+
+def unreduced_experts() -> Any:
+    """Gradients of experts stay those of each copy's own tokens."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    stock: Any = DistributedDataParallel.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        for group in self.expert_parallel_bucket_groups:
+            group.start_grad_sync = group.finish_grad_sync = lambda **_: None
+
+    return replaced(DistributedDataParallel, "__init__", init)
+
+
+def balance_per_trained_token() -> Any:
+    """The auxiliary loss is divided by the trained tokens, as the others, though it is a sum over all."""
+    from slime_like.train.megatron import balance
+
+    return replaced(balance.ExpertBalance, "open_step", lambda *_: None)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
+    "swapped_experts": swapped_experts,
+    "unnormalised_router": unnormalised_router,
+    "unreduced_experts": unreduced_experts,
+    "balance_per_trained_token": balance_per_trained_token,
     "swapped_chunks": swapped_chunks,
     "dropped_norm_reduction": dropped_norm_reduction,
     "columns_of_one_rank": columns_of_one_rank,

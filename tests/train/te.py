@@ -27,7 +27,9 @@ def on_cpu(world: World, shared: Shared, sizes: tuple[int, ...], lengths: tuple[
 
     given: dict[tuple[int, int], dict[str, Any]] = {}
     for cp, rank in ((size, rank) for size in sizes for rank in range(size)):
-        place = Place(Layout(cp=cp), torch.device("cpu"), 0, 0, rank, 0, *[None] * 5)
+        place = Place(
+            Layout(cp=cp), torch.device("cpu"), 0, 0, rank, 0, *[None] * 5, ep_rank=0, expert_dp_rank=0, ep_group=None
+        )
         micro = make_micro(make_rows(lengths, 0), place)
         fields = vars(micro.packed.on_device())
         given[cp, rank] = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in fields.items()}

@@ -121,7 +121,7 @@ def test_a_variant_or_layout_the_family_cannot_carry(folder: Path, changes: Any,
     [
         (Layout(tp=2, pp=2), 2, "needs 4 trainer ranks but there are 2"),
         (Layout(cp=2), 3, "cp=2 dp=1.* needs 2 trainer ranks but there are 3"),
-        (Layout(ep=2, dp=2), 2, r"parallel\.ep=2"),
+        (Layout(ep=2, dp=3), 3, r"parallel\.ep=2 does not divide the 3 ranks .* to a divisor of 3"),
     ],
 )
 def test_a_layout_that_cannot_run_is_refused(layout: Layout, world: int, message: str) -> None:

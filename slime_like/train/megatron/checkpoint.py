@@ -303,8 +303,9 @@ def _fingerprint(family: Family, head: str) -> dict[str, Scalar]:
     hf = family.hf
     keys = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     more = ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
+    experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     return {
-        **{key: getattr(hf, key, None) for key in (*keys, *more)},
+        **{key: getattr(hf, key, None) for key in (*keys, *more, *(experts if family.num_experts else ()))},
         "head": head,
         "padded_vocabulary": family.padded_vocabulary,  # depends on parallel.tp where 128 is not a multiple of it
     }

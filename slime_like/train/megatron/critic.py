@@ -30,6 +30,8 @@ OWN = frozenset({"value_loss", "value_clipfrac", "values", "returns"})  # names 
 class ValueStep(OptimizerStep):
     """Optimizer steps on the value loss."""
 
+    reports_balance = False  # under these names the policy does
+
     def __init__(self, wrapped: Chunks, optimizer: Any, schedule: Any, clip: float | None, place: Place) -> None:
         super().__init__(wrapped, optimizer, schedule, place)
         model = wrapped.last

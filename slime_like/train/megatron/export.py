@@ -20,6 +20,7 @@ from slime_like.errors import CheckpointError
 from slime_like.interfaces import Bucket, TensorMeta
 from slime_like.train.megatron.collective import make_empty, on_rank_zero
 from slime_like.train.megatron.families.base import Family, Weight
+from slime_like.train.megatron.families.experts import keys_of_peers
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import INDEX, SINGLE, HFFolder
 from slime_like.train.megatron.model import OUTPUT, Chunks, named_weights
@@ -31,8 +32,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 class HFExport:
     """``WeightSource`` over the live parameters of one rank.
 
-    A tensor parallel group gathers each parameter; its rank 0, on the first data parallel replica, is the sender of
-    its pipeline stage. Tied embeddings go once, from the first stage; vocabulary padding is cut.
+    A tensor parallel group gathers each parameter, an expert parallel group those of its ranks' experts; the first rank
+    of a pipeline stage is its sender. Tied embeddings go once, from the first stage; vocabulary padding is cut.
     """
 
     def __init__(self, model: Chunks, family: Family, place: Place) -> None:
@@ -40,8 +41,10 @@ class HFExport:
         self.carried = family.carried
         table = family.weights()
         tied = bool(family.hf.tie_word_embeddings)
-        self._weights: list[tuple[Weight, torch.nn.Parameter]] = [
-            (table[key], parameter) for key, parameter in named_weights(model) if not (tied and key == OUTPUT)
+        self._weights: list[tuple[tuple[Weight, ...], torch.nn.Parameter]] = [  # an expert: those of all its peers
+            (tuple(table[peer] for peer in keys_of_peers(key, family.num_experts, place.layout.ep)), parameter)
+            for key, parameter in named_weights(model)
+            if not (tied and key == OUTPUT)
         ]
 
     @property
@@ -53,8 +56,8 @@ class HFExport:
         """What this rank's pipeline stage sends, in order."""
         return tuple(
             TensorMeta(name, shape, str(parameter.dtype).removeprefix("torch."))
-            for weight, parameter in self._weights
-            for name, shape in zip(weight.names, weight.shapes, strict=True)
+            for weights, parameter in self._weights
+            for name, shape in _entries(weights)
         )
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
@@ -65,9 +68,9 @@ class HFExport:
         """
         pending: list[tuple[str, Tensor]] = []
         size = 0
-        for weight, parameter in self._weights:
-            tensors = self._gather(weight, parameter)
-            for i, (name, shape) in enumerate(zip(weight.names, weight.shapes, strict=True)):
+        for weights, parameter in self._weights:
+            tensors = self._gather(weights, parameter)
+            for i, (name, shape) in enumerate(_entries(weights)):
                 nbytes = torch.Size(shape).numel() * parameter.element_size()
                 if size and size + nbytes > max_bytes:
                     yield Bucket(tuple(pending))
@@ -79,17 +82,33 @@ class HFExport:
             yield Bucket(tuple(pending))
 
     @torch.no_grad()
-    def _gather(self, weight: Weight, parameter: torch.nn.Parameter) -> tuple[Tensor, ...]:
-        """The whole HF tensors on the first data parallel replica; nothing on the others."""
-        if self._place.dp_rank or self._place.cp_rank:
-            return ()
-        tp = self._place.layout.tp
+    def _gather(self, weights: tuple[Weight, ...], parameter: torch.nn.Parameter) -> tuple[Tensor, ...]:
+        """The whole HF tensors, in order, on the sender; on other ranks those or nothing."""
+        place = self._place
         local = parameter.detach().contiguous()
-        if tp == 1 or not weight.is_split:
-            return tuple(t.contiguous() for t in weight.merge([local]))
-        shards = [torch.empty_like(local) for _ in range(tp)]
-        dist.all_gather(shards, local, group=self._place.tp_group)
-        return tuple(t.contiguous() for t in weight.merge(shards))
+        if len(weights) != 1:  # the sender is in the first of the groups that hold a copy of all experts
+            held = gathered(local, place.layout.ep, place.ep_group) if place.expert_dp_rank == 0 else []
+            merged = [tensor for w, one in zip(weights, held, strict=bool(held)) for tensor in w.merge([one])]
+        elif place.dp_rank or place.cp_rank:
+            merged = ()
+        else:
+            (weight,) = weights
+            merged = weight.merge(gathered(local, place.layout.tp if weight.is_split else 1, place.tp_group))
+        return tuple(t.contiguous() for t in merged)
+
+
+def gathered(local: Tensor, size: int, group: Any) -> list[Tensor]:
+    """``local`` of each of the ``size`` ranks of ``group``, in order."""
+    if size == 1:
+        return [local]
+    shards = [torch.empty_like(local) for _ in range(size)]
+    dist.all_gather(shards, local, group=group)
+    return shards
+
+
+def _entries(weights: tuple[Weight, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every HF tensor, in order."""
+    return [entry for weight in weights for entry in zip(weight.names, weight.shapes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

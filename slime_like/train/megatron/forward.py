@@ -75,6 +75,9 @@ def make_micro(rows: Rows, place: Place) -> Micro:
     longest = int(np.diff(layout.padded_cu_seqlens).max())
     query_cu = to_device(pieces.query_cu, place.device)
     by_rank = None if sizes.cp == 1 else tokens_by_rank(layout.padded_cu_seqlens, sizes.cp)
+    padding = layout.row_index < 0
+    if sizes.sequence_parallel:
+        padding = np.split(padding, sizes.tp)[place.tp_rank]
     packed = PackedRows(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -90,6 +93,7 @@ def make_micro(rows: Rows, place: Place) -> Micro:
         position_ids=to_device(layout.position_ids, place.device),
         by_rank=None if by_rank is None else to_device(by_rank, place.device),
         in_order=None if by_rank is None else to_device(np.argsort(by_rank), place.device),
+        padding=to_device(padding, place.device)[None],
     )
     ids = layout.take(rows.token_ids, 0).astype(np.int64)
     return Micro(rows, layout, to_device(ids, place.device)[None], packed)

@@ -32,6 +32,9 @@ class Place:
     cp_group: Any
     dp_group: Any  # without context parallelism
     dp_cp_group: Any  # all ranks that hold part of the batch and the same part of the model
+    ep_rank: int  # which experts of each block this rank holds
+    expert_dp_rank: int  # which copy of them
+    ep_group: Any
 
     @property
     def is_first(self) -> bool:
@@ -62,8 +65,12 @@ def check_layout(layout: Layout, world_size: int) -> None:
             f"parallel.* ({sizes}) needs {layout.world_size} trainer ranks but there are {world_size}: "
             "change parallel.* or placement.actor_num_gpus_per_node"
         )
-    if layout.ep > 1:
-        raise ConfigError(f"parallel.ep={layout.ep}: no supported model family has experts yet; set parallel.ep=1")
+    stage = layout.tp * layout.cp * layout.dp
+    if stage % layout.ep:
+        raise ConfigError(
+            f"parallel.ep={layout.ep} does not divide the {stage} ranks of a pipeline stage (tp {layout.tp} * cp "
+            f"{layout.cp} * dp {layout.dp}), over which experts are distributed: set parallel.ep to a divisor of {stage}"
+        )
 
 
 def enter(spec: ActorSpec, *, rank: int, world_size: int, master: tuple[str, int], local_rank: int = 0) -> Place:
@@ -118,7 +125,7 @@ def make_groups(spec: ActorSpec, device: torch.device) -> Place:
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1 if layout.ep > 1 else layout.tp,
+        expert_tensor_parallel_size=1,  # an expert is whole on its rank
         distributed_timeout_minutes=collective_seconds(spec) / 60,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,
     )
@@ -136,4 +143,7 @@ def make_groups(spec: ActorSpec, device: torch.device) -> Place:
         cp_group=parallel_state.get_context_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_dp_rank=parallel_state.get_expert_data_parallel_rank(),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
     )

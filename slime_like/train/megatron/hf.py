@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,7 @@ class HFFolder:
                 f"{self.path}: tensor {name!r} is missing; config.json describes another model, or the checkpoint is incomplete"
             )
         tensor: Tensor = self._open(where[name]).get_tensor(name)
-        if tuple(tensor.shape) != tuple(shape):
-            raise CheckpointError(
-                f"{self.path / where[name]}: {name} has shape {tuple(tensor.shape)} but config.json implies {tuple(shape)}; "
-                "use the config.json that belongs to these weights"
-            )
+        self._check_shape(name, tensor.shape, shape)
         return tensor
 
     def names(self) -> list[str]:
@@ -60,6 +57,23 @@ class HFFolder:
         """Tensor ``name`` of ``names()`` as it lies there."""
         tensor: Tensor = self._open(self._locations()[name]).get_tensor(name)
         return tensor
+
+    def has(self, name: str) -> bool:
+        """Whether the folder holds tensor ``name``."""
+        return name in self._locations()
+
+    def part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
+        """``tensor(name, shape)[index]``, of which only that part is read."""
+        found = self._open(self._locations()[name]).get_slice(name)
+        self._check_shape(name, found.get_shape(), shape)
+        return found[index]
+
+    def _check_shape(self, name: str, found: Sequence[int], shape: tuple[int, ...]) -> None:
+        if tuple(found) != tuple(shape):
+            raise CheckpointError(
+                f"{self.path / self._locations()[name]}: {name} has shape {tuple(found)} but config.json implies "
+                f"{tuple(shape)}; use the config.json that belongs to these weights"
+            )
 
     def _locations(self) -> dict[str, str]:
         """Tensor name -> file name."""

@@ -147,7 +147,19 @@ def _clip(module: types.ModuleType) -> None:
     patches.replace(module, "clip_grad_by_total_norm_fp32", clip)
 
 
+def _split_sizes(module: types.ModuleType) -> None:
+    """Sizes of an exchange between experts become numbers on their way from the GPU, and only then."""
+    stock: Callable[..., Any] = module.maybe_move_tensor_to_cpu
+
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        on_host = stock(tensor, as_numpy, record_stream)
+        return on_host.numpy() if as_numpy and isinstance(on_host, torch.Tensor) else on_host
+
+    patches.replace(module, "maybe_move_tensor_to_cpu", moved)
+
+
 _HOST: dict[str, patches.Patch] = {
+    "megatron.core.transformer.moe.moe_utils": _split_sizes,
     "megatron.core.tensor_parallel.random": _rng,
     "megatron.core.optimizer.clip_grads": _clip,
 }

@@ -29,6 +29,7 @@ from torch import Tensor
 from slime_like.errors import ConfigError
 from slime_like.train.megatron import sdpa
 from slime_like.train.megatron.layout import AttentionPieces
+from slime_like.train.megatron.moe import moe_builder
 from slime_like.train.megatron.norms import RMSNorm
 
 
@@ -50,6 +51,7 @@ class PackedRows(PackedSeqParams):
     position_ids: Tensor | None = None  # [P] of all padded tokens, before context parallel slicing
     by_rank: Tensor | None = None  # I64 [P], which of the padded tokens stands where, one rank after another; cp > 1
     in_order: Tensor | None = None  # I64 [P], the inverse of ``by_rank``
+    padding: Tensor | None = None  # [1, L], with sequence parallelism [1, L / tp]: tokens that no router counts
 
     def on_device(self) -> PackedSeqParams:
         """The same sequences as TransformerEngine takes them: bounds over the tokens of all context parallel ranks,
@@ -196,7 +198,7 @@ MIXER_FIELDS = {"G": "gdn_layer"}
 
 
 def stack_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
-    """Layers of the hybrid stack: mixers of tokens and an MLP layer, each with its norm and residual."""
+    """Layers of the hybrid stack: mixers of tokens, MLP and (where there are any) experts, each with its norm and residual."""
     attention = ModuleSpec(
         SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -209,6 +211,12 @@ def stack_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
         ),
     )
     residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
+
+    def after_norm(mlp: Any) -> ModuleSpec:
+        parts = TransformerLayerSubmodules(pre_mlp_layernorm=RMSNorm, mlp=mlp, mlp_bda=residual)
+        return ModuleSpec(MLPLayer, submodules=parts)
+
+    sparse = {} if config.num_moe_experts is None else {"moe_layer": after_norm(moe_builder(config, TorchParts()))}
     return ModuleSpec(
         Stack,
         submodules=HybridStackSubmodules(
@@ -218,14 +226,8 @@ def stack_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
                     input_layernorm=RMSNorm, self_attention=attention, self_attn_bda=residual
                 ),
             ),
-            mlp_layer=ModuleSpec(
-                MLPLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=RMSNorm,
-                    mlp=get_mlp_module_spec_for_backend(backend=TorchParts(), num_experts=None),
-                    mlp_bda=residual,
-                ),
-            ),
+            mlp_layer=after_norm(get_mlp_module_spec_for_backend(backend=TorchParts(), num_experts=None)),
+            **sparse,
             **{MIXER_FIELDS[symbol]: spec for symbol, spec in parts.mixers.items()},
         ),
     )

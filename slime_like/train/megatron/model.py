@@ -17,6 +17,7 @@ from slime_like.registry import resolve
 from slime_like.train.megatron.device import current_device
 from slime_like.train.megatron.exact_attention import ExactAttention
 from slime_like.train.megatron.families.base import Family, Weight
+from slime_like.train.megatron.families.experts import global_key
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import HFFolder
 from slime_like.train.megatron.layers import LayerParts, PackedRows, stack_spec
@@ -76,6 +77,7 @@ class Policy(HybridModel):
             attention_mask=None,
             rotary_pos_emb=self.rotary(packed.position_ids),
             packed_seq_params=packed,
+            padding_mask=None if self.config.num_moe_experts is None else packed.padding,
         )
 
     def scores(
@@ -145,11 +147,15 @@ def build_chunks(
 
 def layer_parts(config: TransformerConfig, family: Family, place: Place, model: ModelConfig) -> LayerParts:
     """The layer parts that ``model`` and the family's layer symbols ask for."""
-    exactly = config.deterministic_mode and place.device.type == "cpu"
-    name = "torch" if model.attention == "auto" else model.attention
-    core = ExactAttention if exactly else resolve("model.attention", name, ATTENTIONS)
+    core = _core_attention(model.attention, exactly=config.deterministic_mode and place.device.type == "cpu")
     symbols = sorted({symbol for block in family.blocks() for symbol in block} & MIXERS.keys())
     return LayerParts(core, {s: resolve("model.family", s, MIXERS)(config, model, place) for s in symbols})
+
+
+def _core_attention(name: str, *, exactly: bool) -> type:
+    if exactly:
+        return ExactAttention
+    return resolve("model.attention", "torch" if name == "auto" else name, ATTENTIONS)
 
 
 def named_weights(model: Chunks) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -168,7 +174,8 @@ def _key(model: Policy, name: str) -> str:
         _, _, local, rest = name.split(".", 3)
         layers: Any = model.decoder.layers  # pyright: ignore[reportFunctionMemberAccess]
         block = (int(layers[int(local)].layer_number) - 1) // 2
-        return f"blocks.{block}.{rest}"
+        num_local = (model.config.num_moe_experts or 0) // model.place.layout.ep
+        return global_key(f"blocks.{block}.{rest}", num_local, model.place.ep_rank)
     return name.removeprefix("decoder.")
 
 
@@ -187,7 +194,7 @@ def load_hf(model: Chunks, table: Mapping[str, Weight], folder: HFFolder, place:
         if key.startswith(VALUE_HEAD):
             continue
         weight = table[key]
-        tensors = [folder.tensor(n, s).to(parameter.dtype) for n, s in zip(weight.names, weight.shapes, strict=True)]
+        tensors = [tensor.to(parameter.dtype) for tensor in weight.read(folder)]
         shard = weight.split(tensors, place.layout.tp, place.tp_rank)
         assert shard.shape == parameter.shape, f"{key}: {tuple(shard.shape)} for {tuple(parameter.shape)}"
         parameter.copy_(shard)

@@ -33,6 +33,11 @@ def wrap(spec: ActorSpec, model: Chunks) -> Chunks:
     )
     config_of_model = model.last.config
     config_of_model.finalize_model_grads_func = finalize_model_grads
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            # Reduced over their own copies whatever the layout: megatron does so for ep > 1 only, and then cannot read
+            # the optimizer state of one kind of layout in the other.
+            setattr(parameter, "allreduce", False)  # noqa: B010 (read by DDP and optimizer)
     wrapped = [DistributedDataParallel(config_of_model, config, policy) for policy in model.policies]
     if layout.overlap_grad_reduce:  # every micro-batch but the last: nothing is reduced
         (only,) = wrapped  # virtual stages are refused with overlap

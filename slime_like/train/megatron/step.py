@@ -18,6 +18,7 @@ from torch import Tensor
 from slime_like.algo.sequences import PackedSequences
 from slime_like.interfaces import LossFn, LossView
 from slime_like.metrics.types import Last, Mean, Metric
+from slime_like.train.megatron.balance import ExpertBalance
 from slime_like.train.megatron.forward import Micro, Scoring, run_schedule, to_device
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.model import Chunks
@@ -29,11 +30,14 @@ from slime_like.types import I64
 class OptimizerStep(ABC):
     """Takes optimizer steps on one rank; what is minimised is its subclass's."""
 
+    reports_balance = True
+
     def __init__(self, wrapped: Chunks, optimizer: Any, schedule: Any, place: Place) -> None:
         self._wrapped = wrapped
         self._optimizer = optimizer
         self._schedule = schedule
         self._place = place
+        self._balance = ExpertBalance(wrapped, place)
 
     def __call__(self, micros: Sequence[Micro], num_tokens: int, version: int | None) -> list[Metric]:
         """Update the weights; on the last pipeline stage return global metrics.
@@ -42,6 +46,7 @@ class OptimizerStep(ABC):
         for later updates of the same rollout, whose weights no engine has had.
         """
         report = self.backward(micros, num_tokens, version)
+        balance = self._balance.close_step()
         self._schedule.step(1)
         updated, grad_norm, _ = self._optimizer.step()
         assert updated, "the optimizer skipped a step"
@@ -52,7 +57,12 @@ class OptimizerStep(ABC):
         if version is not None:
             metrics += report.drift(group, self._place.device)
         rate = max(float(g["lr"]) for g in self._optimizer.param_groups)
-        return [*metrics, Mean("train/grad_norm", float(grad_norm)), Last("train/lr", rate)]
+        return [
+            *metrics,
+            *(balance if self.reports_balance else ()),
+            Mean("train/grad_norm", float(grad_norm)),
+            Last("train/lr", rate),
+        ]
 
     def backward(self, micros: Sequence[Micro], num_tokens: int, version: int | None) -> StepReport:
         """Fill the gradient buffers with reduced gradients of the step's loss."""
@@ -62,6 +72,7 @@ class OptimizerStep(ABC):
             loss, count = self._loss_of(micro, hidden, report, version)
             return loss * num_tokens, torch.tensor(count, dtype=torch.int32, device=hidden.device), {}
 
+        self._balance.open_step(micros, num_tokens)
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()  # pyright: ignore[reportCallIssue]
         self._optimizer.zero_grad()

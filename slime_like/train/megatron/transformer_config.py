@@ -65,6 +65,8 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": 1,
+        "moe_grouped_gemm": False,  # megatron's is TransformerEngine's
         "sequence_parallel": layout.sequence_parallel and layout.tp > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -75,6 +77,7 @@ def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
     }
     chosen: dict[str, Any] = {
         "moe_token_dispatcher_type": "alltoall",  # the default refuses rows that differ in length, even without experts
+        "moe_router_dtype": "fp32",
         # Virtual stages on two ranks: one batch would pair messages of both directions (see patches).
         "batch_p2p_comm": spec.device == "cuda" and layout.vpp == 1,
         "perform_initialization": False,  # every weight is loaded

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slime_like.config.hf import padded_vocabulary
 from slime_like.errors import ConfigError
+from slime_like.train.megatron.hf import HFFolder
 
 Shape = tuple[int, ...]
 
@@ -34,6 +35,10 @@ class Weight(ABC):
     @abstractmethod
     def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The shards of all tensor parallel ranks, in order -> HF tensors."""
+
+    def read(self, folder: HFFolder) -> list[Tensor]:
+        """The HF tensors as they lie in ``folder``. Raises ``CheckpointError`` on one missing or misshapen."""
+        return [folder.tensor(name, shape) for name, shape in zip(self.names, self.shapes, strict=True)]
 
     @property
     def is_split(self) -> bool:
@@ -133,6 +138,11 @@ class Family(ABC):
     @abstractmethod
     def weights(self) -> dict[str, Weight]:
         """Parameter key -> how it is made, in the order of export."""
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a block; 0: the family has none."""
+        return 0
 
     def require(self, key: str, *allowed: Any) -> None:
         """Raise ``ConfigError`` unless the HF config's ``key`` has one of the values the family is written for."""

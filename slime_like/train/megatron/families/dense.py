@@ -18,8 +18,18 @@ class DenseDecoder(Family):
     def __init__(self, hf: Any, tp: int) -> None:
         super().__init__(hf, tp)
         self.require("hidden_act", "silu")
-        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        for key in ("num_attention_heads", "num_key_value_heads"):
             self.require_divisible(key)
+        self.check_mlp()
+
+    def check_mlp(self) -> None:
+        """Raise ``ConfigError`` where what follows the mixers cannot be divided or is not supported."""
+        self.require_divisible("intermediate_size")
+
+    @property
+    def mlp_size(self) -> int:
+        """Intermediate size of the MLP."""
+        return int(self.hf.intermediate_size)
 
     def blocks(self) -> tuple[str, ...]:
         return ("*-",) * int(self.hf.num_hidden_layers)
@@ -31,7 +41,7 @@ class DenseDecoder(Family):
             "num_attention_heads": hf.num_attention_heads,
             "num_query_groups": hf.num_key_value_heads,
             "kv_channels": self.head_dim,
-            "ffn_hidden_size": hf.intermediate_size,
+            "ffn_hidden_size": self.mlp_size,
             "normalization": "RMSNorm",
             "layernorm_epsilon": hf.rms_norm_eps,
             "qk_layernorm": self.qk_norm,
@@ -50,7 +60,7 @@ class DenseDecoder(Family):
         out: dict[str, Weight] = {"embedding.word_embeddings.weight": embedding}
         for i in range(hf.num_hidden_layers):
             prefix = f"{self.root}.layers.{i}"
-            parts = {**self.mixer(i, prefix), **self._mlp(prefix)}
+            parts = {**self.mixer(i, prefix), **self.mlp(i, prefix)}
             out |= {f"blocks.{i}.{key}": weight for key, weight in parts.items()}
         out["final_norm.weight"] = _norm(f"{self.root}.norm.weight", hf.hidden_size)
         head = Vocabulary(("lm_head.weight",), (vocabulary,), self.padded_vocabulary)
@@ -85,8 +95,9 @@ class DenseDecoder(Family):
                 out[f"self_attention.{name}_layernorm.weight"] = _norm(f"{attention}.{name}_norm.weight", self.head_dim)
         return out
 
-    def _mlp(self, prefix: str) -> dict[str, Weight]:
-        hidden, ffn, mlp = self.hf.hidden_size, self.hf.intermediate_size, f"{prefix}.mlp"
+    def mlp(self, block: int, prefix: str) -> dict[str, Weight]:
+        """What follows the mixer in a block: parameter key inside the block -> how it is made."""
+        hidden, ffn, mlp = self.hf.hidden_size, self.mlp_size, f"{prefix}.mlp"
         gate_up = (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")
         return {
             "pre_mlp_layernorm.weight": _norm(f"{prefix}.post_attention_layernorm.weight", hidden),

@@ -1,4 +1,4 @@
-"""Decoders whose blocks mix tokens by Gated DeltaNet or by gated attention: Qwen3-Next and Qwen3.5 without their experts."""
+"""Decoders whose blocks mix tokens by Gated DeltaNet or by gated attention: Qwen3-Next and Qwen3.5."""
 
 from __future__ import annotations
 

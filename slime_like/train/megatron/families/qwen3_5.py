@@ -1,8 +1,9 @@
-"""Qwen3.5, dense: Gated DeltaNet and gated attention. Of a vision model the language part."""
+"""Qwen3.5: Gated DeltaNet and gated attention, with an MLP or experts. Of a vision model the language part."""
 
 from __future__ import annotations
 
 from slime_like.train.megatron.families.base import Weight
+from slime_like.train.megatron.families.experts import Experts
 from slime_like.train.megatron.families.hybrid import HybridDecoder
 from slime_like.train.megatron.families.sections import Sections
 
@@ -21,3 +22,9 @@ class Qwen35(HybridDecoder):
         names = tuple(f"{net}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
         shapes = tuple((rows, hidden) for rows in (2 * key + value, value, heads, heads))
         return Sections(names, shapes, (key, key, value, value, heads, heads))
+
+
+class Qwen35Moe(Experts, Qwen35):
+    """Names as in transformers' ``Qwen3_5MoeForCausalLM``, or as in ``Qwen3_5MoeForConditionalGeneration``."""
+
+    model_types = ("qwen3_5_moe", "qwen3_5_moe_text")

@@ -1,24 +1,17 @@
-"""Qwen3-Next: Gated DeltaNet and gated attention."""
+"""Qwen3-Next: Gated DeltaNet and gated attention, experts and a shared one with a gate."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime_like.train.megatron.families.base import Weight
+from slime_like.train.megatron.families.experts import Experts
 from slime_like.train.megatron.families.hybrid import HybridDecoder
 from slime_like.train.megatron.families.sections import ByKeyHead
 
 
-class Qwen3Next(HybridDecoder):
+class Qwen3Next(Experts, HybridDecoder):
     """Names as in transformers' ``Qwen3NextForCausalLM``."""
 
     model_types = ("qwen3_next",)
-
-    def __init__(self, hf: Any, tp: int) -> None:
-        super().__init__(hf, tp)
-        dense = set(self.hf.mlp_only_layers)
-        if not dense.issuperset(range(self.hf.num_hidden_layers)):
-            self.refuse("experts", "mlp_only_layers that names every layer")
 
     def in_proj(self, net: str) -> Weight:
         hf = self.hf

@@ -1,0 +1,170 @@
+"""Mixture of experts as a mix-in: router, routed experts and an optional shared one in place of the MLP of some blocks.
+
+A routed expert is whole on the rank that holds it: experts are divided over expert parallel ranks and never by tensor
+parallelism. On the way out each has matrices of its own (``experts.3.gate_proj.weight``), which is what transformers
+writes and what SGLang's loaders take; on the way in they may also lie fused, as one tensor over all experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.errors import ConfigError
+from slime_like.train.megatron.families.base import Replicated, Row, Shape, Stacked, Weight
+from slime_like.train.megatron.families.dense import DenseDecoder
+from slime_like.train.megatron.hf import HFFolder
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrix(Weight):
+    """Matrices of one routed expert, stacked along the output dimension: gate over up, or down alone."""
+
+    fused: str  # the name under which all experts may lie in one tensor [experts, rows, columns]
+    expert: int
+    num_experts: int
+
+    def read(self, folder: HFFolder) -> list[Tensor]:
+        if folder.has(self.names[0]) or not folder.has(self.fused):
+            return Weight.read(self, folder)
+        rows, columns = sum(shape[0] for shape in self.shapes), self.shapes[0][1]
+        whole = folder.part(self.fused, (self.num_experts, rows, columns), self.expert)
+        return list(whole.split([shape[0] for shape in self.shapes]))
+
+    def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
+        return torch.cat(list(tensors), 0)
+
+    def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(shards[0].split([shape[0] for shape in self.shapes], 0))
+
+    @property
+    def is_split(self) -> bool:
+        return False
+
+
+class Experts(DenseDecoder):
+    """Goes before a decoder family, whose MLP it replaces in the blocks that ``is_sparse`` names.
+
+    Names are those of transformers' ``*SparseMoeBlock``: ``mlp.gate``, ``mlp.experts``, ``mlp.shared_expert``.
+    """
+
+    def check_mlp(self) -> None:
+        if not all(self._sparse):
+            super().check_mlp()
+        if not any(self._sparse):
+            return
+        top, total = int(self.hf.num_experts_per_tok), int(self.hf.num_experts)
+        if not 0 < top <= total:
+            raise ConfigError(f"config.json: num_experts_per_tok={top} of {total} experts: choose 1 to {total}")
+        if top == 1 and self.renormalises:
+            raise ConfigError(
+                "config.json: num_experts_per_tok=1 with norm_topk_prob=true: the only weight is always 1, so that the "
+                "router would learn nothing; set norm_topk_prob=false"
+            )
+        if self.shared_size:
+            self.require_divisible("shared_expert_intermediate_size")
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.hf.num_experts) if any(self._sparse) else 0
+
+    @property
+    def mlp_size(self) -> int:
+        return int(self.hf.moe_intermediate_size) if all(self._sparse) else super().mlp_size
+
+    @property
+    def shared_size(self) -> int:
+        """Intermediate size of the expert that sees every token; 0: there is none."""
+        return int(getattr(self.hf, "shared_expert_intermediate_size", 0) or 0)
+
+    @property
+    def renormalises(self) -> bool:
+        """Whether the weights of a token's experts sum to 1."""
+        return bool(getattr(self.hf, "norm_topk_prob", True))
+
+    def is_sparse(self, block: int) -> bool:
+        """Whether a block has experts instead of an MLP."""
+        step = int(getattr(self.hf, "decoder_sparse_step", None) or 1)
+        return block not in (getattr(self.hf, "mlp_only_layers", None) or ()) and (block + 1) % step == 0
+
+    @property
+    def _sparse(self) -> list[bool]:
+        return [self.is_sparse(block) for block in range(int(self.hf.num_hidden_layers))]
+
+    def blocks(self) -> tuple[str, ...]:
+        pairs = zip(super().blocks(), self._sparse, strict=True)
+        return tuple(f"{block[0]}E" if sparse else block for block, sparse in pairs)
+
+    def transformer_fields(self) -> dict[str, Any]:
+        hf, fields = self.hf, super().transformer_fields()
+        if not self.num_experts:
+            return fields
+        fields |= {
+            "num_moe_experts": self.num_experts,
+            "moe_router_topk": int(hf.num_experts_per_tok),
+            "moe_ffn_hidden_size": int(hf.moe_intermediate_size),
+            "moe_router_score_function": "softmax",
+            # The softmax over the chosen alone equals the renormalised softmax over all.
+            "moe_router_pre_softmax": not self.renormalises,
+            "moe_token_dropping": False,
+        }
+        if self.shared_size:
+            fields |= {"moe_shared_expert_intermediate_size": self.shared_size, "moe_shared_expert_gate": True}
+        return fields
+
+    def mlp(self, block: int, prefix: str) -> dict[str, Weight]:
+        if not self.is_sparse(block):
+            return super().mlp(block, prefix)
+        hidden, size, mlp = int(self.hf.hidden_size), int(self.hf.moe_intermediate_size), f"{prefix}.mlp"
+        norm = Replicated((f"{prefix}.post_attention_layernorm.weight",), ((hidden,),))
+        router = Replicated((f"{mlp}.gate.weight",), ((self.num_experts, hidden),))
+        out: dict[str, Weight] = {"pre_mlp_layernorm.weight": norm, "mlp.router.weight": router}
+        for e in range(self.num_experts):
+            own = f"{mlp}.experts.{e}"
+            gate_up = (f"{own}.gate_proj.weight", f"{own}.up_proj.weight")
+            out[f"{EXPERTS}{e}.linear_fc1.weight"] = self._expert(
+                gate_up, ((size, hidden),) * 2, "gate_up_proj", mlp, e
+            )
+            down = (f"{own}.down_proj.weight",)
+            out[f"{EXPERTS}{e}.linear_fc2.weight"] = self._expert(down, ((hidden, size),), "down_proj", mlp, e)
+        return out | (self._shared(mlp) if self.shared_size else {})
+
+    def _expert(self, names: tuple[str, ...], shapes: tuple[Shape, ...], fused: str, mlp: str, e: int) -> Weight:
+        return ExpertMatrix(names, shapes, f"{mlp}.experts.{fused}", e, self.num_experts)
+
+    def _shared(self, mlp: str) -> dict[str, Weight]:
+        hidden, size, own = int(self.hf.hidden_size), self.shared_size, f"{mlp}.shared_expert"
+        gate_up = (f"{own}.gate_proj.weight", f"{own}.up_proj.weight")
+        return {
+            "mlp.shared_experts.linear_fc1.weight": Stacked(gate_up, ((size, hidden),) * 2),
+            "mlp.shared_experts.linear_fc2.weight": Row((f"{own}.down_proj.weight",), ((hidden, size),)),
+            "mlp.shared_experts.gate_weight": Replicated((f"{mlp}.shared_expert_gate.weight",), ((1, hidden),)),
+        }
+
+
+# ---- keys ------------------------------------------------------------------------------------------------------------
+EXPERTS = "mlp.experts."  # in our keys: blocks.3.mlp.experts.<global index>.linear_fc1.weight
+_LOCAL = "mlp.experts.local_experts."  # in megatron's names: the index counts the experts of one rank
+
+
+def global_key(key: str, num_local: int, ep_rank: int) -> str:
+    """Our key of a routed expert's parameter out of megatron's name for it; any other key as it is."""
+    before, local, after = key.partition(_LOCAL)
+    if not local:
+        return key
+    index, _, rest = after.partition(".")
+    return f"{before}{EXPERTS}{int(index) + num_local * ep_rank}.{rest}"
+
+
+def keys_of_peers(key: str, num_experts: int, ep: int) -> tuple[str, ...]:
+    """What every expert parallel rank holds in the place where this one holds ``key``, in rank order."""
+    before, expert, after = key.partition(EXPERTS)
+    if not expert:
+        return (key,)
+    index, _, rest = after.partition(".")
+    num_local = num_experts // ep
+    return tuple(f"{before}{EXPERTS}{int(index) % num_local + num_local * rank}.{rest}" for rank in range(ep))

@@ -1,0 +1,12 @@
+"""Qwen3 with experts: Qwen3's attention; router and experts in place of the MLP."""
+
+from __future__ import annotations
+
+from slime_like.train.megatron.families.experts import Experts
+from slime_like.train.megatron.families.qwen3 import Qwen3
+
+
+class Qwen3Moe(Experts, Qwen3):
+    """Names as in transformers' ``Qwen3MoeForCausalLM``."""
+
+    model_types = ("qwen3_moe",)

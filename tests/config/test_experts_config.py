@@ -1,0 +1,99 @@
+"""What a config may ask of a model with experts: which rank holds which, and one message where it cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime_like.cluster.machine import Machine
+from slime_like.cluster.plan import make_plan
+from slime_like.config.flags import translate
+from slime_like.config.load import load_config
+from slime_like.errors import ConfigError
+from tests.config.model_folder import write_model
+
+MACHINE = Machine(0, 8, 64 * 2**30, ())
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of eight experts; the key is the one transformers writes for this family."""
+    folder = tmp_path_factory.mktemp("sparse")
+    return write_model(folder, model_type="qwen3_moe", num_local_experts=8, num_experts_per_tok=2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("parallel.ep=3 parallel.cp=3", ["parallel.ep=3", "8 experts", "set one of 1, 2, 4, 8"]),
+        ("parallel.ep=4 parallel.cp=2", ["parallel.ep=4", "2 ranks of a pipeline stage", "set one of 1, 2"]),
+        (
+            "parallel.tp=2 parallel.sequence_parallel=false",
+            ["parallel.tp=2", "parallel.sequence_parallel=false", "set parallel.sequence_parallel=true"],
+        ),
+        (
+            "algo=ppo rollout.n_samples_per_prompt=1 parallel.sequence_parallel=false critic.tp=2",
+            ["critic.tp=2", "set parallel.sequence_parallel=true"],
+        ),
+        ("+model.megatron.moe_router_topk=1", ["model.megatron.moe_router_topk=1", "config.json"]),
+        (
+            "+model.megatron.moe_expert_capacity_factor=1.0",
+            ["moe_expert_capacity_factor", "every token reaches its experts"],
+        ),
+        ("+model.megatron.moe_grouped_gemm=true", ["moe_grouped_gemm", "TransformerEngine"]),
+    ],
+)
+def test_a_layout_of_experts_that_cannot_be_is_named(
+    overrides: str, words: list[str], sparse: Path, argv: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*argv, f"model.hf_checkpoint={sparse}", *overrides.split()])
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("parallel.ep=2 parallel.cp=2", ["parallel.ep=2", "model_type qwen3", "no experts", "set parallel.ep=1"]),
+        (
+            "model.recompute=selective model.recompute_modules=[moe]",
+            ["model.recompute_modules=['moe']", "no experts", "remove moe"],
+        ),
+    ],
+)
+def test_a_model_without_experts_is_named(overrides: str, words: list[str], argv: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*argv, *overrides.split()])
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_the_plan_says_who_holds_what(sparse: Path, argv: list[str]) -> None:
+    layout = ["parallel.ep=2", "parallel.cp=2", "placement.actor_num_gpus_per_node=4"]
+    cfg = load_config([*argv, f"model.hf_checkpoint={sparse}", *layout])
+    plan = make_plan(cfg, MACHINE)
+    assert (plan.actor.layout.ep, plan.actor.layout.dp) == (2, 2)
+    found = {d.key: (d.value, d.reason) for d in plan.decisions}
+    assert found["experts per rank"] == ("4", "8 experts / parallel.ep 2; copies of each: 2")
+
+
+@pytest.mark.parametrize(("ep", "dense", "expected"), [("2", False, 2), ("2", True, 1), ("1", False, 1)])
+def test_a_teacher_has_the_experts_of_its_own_model(
+    ep: str, dense: bool, expected: int, sparse: Path, tmp_path: Path, argv: list[str]
+) -> None:
+    teacher = write_model(tmp_path / "teacher", num_hidden_layers=2, **({} if dense else {"num_experts": 8}))
+    layout = [f"parallel.ep={ep}", "placement.actor_num_gpus_per_node=2"]
+    roles = ["algo=distill", f"teacher.hf_checkpoint={teacher}", "teacher.placement=colocated"]
+    cfg = load_config([*argv, f"model.hf_checkpoint={sparse}", *layout, *roles])
+    spec = make_plan(cfg, MACHINE).teacher
+    assert spec is not None
+    assert spec.rank.layout.ep == expected
+
+
+def test_flags_of_megatron_reach_their_keys() -> None:
+    flags = ["--expert-model-parallel-size", "2", "--moe-aux-loss-coeff", "0.001", "--moe-router-dtype", "fp32"]
+    assert translate(flags).overrides == (
+        "parallel.ep=2",
+        "model.megatron.moe_aux_loss_coeff=0.001",
+        "model.megatron.moe_router_dtype='fp32'",
+    )

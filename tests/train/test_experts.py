@@ -1,0 +1,238 @@
+"""Experts: loss, every gradient and log-probabilities equal transformers', whatever ranks hold the experts; weights come
+back bit for bit, and a checkpoint goes on with the experts distributed in another way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime_like.config.names import FAMILIES
+from slime_like.config.resolved import Layout
+from slime_like.errors import CheckpointError, ConfigError
+from slime_like.registry import resolve
+from slime_like.train.megatron.families.base import Family
+from slime_like.train.megatron.families.experts import ExpertMatrix, global_key, keys_of_peers
+from slime_like.train.megatron.hf import HFFolder
+from tests.train.jobs import SP, Job, Results
+from tests.train.parity import Comparison
+
+pytestmark = pytest.mark.ranks
+
+BOUND = 1e-5
+DECAY_BOUND = 3e-4  # transformers in float32 is as far from itself in float64
+LAYOUTS: dict[int, dict[str, Layout]] = {
+    1: {"single": Layout()},
+    2: {
+        "ep2": Layout(dp=2, ep=2),
+        "dp2": Layout(dp=2),
+        "tp2 sp": Layout(**SP),
+        "tp2 sp ep2": Layout(ep=2, **SP),
+        "pp2": Layout(pp=2),
+        "cp2": Layout(cp=2),
+        "cp2 ep2": Layout(cp=2, ep=2),
+    },
+    4: {"dp4 ep2": Layout(dp=4, ep=2), "pp2 tp2 sp ep2": Layout(pp=2, ep=2, **SP)},
+}
+HYBRIDS = ("qwen3_next experts", "qwen3_5_moe")
+HYBRID_LAYOUTS = {
+    "qwen3_next experts": ("single", "ep2", "tp2 sp ep2", "pp2", "cp2 ep2"),
+    "qwen3_5_moe": ("single", "ep2"),
+}
+CASES: dict[int, dict[str, tuple[str, Layout]]] = {
+    size: {
+        f"{kind} {name}": (kind, layout)
+        for name, layout in layouts.items()
+        for kind in ("qwen3_moe", *HYBRIDS)
+        if name in HYBRID_LAYOUTS.get(kind, layouts)
+    }
+    for size, layouts in LAYOUTS.items()
+}
+RECOMPUTE = {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "moe"]}
+FAULTS = {
+    "swapped_experts": Layout(dp=2, ep=2),
+    "unnormalised_router": Layout(dp=2, ep=2),
+    "unreduced_experts": Layout(dp=2),
+}
+BALANCED = {
+    "balanced single": Layout(),
+    "balanced ep2": Layout(dp=2, ep=2),
+    "balanced tp2 sp": Layout(**SP),
+    "balanced cp2 ep2": Layout(cp=2, ep=2),
+    "balanced pp2": Layout(pp=2),
+}
+COEFFICIENT = {"megatron": {"moe_aux_loss_coeff": 0.05}}
+ROUND_TRIP = {
+    f"round trip {kind} {name}": (kind, LAYOUTS[2][name])
+    for kind, name in (
+        ("qwen3_moe", "ep2"),
+        ("qwen3_moe", "tp2 sp ep2"),
+        ("qwen3_moe", "cp2 ep2"),
+        ("qwen3_next experts", "tp2 sp ep2"),
+        ("qwen3_5_moe", "ep2"),
+    )
+}
+RESHARDED = {name: LAYOUTS[2][name] for name in ("ep2", "dp2", "tp2 sp", "tp2 sp ep2", "pp2")}
+PARITY = "tests.train.parity:compare"
+JOBS = {size: [Job(name, PARITY, (*case, {}, None)) for name, case in cases.items()] for size, cases in CASES.items()}
+for name, layout in BALANCED.items():
+    JOBS[layout.world_size].append(Job(name, PARITY, ("qwen3_moe balanced", layout, COEFFICIENT, None)))
+JOBS[2] += [
+    Job(
+        "balance_per_trained_token",
+        PARITY,
+        ("qwen3_moe balanced", Layout(dp=2), COEFFICIENT, "balance_per_trained_token"),
+    ),
+    Job("recomputed experts", PARITY, ("qwen3_moe", Layout(dp=2, ep=2), RECOMPUTE, None)),
+    *(Job(fault, PARITY, ("qwen3_moe", layout, {}, fault)) for fault, layout in FAULTS.items()),
+    *(Job(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()),
+    *(
+        Job(f"reshard from experts {name}", "tests.train.lifecycle:save_then_continue", (layout, "qwen3_moe"))
+        for name, layout in RESHARDED.items()
+    ),
+    *(
+        Job(
+            f"reshard experts to {name}",
+            "tests.train.lifecycle:resume_from_each",
+            ([f"experts {source}" for source in RESHARDED], layout, "qwen3_moe"),
+        )
+        for name, layout in RESHARDED.items()
+    ),
+]
+NAMES = [*(name for cases in CASES.values() for name in cases), "recomputed experts", *BALANCED]
+
+
+def comparison(results: Results, name: str) -> Comparison:
+    (found,) = [result for result in results[name] if result is not None]
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_hf(name: str, results: Results) -> None:
+    found = comparison(results, name)
+    assert found.worst <= BOUND, found
+    assert found.score <= BOUND, found
+    assert found.decay <= DECAY_BOUND, found
+    assert found.balance <= BOUND, found
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "balance_per_trained_token"])
+def test_a_planted_fault_exceeds_the_bound(fault: str, results: Results) -> None:
+    found = comparison(results, fault)
+    assert max(found.worst, found.score) > 100 * BOUND, found
+
+
+@pytest.mark.parametrize("name", ROUND_TRIP)
+def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Path], results: Results) -> None:
+    before = load_file(models[ROUND_TRIP[name][0]] / "model.safetensors")
+    after: dict[str, torch.Tensor] = {}
+    for file in results[name][0].glob("*.safetensors"):
+        after |= load_file(file)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+@pytest.mark.parametrize("target", RESHARDED)
+@pytest.mark.parametrize("source", RESHARDED)
+def test_experts_distributed_otherwise_continue_the_run(source: str, target: str, results: Results) -> None:
+    (expected,) = [r["losses"] for r in results[f"reshard from experts {source}"] if r["losses"][0] is not None]
+    (found,) = [
+        r for rank in results[f"reshard experts to {target}"] if (r := rank[f"experts {source}"])[0] is not None
+    ]
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-4)  # a state that is lost would show
+
+
+# ---- weights, without ranks ------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def fused(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with all experts of a block in one tensor."""
+    folder = tmp_path_factory.mktemp("fused")
+    source = models["qwen3_moe"]
+    tensors = load_file(source / "model.safetensors")
+    joined = {key: value for key, value in tensors.items() if ".mlp.experts." not in key}
+    for i in range(4):
+        own = f"model.layers.{i}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors[f"{own}.{e}.{name}_proj.weight"] for e in range(8)]) for name in ("gate", "up", "down")
+        )
+        joined |= {f"{own}.gate_up_proj": torch.cat((gate, up), 1), f"{own}.down_proj": down}
+    save_file(joined, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    return folder
+
+
+def family_of(folder: Path) -> Family:
+    kind: type[Family] = resolve("model.family", "qwen3_moe", FAMILIES)
+    return kind(HFFolder(folder).config(), 1)
+
+
+def test_fused_experts_are_read_as_those_that_lie_alone(models: dict[str, Path], fused: Path) -> None:
+    alone, together = HFFolder(models["qwen3_moe"]), HFFolder(fused)
+    table = family_of(fused).weights()
+    assert sum(isinstance(weight, ExpertMatrix) for weight in table.values()) == 4 * 8 * 2
+    for key, weight in table.items():
+        for a, b in zip(weight.read(alone), weight.read(together), strict=True):
+            assert torch.equal(a, b), key
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_fused_experts_of_another_shape_are_named(name: str, fused: Path, tmp_path: Path) -> None:
+    full = f"model.layers.2.mlp.experts.{name}"
+    tensors = load_file(fused / "model.safetensors")
+    save_file(tensors | {full: tensors[full][:7].clone()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((fused / "config.json").read_text())
+    weights = family_of(tmp_path).weights()
+    key = f"blocks.2.mlp.experts.0.linear_{'fc1' if name == 'gate_up_proj' else 'fc2'}.weight"
+    with pytest.raises(CheckpointError, match=rf"{full} has shape \(7, .*config\.json implies \(8, "):
+        weights[key].read(HFFolder(tmp_path))
+
+
+def test_a_missing_expert_is_named(models: dict[str, Path], tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    tensors = load_file(models["qwen3_moe"] / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((models["qwen3_moe"] / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=rf"{name}.* is missing"):
+        family_of(tmp_path).weights()["blocks.1.mlp.experts.5.linear_fc1.weight"].read(HFFolder(tmp_path))
+
+
+def test_keys_are_those_of_the_whole_model() -> None:
+    local = "blocks.3.mlp.experts.local_experts.1.linear_fc1.weight"
+    assert global_key(local, 4, 0) == "blocks.3.mlp.experts.1.linear_fc1.weight"
+    assert global_key(local, 4, 1) == "blocks.3.mlp.experts.5.linear_fc1.weight"
+    shared = "blocks.3.mlp.shared_experts.linear_fc1.weight"
+    assert global_key(shared, 4, 1) == shared
+    assert keys_of_peers(shared, 8, 2) == (shared,)
+    peers = keys_of_peers("blocks.3.mlp.experts.5.linear_fc1.weight", 8, 2)
+    assert peers == tuple(f"blocks.3.mlp.experts.{e}.linear_fc1.weight" for e in (1, 5))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 of 8 experts: choose 1 to 8"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true"),
+    ],
+)
+def test_a_router_that_cannot_be_is_refused(models: dict[str, Path], change: dict[str, int], message: str) -> None:
+    hf = HFFolder(models["qwen3_moe"]).config()
+    for key, value in change.items():
+        setattr(hf, key, value)
+    kind: type[Family] = resolve("model.family", "qwen3_moe", FAMILIES)
+    with pytest.raises(ConfigError, match=message):
+        kind(hf, 1)
+
+
+def test_blocks_without_experts_have_an_mlp(models: dict[str, Path]) -> None:
+    hf = HFFolder(models["qwen3_moe"]).config()
+    hf.mlp_only_layers = [2]
+    kind: type[Family] = resolve("model.family", "qwen3_moe", FAMILIES)
+    family = kind(hf, 1)
+    assert family.blocks() == ("*E", "*E", "*-", "*E")
+    assert "blocks.2.mlp.linear_fc1.weight" in family.weights()
+    hf.mlp_only_layers, hf.decoder_sparse_step = [], 2
+    assert kind(hf, 1).blocks() == ("*-", "*E", "*-", "*E")
