@@ -16,6 +16,9 @@ from slime_like_plugins.qwen_gdn.chunk_forward import Block, Inputs, forward, pr
 from slime_like_plugins.qwen_gdn.packing import ChunkOrder, chunk_order
 
 CHUNK = 64
+SHORTER = ((32, 16), (256, 32))
+"""(longest sequence up to this, chunk): short ones leave less of their only chunk empty. Rollouts of 10 tokens take a
+seventh of the time that chunks of 64 take, of 30 tokens a third."""
 
 
 class TorchGDN:
@@ -42,7 +45,7 @@ class TorchGDN:
         """See ``backend.GDNBackend.chunk_rule``."""
         del cu_seqlens  # the host's copy says it all
         _check_shapes(q, k, v, g, beta)
-        order = chunk_order(cu_seqlens_cpu, q.shape[1], CHUNK, q.device)
+        order = chunk_order(cu_seqlens_cpu, q.shape[1], chunk_size(cu_seqlens_cpu), q.device)
         tensors = (q[0], k[0], v[0], g[0], beta[0], initial_state)
         needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         found: Any = _ChunkRule.apply(*tensors, _Call(order, needs_grad))
@@ -64,7 +67,13 @@ class TorchGDN:
 
     def kernels(self) -> str:
         """See ``backend.GDNBackend.kernels``."""
-        return f"torch {torch.__version__}: chunks of {CHUNK}, batched matrix products, backward by hand"
+        return f"torch {torch.__version__}: chunks of at most {CHUNK}, batched matrix products, backward by hand"
+
+
+def chunk_size(cu_seqlens_cpu: Tensor) -> int:
+    """Tokens of a chunk, for sequences of these bounds."""
+    longest = int(cu_seqlens_cpu.diff().max()) if cu_seqlens_cpu.numel() > 1 else 0
+    return next((chunk for most, chunk in SHORTER if longest <= most), CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
