@@ -217,8 +217,11 @@ class Trainer(Protocol):
         """Ship each dp shard once, annotate scores, take every optimizer step of the batch."""
         ...
 
-    def score(self, rows: Rows) -> F32:
-        """[T] log-probabilities at the sampling temperature, 0 at each sequence's first token."""
+    def score(self, rows: Rows, exact: str | None = None) -> F32:
+        """[T] log-probabilities at the sampling temperature, 0 at each sequence's first token.
+
+        ``exact``: a kind of layer (table EXACT_LAYERS, or all) that is computed in float64.
+        """
         ...
 
     def begin_save(self, folder: Path, iteration: int) -> None:

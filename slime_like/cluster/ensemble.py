@@ -74,9 +74,9 @@ class Ensemble:
     def _wait(self, refs: Refs, phase: str) -> dict[str, Any]:
         return wait_all(refs, self.actor.deadline(phase))
 
-    def score(self, rows: Rows) -> F32:
+    def score(self, rows: Rows, exact: str | None = None) -> F32:
         """[T] log-probabilities of the actor."""
-        return self.actor.score(rows)
+        return self.actor.score(rows, exact)
 
     def begin_save(self, folder: Path, iteration: int) -> None:
         """Begin a checkpoint of each; both are of this moment."""

@@ -268,7 +268,7 @@ class FrozenTrainer:
         del batch
         return StepStats(self.version + 1, ())
 
-    def score(self, rows: object) -> Any:
+    def score(self, rows: object, exact: object = None) -> Any:
         """Never asked: there is no push to prove."""
         raise SlimeLikeError("run.mode=rollout_only has no trainer to score with")
 

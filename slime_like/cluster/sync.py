@@ -76,7 +76,11 @@ class EngineSync:
             return ()
         metrics: tuple[Metric, ...] = ()
         for scores in self._call("probe"):
-            metrics += probe.check(scores, self.trainer.score(probe.to_rows(scores)), version, self.tolerance)
+            rows = probe.to_rows(scores)
+            metrics += probe.check(scores, self.trainer.score(rows), version, self.tolerance)
+            if self.config.probe_layers:
+                for kind in (*self.trainer.layer_kinds(), "all"):
+                    metrics += probe.by_kind(scores, self.trainer.score(rows, kind), kind)
         return metrics
 
     def _call(self, verb: str, *args: Any) -> Any:

@@ -50,13 +50,17 @@ class TrainerGroup(RankGroup):
         """Last third: the optimizer steps, none if ``frozen``."""
         return self.start("update", [step.num_tokens for step in batch.steps], frozen)
 
-    def score(self, rows: Rows) -> F32:
-        """[T] log-probabilities at the sampling temperature."""
+    def score(self, rows: Rows, exact: str | None = None) -> F32:
+        """[T] log-probabilities at the sampling temperature; layers of kind ``exact`` are computed in float64."""
         shared = ray.put(rows)
-        scored = [x for x in self.on_all("score", shared).values() if x is not None]
+        scored = [x for x in self.on_all("score", shared, exact).values() if x is not None]
         if len(scored) != 1:
             raise WorkerError(f"{len(scored)} trainer ranks reported log-probabilities, one should")
         return np.asarray(scored[0], dtype=np.float32)
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Kinds of layers of the whole model that ``score`` can compute in float64."""
+        return tuple(sorted({kind for kinds in self.on_all("layer_kinds").values() for kind in kinds}))
 
     def begin_save(self, folder: Path, iteration: int) -> None:
         """Copy everything on the ranks and let them write it to ``folder/iter_<iteration>``."""

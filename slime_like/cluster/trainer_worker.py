@@ -110,9 +110,13 @@ class TrainerWorker(RankWorker):
         """Last third: the optimizer steps."""
         return self.actor.update(num_tokens, frozen=frozen)
 
-    def score(self, rows: Rows) -> F32 | None:
+    def score(self, rows: Rows, exact: str | None = None) -> F32 | None:
         """[T] log-probabilities, on the reporter."""
-        return self.actor.score(rows)
+        return self.actor.score(rows, exact)
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Kinds of layers on this rank that ``score`` can compute in float64."""
+        return self.actor.layer_kinds()
 
     def begin_save(self, folder: str, iteration: int) -> None:
         """Begin to write this rank's part of a checkpoint."""

@@ -56,6 +56,12 @@ ATTENTIONS = {
     "torch": "slime_like.train.megatron.layers:PackedAttention",
     "te": "slime_like.train.megatron.te_attention:TEAttention",
 }
+EXACT_LAYERS = {
+    "attention": "slime_like.train.megatron.exact_layers:attention",
+    "gdn": "slime_like_plugins.qwen_gdn.exact:delta_net",
+    "mlp": "slime_like.train.megatron.exact_layers:mlp",
+}
+"""Kind of layer -> what computes those of a model in float64, for weights.probe_layers."""
 GDN_BACKENDS = {
     "fla": "slime_like_plugins.qwen_gdn.fla:FlaGDN",
     "flashqla": "slime_like_plugins.qwen_gdn.flashqla:FlashQLAGDN",

@@ -38,6 +38,9 @@ class WeightsConfig(Config):
     bucket_mb: float = key(512.0, "Largest bucket (slime: --update-weight-buffer-size).")
     probe_sequences: int = key(4, "Sequences that engine and trainer both score after each push; 0: no gate.")
     probe_tolerance: float | None = key(None, "Largest |difference| of a probe log-probability; null: by dtype.")
+    probe_layers: bool = key(
+        False, "Report the probe's difference by kind of layer: a scoring pass per kind, computed in float64."
+    )
     push_deadline_s: float = key(1800.0, "Longest time a push may take.")
     debug_skip_push_at: int | None = key(None, "Fault for tests: pretend to push this version, sending nothing.")
 

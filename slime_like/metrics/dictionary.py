@@ -178,6 +178,14 @@ ENTRIES = (
     ),
     Entry("probe/logprob_abs_diff_mean", "mean of the same", "nats"),
     Entry(
+        "probe/logprob_abs_diff_max/<layers>",
+        "the same, had the trainer computed its layers of one kind (attention, gdn, mlp, or all) in float64: what it "
+        "falls by is the trainer's rounding in those layers, what is left at all is the engine's "
+        "(weights.probe_layers=true)",
+        "nats",
+    ),
+    Entry("probe/logprob_abs_diff_mean/<layers>", "mean of the same", "nats"),
+    Entry(
         "eval/<dataset>",
         "accuracy on held-out prompts (mean score where the reward knows no right answer)",
         "0 to 1",

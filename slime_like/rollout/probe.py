@@ -47,7 +47,7 @@ def check(scores: ProbeScores, trainer_logprobs_T: F32, version: int, tolerance:
         raise ConsistencyError(
             f"an engine serves weights of version {scores.version} after the push of version {version}"
         )
-    difference = np.abs(trainer_columns(scores.token_ids, trainer_logprobs_T) - np.concatenate(scores.logprobs))
+    difference = differences(scores, trainer_logprobs_T)
     worst = float(difference.max()) if np.isfinite(difference).all() else float("inf")
     if not worst <= tolerance:
         raise ConsistencyError(
@@ -56,6 +56,20 @@ def check(scores: ProbeScores, trainer_logprobs_T: F32, version: int, tolerance:
             "The engine holds other weights than the trainer, or computes another distribution from them; no step was trained on it"
         )
     return Max("probe/logprob_abs_diff_max", worst), Mean("probe/logprob_abs_diff_mean", float(difference.mean()))
+
+
+def by_kind(scores: ProbeScores, trainer_logprobs_T: F32, kind: str) -> tuple[Metric, ...]:
+    """Metrics ``probe/logprob_abs_diff_*/<kind>``: the differences left when layers of ``kind`` are exact in the trainer."""
+    difference = differences(scores, trainer_logprobs_T)
+    return (
+        Max(f"probe/logprob_abs_diff_max/{kind}", float(difference.max())),
+        Mean(f"probe/logprob_abs_diff_mean/{kind}", float(difference.mean())),
+    )
+
+
+def differences(scores: ProbeScores, trainer_logprobs_T: F32) -> F32:
+    """|trainer - engine| of every token but first ones."""
+    return np.abs(trainer_columns(scores.token_ids, trainer_logprobs_T) - np.concatenate(scores.logprobs))
 
 
 def trainer_columns(token_ids: Sequence[I32], logprobs_T: F32) -> F32:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from slime_like.errors import ConsistencyError
-from slime_like.metrics.types import Max
+from slime_like.metrics.types import Max, reduce_metrics
 from slime_like.rollout import probe
 
 SCORES = probe.ProbeScores(
@@ -37,3 +37,10 @@ def test_a_gate_of_zero_sees_the_last_bit() -> None:
 def test_another_version_ends_the_run() -> None:
     with pytest.raises(ConsistencyError, match="serves weights of version 3 after the push of version 4"):
         probe.check(SCORES, TRAINER_T, 4, 1e-4)
+
+
+def test_what_is_left_with_one_kind_of_layer_exact_is_reported_and_gates_nothing() -> None:
+    off = TRAINER_T + np.array([0, 0.25, 0, 0, -0.5], np.float32)
+    left = probe.by_kind(SCORES, off, "gdn")
+    assert [metric.name for metric in left] == ["probe/logprob_abs_diff_max/gdn", "probe/logprob_abs_diff_mean/gdn"]
+    assert reduce_metrics(left) == {left[0].name: 0.5, left[1].name: 0.25}

@@ -76,10 +76,16 @@ class MegatronActor(CheckpointedRank):
         """With what the wrapper counted on the reporter since the step before."""
         return (*metrics, *install.drain()) if self.is_reporter else metrics
 
-    def score(self, rows: Rows) -> F32 | None:
+    def score(self, rows: Rows, exact: str | None = None) -> F32 | None:
         """[T] log-probabilities at the sampling temperature, 0 at first tokens, on the reporter; else None."""
         with install.phase("score"):
-            return self.trainer.score(rows)
+            return self.trainer.score(rows, exact)
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Kinds of layers on this rank that ``score`` can compute in float64."""
+        from slime_like.train.megatron.exact_layers import kinds
+
+        return kinds(self.trainer.model)
 
     def weights(self) -> WeightSource:
         """The live weights in HF names and shapes."""

@@ -22,6 +22,7 @@ from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.registry import resolve
 from slime_like.train.megatron import checkpoint, determinism, host, initial, optim
 from slime_like.train.megatron.columns import fill, nested
+from slime_like.train.megatron.exact_layers import exact_layers
 from slime_like.train.megatron.export import HFExport, write_hf
 from slime_like.train.megatron.forward import Micro, Scoring, check_tokens, make_micro, score_micros, to_device
 from slime_like.train.megatron.groups import Place
@@ -237,11 +238,12 @@ class RankTrainer(RankModel):
             values=micro.values,
         )
 
-    def score(self, rows: Rows) -> F32 | None:
-        """[T] log-probabilities of every token but first ones, on the reporter."""
+    def score(self, rows: Rows, exact: str | None = None) -> F32 | None:
+        """[T] log-probabilities of every token but first ones, on the reporter; layers of kind ``exact`` in float64."""
         micro = self.micro(rows)
         mask = np.ones(len(rows.token_ids), dtype=np.bool_)
-        scores = score_micros(self.wrapped, [micro], [mask], self.scoring)
+        with exact_layers(self.model, exact):
+            scores = score_micros(self.wrapped, [micro], [mask], self.scoring)
         return scores[0].cpu().numpy() if self.place.is_reporter else None
 
     # ---- other weights -------------------------------------------------------------------------------------------

@@ -1,0 +1,41 @@
+"""weights.probe_layers: a difference is put down to the kind of layer that makes it, whatever the layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.config.resolved import Layout
+from tests.train.jobs import SP, Job, Results
+
+pytestmark = pytest.mark.ranks
+KINDS = ("attention", "gdn", "mlp")
+CASES = {
+    f"exact {model} {fault} on {size}": (size, model, fault)
+    for size, model, faults in (
+        (1, "qwen3_5", KINDS),
+        (2, "qwen3_5", KINDS),
+        (1, "qwen3_next experts", ("gdn", "mlp")),
+        (2, "qwen3_next experts", ("mlp",)),
+    )
+    for fault in faults
+}
+LAYOUTS = {1: Layout(), 2: Layout(**SP)}
+JOBS = {
+    wanted: [
+        Job(name, "tests.train.exact_layers:attribute", (model, LAYOUTS[size], fault))
+        for name, (size, model, fault) in CASES.items()
+        if size == wanted
+    ]
+    for wanted in LAYOUTS
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kind_that_rounds_is_found(name: str, results: Results) -> None:
+    (found,) = [result for result in results[name] if result is not None]
+    fault = CASES[name][2]
+    assert found[""] > 1e-4, "the fault does not show"
+    assert found[fault] < 0.03 * found[""]
+    assert found["all"] < 0.03 * found[""]
+    for other in set(KINDS) - {fault}:
+        assert found[other] > 0.5 * found[""]
