@@ -7,7 +7,7 @@ from dataclasses import replace
 from slime_like.cluster.machine import Machine
 from slime_like.cluster.plan_types import Notes
 from slime_like.config.gdn import gdn_backend, gdn_cp_mode
-from slime_like.config.gdn_rules import check_runtime
+from slime_like.config.gdn_rules import check_optimizer, check_runtime
 from slime_like.config.hf import HfConfig
 from slime_like.config.resolved import ActorSpec
 from slime_like.config.root import TrainConfig
@@ -30,6 +30,8 @@ def settle_gdn(cfg: TrainConfig, actor: ActorSpec, model: HfConfig | None, machi
                 notes.add("model.gdn.cp_mode", mode, reason)
         if config.allow_unvalidated:
             notes.add("model.gdn.allow_unvalidated", "true", "flashqla may run where it has not been validated")
+    if model is not None and cfg.run.mode != "rollout_only":
+        check_optimizer(cfg, model, actor.dtype)
     local = cfg.placement.ray_address is None and machine.kernels is not None and cfg.run.mode != "rollout_only"
     if model is not None and model.gdn is not None and local and machine.kernels is not None:
         check_runtime(config, replace(machine.kernels, device=actor.device), actor.dtype, model.gdn)

@@ -45,6 +45,15 @@ def check_has_gdn(config: GDNConfig, model: HfConfig) -> None:
         )
 
 
+def check_optimizer(cfg: TrainConfig, model: HfConfig, dtype: str) -> None:
+    """Raise ``ConfigError`` where megatron could not save the optimizer: decays are float32 beside weights of 16 bits."""
+    if model.gdn is not None and dtype == "bfloat16" and not cfg.parallel.distributed_optimizer:
+        raise ConfigError(
+            "parallel.distributed_optimizer=false with Gated DeltaNet layers in bfloat16, whose decays stay float32: "
+            "megatron-core's plain optimizer mixes the two up in checkpoints; set parallel.distributed_optimizer=true"
+        )
+
+
 def check_options(config: GDNConfig, *, deterministic: bool) -> None:
     """Raise ``ConfigError`` where options of ``model.gdn`` contradict each other or ``run.deterministic``."""
     for name, set_ in (("auto_cp", config.auto_cp), ("allow_unvalidated", config.allow_unvalidated)):

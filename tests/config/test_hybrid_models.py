@@ -13,7 +13,7 @@ from slime_like.config.files import family_of
 from slime_like.config.hf import read_hf_config
 from slime_like.config.load import load_config
 from slime_like.config.names import FAMILIES
-from slime_like.errors import SlimeLikeError
+from slime_like.errors import ConfigError, SlimeLikeError
 from tests.config.model_folder import write_model
 
 HYBRID: dict[str, Any] = {
@@ -90,3 +90,11 @@ TEXT: dict[str, Any] = {
     "vocab_size": 128,
     "max_position_embeddings": 2048,
 }
+
+
+def test_decays_in_float32_need_the_distributed_optimizer(argv: list[str], tmp_path: Path) -> None:
+    given = options(argv, write_model(tmp_path / "model", **HYBRID))
+    plain = "parallel.distributed_optimizer=false"
+    make_plan(load_config([*given, plain]), Machine(0, 4, 16 * 2**30, ()))  # float32 on a CPU: one dtype
+    with pytest.raises(ConfigError, match=f"{plain} with Gated DeltaNet layers in bfloat16"):
+        make_plan(load_config([*given, plain, "model.dtype=bfloat16"]), Machine(0, 4, 16 * 2**30, ()))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.train import parity
 from tests.train.jobs import Job, Results, Shared
-from tests.train.models import SHARED, make_model, make_qwen3
+from tests.train.models import SHARED, make_model, make_qwen3, make_vision
 from tests.train.ranks import run_ranks
 
 BALANCE = {"qwen3_moe balanced": 0.05}  # coefficient of the routers' auxiliary loss, where there is one
@@ -32,6 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             folder / "qwen3_next_experts", "qwen3_next", tied=False, seed=9, changes={**SHARED, "mlp_only_layers": []}
         ),
         "qwen3_moe": make_model(folder / "qwen3_moe", "qwen3_moe", tied=False, seed=7),
+        "vision": make_vision(folder / "vision", seed=7),
     }
     return found | {"qwen3_moe balanced": found["qwen3_moe"]}
 

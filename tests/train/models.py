@@ -82,6 +82,13 @@ def make_model(
     )
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config)
+    unsettle(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def unsettle(model: Any) -> None:
+    """Change what starts as a constant, so that a mistake with it shows."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -92,7 +99,29 @@ def make_model(
                 parameter.copy_(0.3 * torch.randn_like(parameter))  # they start at 0
             else:
                 parameter.mul_(2.0)  # so that logits are far from uniform
+
+
+def make_vision(folder: Path, seed: int) -> Path:
+    """Write a random Qwen3.5 with a vision tower, its output layer tied, and tensors for multi-token prediction."""
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    text = {**shape, **HYBRID, "vocab_size": VOCAB, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    rope = {**ROPE["default"], "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen3_5Config(
+        text_config={**text, "rope_parameters": rope, "tie_word_embeddings": True},
+        vision_config={**vision, "num_position_embeddings": 16},
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(seed)
+    model: Any = Qwen3_5ForConditionalGeneration(config)
+    unsettle(model)
     model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"mtp.{name}": torch.randn(4, 6, dtype=torch.bfloat16) for name in ("fc.weight", "layers.0.x.weight")}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -188,7 +188,7 @@ def gradient_errors(trainer: Any, grads: dict[str, Tensor]) -> dict[str, float]:
     errors: dict[str, float] = {}
     for key, parameter in named_weights(trainer.model):
         weight = trainer.table[key]
-        whole = [grads[name] for name in weight.names]
+        whole = [grads[name.replace("model.language_model.", "model.")] for name in weight.names]
         expected = weight.split(whole, place.layout.tp, place.tp_rank)
         top = max(float(g.abs().max()) for g in whole)
         found: Any = parameter
@@ -330,6 +330,32 @@ def balance_per_trained_token() -> Any:
     return replaced(balance.ExpertBalance, "open_step", lambda *_: None)
 
 
+def unsummed_head_norm() -> Any:
+    """The norm of Gated DeltaNet's heads keeps the gradient of each tensor parallel rank's own heads, as in megatron-core."""
+    from slime_like.train.megatron import norms
+
+    return replaced(norms, "copy_to_tensor_model_parallel_region", lambda weight: weight)
+
+
+def unordered_ranks() -> Any:
+    """Under context parallelism Gated DeltaNet takes tokens in the order of the ranks that hold them."""
+    from slime_like.train.megatron import forward
+
+    return replaced(forward, "tokens_by_rank", lambda bounds, cp: np.arange(bounds[-1]))
+
+
+def convolution_across_borders() -> Any:
+    """The short convolution takes all packed sequences for one."""
+    from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
+
+    stock = TorchGDN.causal_conv
+
+    def across(self: Any, x: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        return stock(self, x, weight, **{**kwargs, "cu_seqlens_cpu": kwargs["cu_seqlens_cpu"][[0, -1]]})
+
+    return replaced(TorchGDN, "causal_conv", across)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "swapped_experts": swapped_experts,
     "unnormalised_router": unnormalised_router,
@@ -342,4 +368,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "shifted_positions": shifted_positions,
     "denominator_per_micro_batch": denominator_per_micro_batch,
     "shuffled_biases": shuffled_biases,
+    "unsummed_head_norm": unsummed_head_norm,
+    "unordered_ranks": unordered_ranks,
+    "convolution_across_borders": convolution_across_borders,
 }

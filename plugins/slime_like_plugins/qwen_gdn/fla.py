@@ -59,7 +59,7 @@ class FlaGDN:
             final = v.new_zeros(states, dtype=torch.float32) if initial_state is None else initial_state.float()
             return torch.zeros_like(v), final if output_final_state else None
         out, final = self._rule(
-            *(part[:, :tokens] for part in (q, k, v, g, beta)),
+            *(part[:, :tokens].contiguous() for part in (q, k, v, g, beta)),  # the layer's are sections of wider rows
             initial_state=initial_state,
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=True,

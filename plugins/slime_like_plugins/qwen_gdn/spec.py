@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slime_like.config.gdn import gdn_cp_mode
+from slime_like.config.hf import GDNShape
 from slime_like.config.model import ModelConfig
 from slime_like.train.megatron.groups import Place
 from slime_like_plugins.qwen_gdn import layer, select
@@ -15,8 +18,15 @@ from slime_like_plugins.qwen_gdn.state_passing import StatePassing
 
 def layer_spec(config: TransformerConfig, model: ModelConfig, place: Place) -> ModuleSpec:
     """A layer of the hybrid stack. Raises ``ConfigError`` where the backend cannot run here."""
-    heads = config.linear_num_key_heads, config.linear_num_value_heads
-    assert heads[0] is not None and heads[1] is not None
-    mode, _ = gdn_cp_mode(model.gdn.cp_mode, heads[0], heads[1], tp=place.layout.tp, cp=place.layout.cp)
-    mixing = StatePassing if mode == "state" and place.layout.cp > 1 else HeadWise
-    return layer.layer_spec(select.resolve(model.gdn, place.device.type), mixing)
+    sizes: Any = config  # megatron declares them optional
+    shape = GDNShape(
+        key_heads=sizes.linear_num_key_heads,
+        value_heads=sizes.linear_num_value_heads,
+        key_dim=sizes.linear_key_head_dim,
+        value_dim=sizes.linear_value_head_dim,
+        conv_width=sizes.linear_conv_kernel_dim,
+    )
+    tp, cp = place.layout.tp, place.layout.cp
+    mode, _ = gdn_cp_mode(model.gdn.cp_mode, shape.key_heads, shape.value_heads, tp=tp, cp=cp)
+    backend = select.resolve(model.gdn, place.device.type, model.dtype, shape)
+    return layer.layer_spec(backend, StatePassing if mode == "state" and cp > 1 else HeadWise)

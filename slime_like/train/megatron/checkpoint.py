@@ -306,6 +306,8 @@ def _fingerprint(family: Family, head: str) -> dict[str, Scalar]:
     experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     return {
         **{key: getattr(hf, key, None) for key in (*keys, *more, *(experts if family.num_experts else ()))},
+        **{key: getattr(hf, key) for key in family.shape_keys},
+        **({"layer_pattern": "".join(family.blocks())} if family.shape_keys else {}),
         "head": head,
         "padded_vocabulary": family.padded_vocabulary,  # depends on parallel.tp where 128 is not a multiple of it
     }

@@ -32,6 +32,7 @@ FUSED_NORMS = {
     "decoder.layers.input_layernorm.weight": "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
     "decoder.layers.pre_mlp_layernorm.weight": "decoder.layers.mlp.linear_fc1.layer_norm_weight",
 }
+GPT_SYMBOLS = frozenset("*-E")  # layers whose weights GPTModel has under a name that can be told
 MODEL = ("decoder.", "embedding.", "output_layer.")
 UNREADABLE = (
     CheckpointException,
@@ -62,7 +63,7 @@ def load_megatron(model: Chunks, source: Path, key: str, family: Family) -> None
     states: list[dict[str, Any]] = [p.sharded_state_dict(metadata={"singleton_local_shards": False}) for p in policies]
     try:
         stored = dist_checkpointing.load_tensors_metadata(str(source))
-        if not (source / MANIFEST).is_file():
+        if not (source / MANIFEST).is_file() and GPT_SYMBOLS.issuperset("".join(family.blocks())):
             for state in states:
                 _ask_as_gpt(state, stored, family)
         wanted = {f"chunk{i}": _tensors_of(state) for i, state in enumerate(states)}

@@ -85,9 +85,28 @@ def _optimizer(module: ModuleType) -> None:
 
 
 def _distributed_optimizer(module: ModuleType) -> None:
+    _groups_of_two_dtypes(module)
     replace(module, "Adam", GroupStepAdamW)
     replace(module, "HAVE_APEX_OR_TE", True)
     replace(module, "USING_APEX_OPTIMIZER", True)
+
+
+def _groups_of_two_dtypes(module: ModuleType) -> None:
+    """A group with parameters of 16 and of 32 bits: its optimizer holds the 32-bit ones first, its index does not know.
+
+    A checkpoint then takes one parameter's state for another's. Goes when upstream numbers them as it lays them out.
+    """
+    optimizer = module.DistributedOptimizer
+    stock = optimizer._build_optimizer_group_ranges.__func__
+
+    def build(cls: Any, *args: Any) -> tuple[dict[Any, tuple[int, int]], list[dict[str, Any]]]:
+        index, ranges = stock(cls, *args)
+        for group, found in enumerate(ranges):
+            found["params"].sort(key=lambda p: p.dtype != torch.float32)
+            index.update({p: (group, place) for place, p in enumerate(found["params"])})
+        return index, ranges
+
+    replace(optimizer, "_build_optimizer_group_ranges", classmethod(build))
 
 
 def _share_storage(target: Tensor, source: Tensor) -> None:
@@ -227,6 +246,7 @@ def table() -> dict[str, Patch]:
         "megatron.core.dist_checkpointing.serialization": _checkpoint_config,
         "megatron.core.pipeline_parallel.p2p_communication": _pipeline_shapes,
         "megatron.core.ssm.gated_delta_net.common": _gated_delta_net,
+        "megatron.core.optimizer.distrib_optimizer": _groups_of_two_dtypes,
     }
     if importlib.util.find_spec("transformer_engine") is None:
         patches["megatron.core.tensor_parallel.random"] = _recompute

@@ -121,6 +121,8 @@ class Family(ABC):
     model_types: tuple[str, ...]
     carried: ClassVar[tuple[str, ...]] = ()
     """Prefixes of HF tensors that are not trained: an export has them as the source has."""
+    shape_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of the HF config that tell two models of the family apart, beside those that all decoders have."""
 
     def __init__(self, hf: Any, tp: int) -> None:
         """``hf`` is the transformers config. Raises ``ConfigError`` on a variant the family does not cover."""

@@ -22,11 +22,19 @@ class HybridDecoder(DenseDecoder):
 
     qk_norm = True
     carried = ("mtp.", "model.visual.")
+    shape_keys = (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    )
 
     def __init__(self, hf: Any, tp: int) -> None:
         self.composite = hasattr(hf, "text_config")
         super().__init__(_text(hf), tp)
         self.require("attention_bias", False)
+        self.require("attn_output_gate", True)
         for key in ("linear_num_key_heads", "linear_num_value_heads"):
             self.require_divisible(key)
         for kind in sorted(set(self.hf.layer_types) - SYMBOLS.keys()):
@@ -40,16 +48,11 @@ class HybridDecoder(DenseDecoder):
         return tuple(SYMBOLS[kind] + "-" for kind in self.hf.layer_types)
 
     def transformer_fields(self) -> dict[str, Any]:
-        hf = self.hf
         return {
             **super().transformer_fields(),
             "layernorm_zero_centered_gamma": True,
             "attention_output_gate": True,
-            "linear_conv_kernel_dim": hf.linear_conv_kernel_dim,
-            "linear_key_head_dim": hf.linear_key_head_dim,
-            "linear_value_head_dim": hf.linear_value_head_dim,
-            "linear_num_key_heads": hf.linear_num_key_heads,
-            "linear_num_value_heads": hf.linear_num_value_heads,
+            **{key: getattr(self.hf, key) for key in self.shape_keys},  # megatron has the same names
         }
 
     def mixer(self, block: int, prefix: str) -> dict[str, Weight]:
