@@ -21,7 +21,6 @@ def segments(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
     """
     check_pipeline(parallel)
     found = _segments(parallel, num_layers)
-    _no_overlap(parallel, len(found) // parallel.pp)
     return found
 
 
@@ -60,7 +59,6 @@ def even_segments(num_layers: int, pp: int, vpp: int) -> tuple[int, ...]:
 def check_pipeline(parallel: ParallelConfig) -> None:
     """Raise ``ConfigError`` on keys that contradict each other, whatever the model."""
     pp, vpp = parallel.pp, parallel.vpp
-    _no_overlap(parallel, vpp)
     given = [f"parallel.{key}={getattr(parallel, key)}" for key in UNEVEN if getattr(parallel, key) is not None]
     if parallel.layers_per_virtual_stage is not None:
         given.append(f"parallel.layers_per_virtual_stage={parallel.layers_per_virtual_stage}")
@@ -79,15 +77,6 @@ def check_pipeline(parallel: ParallelConfig) -> None:
     if parallel.layers_per_virtual_stage is not None and len(given) > 1:
         other = next(key for key in given if not key.startswith("parallel.layers_per_virtual_stage"))
         raise ConfigError(f"{other} beside parallel.layers_per_virtual_stage: each says how layers are split; keep one")
-
-
-def _no_overlap(parallel: ParallelConfig, vpp: int) -> None:
-    if vpp > 1 and (parallel.overlap_grad_reduce or parallel.overlap_param_gather):
-        key = "overlap_grad_reduce" if parallel.overlap_grad_reduce else "overlap_param_gather"
-        raise ConfigError(
-            f"parallel.{key}=true with {vpp} virtual pipeline stages per rank: the two are not supported together; set "
-            f"parallel.{key}=false, or use one stage per rank (parallel.vpp=1)"
-        )
 
 
 def parse_layout(text: str) -> tuple[int, ...]:

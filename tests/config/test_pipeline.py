@@ -57,16 +57,6 @@ WRONG: dict[str, tuple[dict[str, object], int, list[str]]] = {
     "layout and first": ({"pp": 2, "first_stage_layers": 1, "pipeline_layout": "Et|tL"}, 2, ["says everything"]),
     "layout letters": ({"pp": 2, "pipeline_layout": "Etm|tL"}, 2, ["'Etm|tL' has 'm'"]),
     "layout without E": ({"pp": 2, "pipeline_layout": "t|tL"}, 2, ["embedding E comes once, first"]),
-    "overlap": (
-        {"pp": 2, "vpp": 2, "overlap_grad_reduce": True},
-        4,
-        ["overlap_grad_reduce=true with 2 virtual", "=false"],
-    ),
-    "overlap, by layers": (
-        {"pp": 2, "layers_per_virtual_stage": 1, "overlap_grad_reduce": True, "overlap_param_gather": True},
-        4,
-        ["overlap_grad_reduce=true with 2 virtual", "parallel.vpp=1"],
-    ),
     "layout, empty": ({"pp": 3, "pipeline_layout": "Et||tL"}, 2, ["segment 2 of 3 has no layer"]),
 }
 
@@ -113,14 +103,6 @@ def test_the_plan_counts_and_shows_the_segments(argv: list[str]) -> None:
     assert (plan.actor.layout.vpp, plan.actor.layout.segments) == (2, (1, 1, 1, 1))
     shown = render_plan(cfg, plan, machine)
     assert "pp 2 of 2 virtual stages" in shown and "layers per pipeline segment" in shown
-
-
-def test_overlap_on_virtual_stages_is_refused_at_load(argv: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.overlap_grad_reduce=true with 2 virtual pipeline stages"):
-        load_config([*argv, "parallel.pp=2", "parallel.vpp=2", "parallel.overlap_grad_reduce=true"])
-    split = "parallel.pipeline_layout='Et|t|t|tL'"
-    with pytest.raises(ConfigError, match=r"parallel\.overlap_grad_reduce=true with 2 virtual pipeline stages"):
-        load_config([*argv, "parallel.pp=2", split, "parallel.overlap_grad_reduce=true"])
 
 
 def test_a_model_that_does_not_fit_is_refused_at_load(argv: list[str], tmp_path: Path) -> None:

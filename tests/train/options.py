@@ -104,9 +104,10 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str 
 
     # Without clipping: the norm's last bit depends on how the sum over ranks is divided.
     actor = make_actor(world, shared.models[kind], layout, steps_per_rollout=2, optim={"clip_grad": 0.0})
-    wrapped: Any = actor.trainer.wrapped[0]
+    chunks: list[Any] = list(actor.trainer.wrapped)
+    wrapped: Any = chunks[-1]
     early: list[bool] = []
-    for group in wrapped.bucket_groups:
+    for group in (group for chunk in chunks for group in chunk.bucket_groups):
         stock = group.register_grad_ready
 
         def ready(*args: Any, group: Any = group, stock: Any = stock, **kwargs: Any) -> None:
@@ -136,7 +137,7 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str 
             train(actor, layout, 2 * seed, steps=2)
             weights.append(digest(actor))
     score = actor.score(batch(9)[0]) if len(weights) == 2 else None
-    return Overlapped(weights, score, len(wrapped.bucket_groups), len(early), waited)
+    return Overlapped(weights, score, sum(len(chunk.bucket_groups) for chunk in chunks), len(early), waited)
 
 
 # ---- bfloat16 --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 RECOMPUTE = {"recompute tp2 sp": Layout(**SP), "recompute pp2": Layout(pp=2)}
 OVERLAPPED = Layout(dp=2, **OVERLAP)
+VPP = Layout(dp=2, pp=2, vpp=2)
 LEARNING: dict[str, dict[str, Any]] = {
     "constant": {"lr": 2e-3, "warmup_steps": 7},
     "linear": {"lr": 2e-3, "min_lr": 3e-4, "schedule": "linear", "warmup_steps": 5},
@@ -66,6 +68,15 @@ JOBS = {
         *(Job(name, f"{OPTIONS}:bfloat16", (layout,)) for name, layout in HALF.items()),
         Job("offload half", f"{OPTIONS}:offload", (Layout(dp=2), 0.5)),
         Job("offload all", f"{OPTIONS}:offload", (Layout(dp=2), 1.0)),
+    ],
+    4: [
+        Job("no overlap vpp2", f"{OPTIONS}:overlap", ("untied", VPP, None)),
+        Job("overlap vpp2", f"{OPTIONS}:overlap", ("untied", replace(VPP, **OVERLAP), None)),
+        Job(
+            "overlap vpp2, read early",
+            f"{OPTIONS}:overlap",
+            ("untied", replace(VPP, **OVERLAP), "weights are read early"),
+        ),
     ],
 }
 
@@ -106,6 +117,19 @@ def test_overlap_changes_nothing(kind: str, results: Results) -> None:
         assert np.array_equal(found.score, plain.score)
         assert plain.early == 0
         assert found.buckets > 3 and found.early > 3
+
+
+def test_overlap_changes_nothing_on_virtual_stages(results: Results) -> None:
+    for plain, found in zip(results["no overlap vpp2"], results["overlap vpp2"], strict=True):
+        assert found.weights == plain.weights
+        assert np.array_equal(found.score, plain.score)
+        assert plain.early == 0
+        assert found.early > found.buckets >= 2  # in every step but the first, which learns what to wait for
+        assert all(found.waited)
+    assert any(found.waited for found in results["overlap vpp2"])
+    assert max(found.buckets for found in results["overlap vpp2"]) > 2  # first virtual stage of the first rank
+    early = results["overlap vpp2, read early"]
+    assert any(a.weights != b.weights for a, b in zip(results["no overlap vpp2"], early, strict=True))
 
 
 def test_ranks_agree_on_their_weights(results: Results) -> None:

@@ -36,6 +36,7 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "dp2 cp2": Layout(dp=2, cp=2),
         "pp2 cp2": Layout(pp=2, cp=2),
         "dp2 pp2 vpp2": Layout(dp=2, pp=2, vpp=2),
+        "dp2 pp2 vpp2 overlap": Layout(dp=2, pp=2, vpp=2, overlap_grad_reduce=True, bucket_size=5_000),
         "tp2 pp2 vpp2": Layout(pp=2, vpp=2, **SP),
         "pp2 cp2 vpp2": Layout(pp=2, cp=2, vpp=2),
     },

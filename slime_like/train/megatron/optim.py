@@ -38,10 +38,14 @@ def wrap(spec: ActorSpec, model: Chunks) -> Chunks:
             # Reduced over their own copies whatever the layout: megatron does so for ep > 1 only, and then cannot read
             # the optimizer state of one kind of layout in the other.
             setattr(parameter, "allreduce", False)  # noqa: B010 (read by DDP and optimizer)
-    wrapped = [DistributedDataParallel(config_of_model, config, policy) for policy in model.policies]
+    # Of later virtual stages there is one bucket, as in megatron's own trainer: other chunks' computation hides it.
+    wrapped = [
+        DistributedDataParallel(config_of_model, config, policy, disable_bucketing=i > 0)
+        for i, policy in enumerate(model.policies)
+    ]
     if layout.overlap_grad_reduce:  # every micro-batch but the last: nothing is reduced
-        (only,) = wrapped  # virtual stages are refused with overlap
-        config_of_model.no_sync_func = only.no_sync
+        chunks: Any = [chunk.no_sync for chunk in wrapped]
+        config_of_model.no_sync_func = chunks if len(chunks) > 1 else chunks[0]
     return Chunks(wrapped)
 
 
