@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from slime_like.config.resolved import Layout
 from slime_like.interfaces import Completion
@@ -104,3 +105,16 @@ def test_pipeline_and_data_parallel_ranks_keep_the_bits(told: list[Told]) -> Non
     for column in columns:
         for mine, engines in zip(column, told[-1].prefilled, strict=True):
             assert np.array_equal(mine, engines)
+
+
+def test_one_bit_of_one_weight_would_show(engine: Engine, models: Models, told: list[Told]) -> None:
+    """The planted fault: a push in which one element is off by one unit in the last place."""
+    tensors = models.tensors("B")
+    nudged = tensors["model.norm.weight"].clone()
+    nudged[0] = torch.nextafter(nudged[0], torch.tensor(2.0))
+    assert int((nudged != tensors["model.norm.weight"]).sum()) == 1
+    engine.run(engine.push(tensors | {"model.norm.weight": nudged}, 2))
+    found = engine.run(engine.client.score(told[-1].question.sequences, TEMPERATURES[-1]))
+    pairs = list(zip(found, told[-1].prefilled, strict=True))
+    assert not all(np.array_equal(mine, right) for mine, right in pairs)
+    assert max(np.abs(mine - right).max() for mine, right in pairs) < 1e-5

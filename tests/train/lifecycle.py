@@ -73,6 +73,31 @@ def resume(world: World, shared: Shared, saved_by: str, layout: Layout, lr: floa
     }
 
 
+def same_bits(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+    """Under ``run.deterministic``: two steps, a save and two more; the two more again by whoever loads it, by the same seeds
+    from the start, and, for comparison, from the saved weights alone."""
+    kind: dict[str, Any] = {"algo": SftConfig(), "deterministic": True}
+    out: dict[str, Any] = {}
+    for name in ("whole", "again"):
+        actor = make_actor(world, shared.models["tied"], layout, **kind)
+        for seed in (1, 2):
+            train(actor, layout, seed)
+        if name == "whole":
+            actor.save(shared.scratch, 2)
+        out[name] = _two_more(actor, layout)
+    resumed = make_actor(world, shared.models["tied"], layout, **kind)
+    resumed.load(shared.scratch)
+    out["resumed"] = _two_more(resumed, layout)
+    model = {"megatron_checkpoint": str(shared.scratch)}
+    out["weights alone"] = _two_more(make_actor(world, shared.models["tied"], layout, model=model, **kind), layout)
+    return out
+
+
+def _two_more(actor: Any, layout: Layout) -> tuple[str, list[Any]]:
+    losses = [train(actor, layout, seed).get("train/loss") for seed in (3, 4)]
+    return digest(actor), losses
+
+
 def resume_from_each(
     world: World, shared: Shared, sources: Sequence[str], layout: Layout, kind: str = "tied"
 ) -> dict[str, list[Any]]:

@@ -17,6 +17,7 @@ LAYOUTS = {
     "vpp2": Layout(pp=2, vpp=2),
 }
 SOURCES = ("single", *LAYOUTS)
+DETERMINISTIC = ("dp2", "pp2")
 JOBS = {
     1: [Job("reshard from single", "tests.train.lifecycle:save_then_continue", (Layout(),))],
     2: [
@@ -28,6 +29,7 @@ JOBS = {
             Job(f"reshard to {name}", "tests.train.lifecycle:resume_from_each", (SOURCES, layout))
             for name, layout in LAYOUTS.items()
         ),
+        *(Job(f"same bits {name}", "tests.train.lifecycle:same_bits", (LAYOUTS[name],)) for name in DETERMINISTIC),
     ],
 }
 
@@ -39,3 +41,10 @@ def test_another_layout_continues_the_run(source: str, target: str, results: Res
     (found,) = [r[source] for r in results[f"reshard to {target}"] if r[source][0] is not None]
     assert found == pytest.approx(expected, rel=1e-6)
     assert expected[0] != pytest.approx(expected[1], rel=1e-3)  # two steps that differ
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_a_deterministic_run_goes_on_with_the_same_bits_on_two_ranks(name: str, results: Results) -> None:
+    for rank in results[f"same bits {name}"]:
+        assert rank["resumed"] == rank["again"] == rank["whole"]
+        assert rank["weights alone"][0] != rank["whole"][0]  # moments, schedule and steps matter
