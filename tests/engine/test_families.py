@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import VOCAB, Engine, Models, launch, prompt, sampled
+from tests.engine.hybrid_models import HybridModels
 
 pytestmark = pytest.mark.engine
 TOLERANCE = 1e-4
@@ -32,6 +33,15 @@ SHAPE: dict[str, Any] = {
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}, "tie_word_embeddings": False},
+    "qwen3_moe": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
     "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "tie_word_embeddings": True},
 }
 
@@ -50,12 +60,12 @@ def build(folder: Any, family: str) -> Models:
                     parameter.copy_(0.3 * torch.randn_like(parameter))  # they start at 0
         model.eval().save_pretrained(folder / name)
         hf[name] = model
-    return Models({name: folder / name for name in hf}, hf)
+    return HybridModels({name: folder / name for name in hf}, hf)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, tuple[Models, Engine]]]:
-    """Both engines, started side by side."""
+    """The engines, started side by side."""
     with contextlib.ExitStack() as stack:
         begun: dict[str, tuple[Models, Any]] = {}
         for family in FAMILIES:

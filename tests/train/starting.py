@@ -19,7 +19,7 @@ from tests.train.ranks import World
 PADDED = 384  # another multiple than our own 256
 
 
-def write_gpt(world: World, shared: Shared, fused_names: bool) -> dict[str, Any]:
+def write_gpt(world: World, shared: Shared, fused_names: bool, kind: str = "untied") -> dict[str, Any]:
     """Save a random GPTModel of megatron's own layers, and what it says: logits F32 [S, V] of some ids.
 
     ``fused_names`` gives its norms the keys that TransformerEngine's fused linears have.
@@ -30,10 +30,10 @@ def write_gpt(world: World, shared: Shared, fused_names: bool) -> dict[str, Any]
 
     from slime_like.train.megatron.initial import FUSED_NORMS
 
-    actor = make_actor(world, shared.models["untied"], Layout(), algo=SftConfig())
+    actor = make_actor(world, shared.models[kind], Layout(), algo=SftConfig())
     config = _gpt_config(actor)
     torch.manual_seed(7)
-    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, qk_layernorm=True, normalization="RMSNorm")
     model = GPTModel(config, spec, PADDED, 512, position_embedding_type="rope", rotary_base=10_000)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -68,7 +68,7 @@ def _next_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> Any:
     return log_p[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
 
 
-def start_from(world: World, shared: Shared, folder: str, layout: Layout) -> dict[str, Any]:
+def start_from(world: World, shared: Shared, folder: str, layout: Layout, kind: str = "untied") -> dict[str, Any]:
     """A trainer that starts from ``folder``: its scores of the same ids, its first steps, and its reference."""
     import dataclasses
 
@@ -76,7 +76,7 @@ def start_from(world: World, shared: Shared, folder: str, layout: Layout) -> dic
 
     path = str(shared.scratch.with_name(folder))
     model = {"megatron_checkpoint": path}
-    actor = make_actor(world, shared.models["untied"], layout, model=model, algo=GrpoConfig(kl_loss_coef=0.1))
+    actor = make_actor(world, shared.models[kind], layout, model=model, algo=GrpoConfig(kl_loss_coef=0.1))
     ids = np.arange(3, 23, dtype=np.int32)
     rows = dataclasses.replace(
         batch(1)[1],

@@ -12,10 +12,12 @@ from tests.train.jobs import SP, Job, Results
 pytestmark = pytest.mark.ranks
 
 TARGETS = {"tp2": Layout(**SP), "pp2": Layout(pp=2), "vpp2": Layout(pp=2, vpp=2)}
+EXPERTS = (Layout(dp=2, ep=2), "qwen3_moe")
 JOBS = {
     1: [
         Job("gpt", "tests.train.starting:write_gpt", (False,)),
         Job("gpt fused", "tests.train.starting:write_gpt", (True,)),
+        Job("gpt experts", "tests.train.starting:write_gpt", (False, "qwen3_moe")),
         Job("start from gpt", "tests.train.starting:start_from", ("gpt", Layout())),
         Job("start from gpt fused", "tests.train.starting:start_from", ("gpt_fused", Layout())),
         Job("a run", "tests.train.lifecycle:save_then_continue", (Layout(),)),
@@ -26,7 +28,8 @@ JOBS = {
     2: [
         Job(f"start from gpt, {name}", "tests.train.starting:start_from", ("gpt", layout))
         for name, layout in TARGETS.items()
-    ],
+    ]
+    + [Job("start from gpt experts, ep2", "tests.train.starting:start_from", ("gpt_experts", *EXPERTS))],
 }
 
 
@@ -37,7 +40,7 @@ def test_gpt_model_stacks_its_layers(results: Results) -> None:
     assert "decoder.final_layernorm.weight" in written["keys"]
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt fused", *(f"gpt, {name}" for name in TARGETS)])
+@pytest.mark.parametrize("name", ["gpt", "gpt fused", *(f"gpt, {name}" for name in TARGETS), "gpt experts, ep2"])
 def test_a_gpt_checkpoint_says_the_same_here(name: str, results: Results) -> None:
     (written,) = results[name.split(",")[0]]
     (started,) = [r for r in results[f"start from {name}"] if r["scores"] is not None]
