@@ -30,6 +30,7 @@ def check_files(cfg: TrainConfig) -> None:
     check_has_gdn(cfg.model.gdn, model)
     check_rope(key, model)
     _layout(cfg, model)
+    _engine_reads(cfg, model)
     _context(cfg, model)
     check_weights(key, folder)
     check_tokenizer(key, folder, chat_template=cfg.data.apply_chat_template)
@@ -76,6 +77,17 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
         raise ConfigError(
             f"rollout.tp={cfg.rollout.tp} is neither a divisor nor a multiple of the "
             f"{model.num_kv_heads} key/value heads of the model in {model.folder}: set rollout.tp={model.num_kv_heads}"
+        )
+
+
+def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:
+    """SGLang 0.5.23 builds an output layer of its own for these, and leaves it as it came from memory."""
+    generates = cfg.run.mode != "train_only" and not isinstance(cfg.algo, SftConfig)
+    if generates and model.tied and model.model_type in ("qwen3_moe", "qwen3_next"):
+        raise CheckpointError(
+            f"model.hf_checkpoint={model.folder!r}: config.json has tie_word_embeddings=true, which SGLang's "
+            f"{model.model_type} does not read: its output layer would be of no value; save the model with an output "
+            "layer of its own (tie_word_embeddings=false)"
         )
 
 

@@ -44,6 +44,7 @@ class HfConfig:
     vocab_size: int
     max_positions: int
     num_experts: int  # 0: dense
+    tied: bool  # whether the output layer is the embedding, as far as config.json says so
     gdn: GDNShape | None = None  # None: attention in every layer
     rope_key: str = "rope_scaling"  # where config.json says how rotary frequencies are scaled
     rope: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -70,6 +71,7 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
             vocab_size=int(text["vocab_size"]),
             max_positions=int(text["max_position_embeddings"]),
             num_experts=_num_experts(text),
+            tied=bool(values.get("tie_word_embeddings")),
             gdn=_gdn_shape(text),
             rope_key=rope_key,
             rope=cast("dict[str, Any]", text.get(rope_key) or {}),

@@ -10,7 +10,7 @@ from slime_like.cluster.machine import Machine
 from slime_like.cluster.plan import make_plan
 from slime_like.config.flags import translate
 from slime_like.config.load import load_config
-from slime_like.errors import ConfigError
+from slime_like.errors import CheckpointError, ConfigError
 from tests.config.model_folder import write_model
 
 MACHINE = Machine(0, 8, 64 * 2**30, ())
@@ -66,6 +66,15 @@ def test_a_model_without_experts_is_named(overrides: str, words: list[str], argv
     with pytest.raises(ConfigError) as caught:
         load_config([*argv, *overrides.split()])
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_an_output_layer_that_the_engine_would_not_fill_is_named(family: str, tmp_path: Path, argv: list[str]) -> None:
+    folder = write_model(tmp_path / "tied", model_type=family, tie_word_embeddings=True, num_experts=8)
+    with pytest.raises(CheckpointError, match=rf"tie_word_embeddings=true, which SGLang's {family} does not read"):
+        load_config([*argv, f"model.hf_checkpoint={folder}"])
+    trained = [*argv, f"model.hf_checkpoint={folder}", "algo=sft", "rollout.n_samples_per_prompt=1"]
+    assert load_config(trained).model.hf_checkpoint == str(folder)
 
 
 def test_the_plan_says_who_holds_what(sparse: Path, argv: list[str]) -> None:

@@ -141,14 +141,14 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str 
 
 
 # ---- bfloat16 --------------------------------------------------------------------------------------------------------
-def bfloat16(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
+def bfloat16(world: World, shared: Shared, layout: Layout, kind: str = "tied") -> dict[str, Any]:
     """bfloat16 weights beside the float32 reference, what is kept in float32, and a resume of it."""
     from slime_like.train.megatron.forward import make_micro
     from slime_like.train.megatron.model import named_weights
 
-    ref = shared.references["tied"]
+    ref = shared.references[kind]
     half: dict[str, Any] = {"dtype": "bfloat16", "algo": ALGO, "temperature": TEMPERATURE}
-    actor = make_actor(world, shared.models["tied"], layout, **half)
+    actor = make_actor(world, shared.models[kind], layout, **half)
     rows = parity_batch()
     scores = [actor.score(r) for r in rows]
     micros = [make_micro(r, actor.trainer.place) for r in rows[actor.dp_rank :: layout.dp]]
@@ -162,7 +162,7 @@ def bfloat16(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     kinds = {(str(p.dtype), str(p.main_grad.dtype)) for _, p in named_weights(actor.trainer.model)}  # pyright: ignore[reportAttributeAccessIssue]
     out["dtypes"] = kinds
     out["sent"] = {m.dtype for m in actor.weights().manifest()}
-    tiny = make_actor(world, shared.models["tied"], layout, **half | {"optim": {"lr": 1e-6, "weight_decay": 0.0}})
+    tiny = make_actor(world, shared.models[kind], layout, **half | {"optim": {"lr": 1e-6, "weight_decay": 0.0}})
     main_before = _main_weights(tiny)
     for seed in range(3):
         train(tiny, layout, seed)
@@ -171,7 +171,7 @@ def bfloat16(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     moved = torch.cat([(a - b).abs().flatten() for a, b in zip(main, main_before, strict=True)])
     out["main weights moved"] = float(moved.max())
     tiny.save(shared.scratch, 3)
-    resumed = make_actor(world, shared.models["tied"], layout, **half)
+    resumed = make_actor(world, shared.models[kind], layout, **half)
     resumed.load(shared.scratch)
     out["resumed exactly"] = all(torch.equal(a, b) for a, b in zip(main, _main_weights(resumed), strict=True))
     return out

@@ -50,6 +50,9 @@ LEARNING: dict[str, dict[str, Any]] = {
 NUM_STEPS = 40
 CP, LENGTHS = (1, 2, 4), (5, 3, 9)  # of what TransformerEngine would be given
 HALF = {"bfloat16 tp2 sp": Layout(**SP), "bfloat16 dp2": Layout(dp=2)}
+SPARSE = {
+    "bfloat16 ep2": Layout(dp=2, ep=2)
+}  # rounding sends some tokens to other experts, whose gradients are then others
 OPTIONS = "tests.train.options"
 JOBS = {
     1: [
@@ -66,6 +69,7 @@ JOBS = {
             for fault in ("weights are read early", "output layer does not wait")
         ),
         *(Job(name, f"{OPTIONS}:bfloat16", (layout,)) for name, layout in HALF.items()),
+        *(Job(name, f"{OPTIONS}:bfloat16", (layout, "qwen3_moe")) for name, layout in SPARSE.items()),
         Job("offload half", f"{OPTIONS}:offload", (Layout(dp=2), 0.5)),
         Job("offload all", f"{OPTIONS}:offload", (Layout(dp=2), 1.0)),
     ],
@@ -157,7 +161,13 @@ def test_bfloat16_stays_near_the_float32_reference(name: str, results: Results) 
     assert score[0] < 0.01 and score[1] < 0.05, score  # mean and largest difference of a log-probability
 
 
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", SPARSE)
+def test_bfloat16_experts_say_nearly_the_same(name: str, results: Results) -> None:
+    (score,) = [rank["score"] for rank in results[name] if rank["score"]]
+    assert score[0] < 0.01 and score[1] < 0.2, score
+
+
+@pytest.mark.parametrize("name", [*HALF, *SPARSE])
 def test_what_must_not_be_rounded_is_float32(name: str, results: Results) -> None:
     for rank in results[name]:
         assert rank["dtypes"] == {("torch.bfloat16", "torch.float32")}  # weights, accumulated gradients
