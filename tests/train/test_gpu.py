@@ -110,8 +110,9 @@ def test_options_on_one_gpu(models: dict[str, Path], tmp_path: Path) -> None:
     assert found["resumed"][2:] == pytest.approx(found["resumed"][:2], rel=1e-2), found
 
 
-def test_one_gpu(models: dict[str, Path], tmp_path: Path) -> None:
-    (found,) = run_ranks("tests.train.test_gpu:on_gpu", 1, models["tied"], tmp_path)
+@pytest.mark.parametrize("kind", ["tied", "qwen3_moe"])
+def test_one_gpu(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
+    (found,) = run_ranks("tests.train.test_gpu:on_gpu", 1, models[kind], tmp_path)
     assert found["grad"] < 1e-4 and found["loss"] < 1e-5, found
     assert found["bfloat16 score"] < 0.3, found
     assert found["losses"][-1] < 0.8 * found["losses"][0], found
