@@ -250,6 +250,7 @@ REFUSED: dict[str, str] = {
     "--eval-config": "name the sets with --eval-prompt-data name path ...",
     "--num-epoch": "give the number of rollouts with --num-rollout",
     "--num-gpus-per-node": "the machine's GPUs are counted; --actor-num-gpus-per-node limits the trainer",
+    "--num-experts": "config.json of --hf-checkpoint says how many there are: remove the flag",
     "--micro-batch-size": "micro-batches are packed by tokens: --max-tokens-per-gpu",
     "--rollout-seed": "one seed serves the whole run: --seed",
     "--rollout-function-path": "a generate function per group is the seam: --custom-generate-function-path",

@@ -4,6 +4,7 @@ back bit for bit, and a checkpoint goes on with the experts distributed in anoth
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "dp2": Layout(dp=2),
         "tp2 sp": Layout(**SP),
         "tp2 sp ep2": Layout(ep=2, **SP),
+        "ep2 overlap": Layout(dp=2, ep=2, overlap_grad_reduce=True, overlap_param_gather=True),
         "pp2": Layout(pp=2),
+        "pp2 vpp2": Layout(pp=2, vpp=2),
         "cp2": Layout(cp=2),
         "cp2 ep2": Layout(cp=2, ep=2),
     },
@@ -50,7 +53,10 @@ CASES: dict[int, dict[str, tuple[str, Layout]]] = {
     }
     for size, layouts in LAYOUTS.items()
 }
-RECOMPUTE = {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "moe"]}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "recomputed experts": {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "moe"]},
+    "recomputed blocks": {"recompute": "full"},
+}
 FAULTS = {
     "swapped_experts": Layout(dp=2, ep=2),
     "unnormalised_router": Layout(dp=2, ep=2),
@@ -85,7 +91,7 @@ JOBS[2] += [
         PARITY,
         ("qwen3_moe balanced", Layout(dp=2), COEFFICIENT, "balance_per_trained_token"),
     ),
-    Job("recomputed experts", PARITY, ("qwen3_moe", Layout(dp=2, ep=2), RECOMPUTE, None)),
+    *(Job(name, PARITY, ("qwen3_moe", Layout(dp=2, ep=2), keys, None)) for name, keys in RECOMPUTE.items()),
     *(Job(fault, PARITY, ("qwen3_moe", layout, {}, fault)) for fault, layout in FAULTS.items()),
     *(Job(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()),
     *(
@@ -101,7 +107,7 @@ JOBS[2] += [
         for name, layout in RESHARDED.items()
     ),
 ]
-NAMES = [*(name for cases in CASES.values() for name in cases), "recomputed experts", *BALANCED]
+NAMES = [*(name for cases in CASES.values() for name in cases), *RECOMPUTE, *BALANCED]
 
 
 def comparison(results: Results, name: str) -> Comparison:
