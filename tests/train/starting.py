@@ -14,19 +14,24 @@ from slime_like.config.resolved import Layout
 from slime_like.errors import SlimeLikeError
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch, digest, train
+from tests.train.parity import replaced
 from tests.train.ranks import World
 
 PADDED = 384  # another multiple than our own 256
+VOCABULARY = 250
 
 
 def write_gpt(world: World, shared: Shared, fused_names: bool, kind: str = "untied") -> dict[str, Any]:
-    """Save a random GPTModel of megatron's own layers, and what it says: logits F32 [S, V] of some ids.
+    """Save a random GPTModel of megatron's own layers, and what it says of some ids.
 
-    ``fused_names`` gives its norms the keys that TransformerEngine's fused linears have.
+    Its logits F32 [S, V] are by torch's attention, as the trainer's are: those by megatron's own, which rounds a matrix of
+    scores in between, are 2e-6 from them, and that is all that the two dense models differ in. ``fused_names`` gives its norms
+    the keys that TransformerEngine's fused linears have.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from slime_like.train.megatron.initial import FUSED_NORMS
 
@@ -50,8 +55,40 @@ def write_gpt(world: World, shared: Shared, fused_names: bool, kind: str = "unti
     (shared.scratch / "latest_checkpointed_iteration.txt").write_text("release")
     ids = torch.arange(3, 23)[None]
     with torch.no_grad():
-        logits = model(ids, torch.arange(20)[None], None)[0, :, :250]
-    return {"keys": sorted(keys), "logprobs": _next_logprobs(logits, ids), "ids": ids[0].numpy()}
+        stock = model(ids, torch.arange(20)[None], None)[0, :, :VOCABULARY]
+        with replaced(DotProductAttention, "forward", _fused_attention):
+            logits = model(ids, torch.arange(20)[None], None)[0, :, :VOCABULARY]
+    return {"keys": sorted(keys), "logprobs": _next_logprobs(stock, ids), "logits": logits.numpy()}
+
+
+def _fused_attention(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """[S, 1, heads, D] -> [S, 1, heads * D], causal."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _logits(actor: Any, rows: Any) -> Any:
+    """[S, V] of the one sequence in ``rows``, on the last pipeline stage."""
+    from megatron.core.tensor_parallel import (
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+    )
+
+    from slime_like.train.megatron.forward import make_micro, run_schedule
+
+    policy = actor.trainer.model.last
+
+    def after(micro: Any, hidden: torch.Tensor, non_loss_data: bool = True) -> Any:
+        if policy.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        part = hidden[: len(rows.token_ids), 0] @ policy.output_layer.weight.T
+        whole: Any = gather_from_tensor_model_parallel_region(part)
+        return whole[:, :VOCABULARY].numpy()
+
+    with torch.no_grad():
+        found = run_schedule(actor.trainer.wrapped, [make_micro(rows, actor.trainer.place)], after, train=False)
+    return found[0] if found else None
 
 
 def _gpt_config(actor: Any) -> Any:
@@ -88,8 +125,9 @@ def start_from(world: World, shared: Shared, folder: str, layout: Layout, kind: 
         cu_seqlens=np.array([0, 20], dtype=np.int32),
     )
     scores = actor.score(rows)
+    logits = _logits(actor, rows) if kind == "untied" else None
     metrics = train(actor, layout, 1)
-    return {"scores": scores, "kl": metrics.get("train/kl_loss")}
+    return {"scores": scores, "logits": logits, "kl": metrics.get("train/kl_loss")}
 
 
 def own_weights(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:

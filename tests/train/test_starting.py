@@ -44,6 +44,10 @@ def test_gpt_model_stacks_its_layers(results: Results) -> None:
 def test_a_gpt_checkpoint_says_the_same_here(name: str, results: Results) -> None:
     (written,) = results[name.split(",")[0]]
     (started,) = [r for r in results[f"start from {name}"] if r["scores"] is not None]
+    if "tp2" in name:  # whose projections are sums of two halves, which round otherwise
+        np.testing.assert_allclose(started["logits"], written["logits"], atol=1e-5, rtol=0)
+    elif "experts" not in name:
+        assert np.array_equal(started["logits"], written["logits"])
     np.testing.assert_allclose(started["scores"][1:], written["logprobs"], atol=1e-5, rtol=0)
     assert np.ptp(written["logprobs"]) > 0.1
     assert started["kl"] == 0  # the reference is where the policy started
