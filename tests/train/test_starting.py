@@ -45,7 +45,7 @@ def test_a_gpt_checkpoint_says_the_same_here(name: str, results: Results) -> Non
     (written,) = results[name.split(",")[0]]
     (started,) = [r for r in results[f"start from {name}"] if r["scores"] is not None]
     if "tp2" in name:  # whose projections are sums of two halves, which round otherwise
-        np.testing.assert_allclose(started["logits"], written["logits"], atol=1e-5, rtol=0)
+        np.testing.assert_allclose(started["logits"], written["logits"], atol=3e-6, rtol=0)
     elif "experts" not in name:
         assert np.array_equal(started["logits"], written["logits"])
     np.testing.assert_allclose(started["scores"][1:], written["logprobs"], atol=1e-5, rtol=0)
