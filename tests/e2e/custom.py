@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from slime_like.interfaces import Engine, GenerateContext
@@ -12,6 +13,16 @@ from slime_like.types import Prompt, Sample, SampleGroup
 async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
     """Two of the seeds only."""
     return await single_turn(prompt, engine, seeds[:2], context)
+
+
+_drawn = itertools.count()
+
+
+async def counted_seeds(
+    prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
+) -> Sequence[Sample]:
+    """A fault: seeds by how many were drawn in this process, which a resumed run cannot know."""
+    return await single_turn(prompt, engine, [next(_drawn) for _ in seeds], context)
 
 
 def even_prompts(group: SampleGroup) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,21 @@ def write_inputs(folder: Path) -> tuple[str, ...]:
 
 def differences(run_dir: Path, other: Path, num_rollouts: int) -> list[str]:
     """What is not the same in two runs: prompts, seeds, tokens, log-probabilities, versions, rewards, losses, weights."""
+    found = sample_differences(run_dir, other, range(num_rollouts))
+    found += _loss_differences(run_dir, other)
+    return [*found, *weight_differences(run_dir / "hf", other / "hf")]
+
+
+def sample_differences(run_dir: Path, other: Path, rollouts: Iterable[int]) -> list[str]:
+    """What is not the same in the samples of two runs."""
     found: list[str] = []
-    for k in range(num_rollouts):
+    for k in rollouts:
         mine, theirs = (list(_samples(folder, k)) for folder in (run_dir, other))
         if len(mine) != len(theirs):
             found.append(f"rollout {k}: {len(mine)} and {len(theirs)} samples")
         for a, b in zip(mine, theirs, strict=False):
             found += [f"rollout {k}, sample {a['id']}: {name}" for name in a if not _same(a[name], b[name])]
-    found += _loss_differences(run_dir, other)
-    return [*found, *weight_differences(run_dir / "hf", other / "hf")]
+    return found
 
 
 def _samples(run_dir: Path, rollout_id: int) -> Iterator[dict[str, Any]]:
