@@ -27,6 +27,11 @@ def check_bits(cfg: TrainConfig, family: str, dtype: str) -> None:
             f"run.deterministic=true with a model of family {family!r} on a CPU: engine and trainer are known to agree in "
             f"every bit for {', '.join(FAMILIES)} only; set run.deterministic=false"
         )
+    if cfg.model.cpu_kernels == "c":
+        raise ConfigError(
+            "model.cpu_kernels=c with run.deterministic=true: sums of these kernels have another order than the engine's; "
+            "set model.cpu_kernels=auto, which leaves them out then"
+        )
     if cfg.rollout.cpu_kernels in ("c", "torch"):
         raise ConfigError(
             f"rollout.cpu_kernels={cfg.rollout.cpu_kernels} with run.deterministic=true: sums of these kernels have another "

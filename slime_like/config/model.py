@@ -29,6 +29,12 @@ class ModelConfig(Config):
         "Core attention (table ATTENTIONS): torch (our own; auto) or te (TransformerEngine's, where it is installed).",
     )
     gdn: GDNConfig = key(GDNConfig, "Gated DeltaNet layers, where the model has them.")
+    cpu_kernels: str = key(
+        "auto",
+        "Norms, rotation and SwiGLU of a trainer on a CPU: c (compiled where it runs), torch, or auto: c where there is "
+        "a C compiler and run.deterministic is off.",
+        choices=("auto", "c", "torch"),
+    )
     recompute: str = key(
         "none",
         "Activation recompute: none, selective (recompute_modules) or full.",

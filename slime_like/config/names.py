@@ -67,6 +67,9 @@ GDN_BACKENDS = {
     "flashqla": "slime_like_plugins.qwen_gdn.flashqla:FlashQLAGDN",
     "torch": "slime_like_plugins.qwen_gdn.torch_chunk:TorchGDN",
 }
+CPU_KERNELS = {
+    "c": "slime_like_plugins.megatron_cpu.layer:with_c_kernels",
+}
 TRANSPORTS = {
     "tensor": "slime_like.weights.tensor:TensorSender",
     "broadcast": "slime_like.weights.broadcast:BroadcastSender",

@@ -37,6 +37,7 @@ def test_a_gpu_keeps_its_tolerance_and_may_split_tensors(argv: list[str]) -> Non
         ("parallel.tp=2", r"parallel\.tp=2 with run\.deterministic=true on a CPU: .*set parallel\.tp=1"),
         ("rollout.tp=2", r"rollout\.tp=2 with run\.deterministic=true on a CPU: .*set rollout\.tp=1"),
         ("model.dtype=bfloat16", r"model\.dtype=bfloat16 with run\.deterministic=true on a CPU: .*float32"),
+        ("model.cpu_kernels=c", r"model\.cpu_kernels=c with run\.deterministic=true: .*set model\.cpu_kernels=auto"),
         (
             "rollout.cpu_kernels=c",
             r"rollout\.cpu_kernels=c with run\.deterministic=true: .*set rollout\.cpu_kernels=auto",

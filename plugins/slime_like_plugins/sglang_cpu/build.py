@@ -1,4 +1,4 @@
-"""Compiles ``csrc`` with the machine's C compiler into a cache of this user. Standard library only.
+"""Compiles ``csrc`` of this plugin, or of another one, with the machine's C compiler into a cache of this user. Standard library only.
 
     python -m slime_like_plugins.sglang_cpu.build     # what the set-up runs; says what it made, exit code 1 if nothing
 
@@ -78,10 +78,10 @@ def cpu_identity() -> str:
     )
 
 
-def object_name(compiler: str) -> str:
+def object_name(compiler: str, source: Path = SOURCE) -> str:
     """File name of the object that source, flags, compiler and CPU give."""
     digest = hashlib.sha256()
-    for file in sorted(SOURCE.iterdir()):
+    for file in sorted(source.iterdir()):
         digest.update(file.read_bytes())
     state = os.stat(compiler)
     for part in (*FLAGS, os.path.realpath(compiler), state.st_size, state.st_mtime_ns, cpu_identity()):
@@ -89,11 +89,11 @@ def object_name(compiler: str) -> str:
     return f"{digest.hexdigest()[:24]}.so"
 
 
-def run_compiler(compiler: str, target: Path) -> None:
-    """Compile to ``target``, shared out by OpenMP where the compiler has it. Raises ``BuildError``."""
+def run_compiler(compiler: str, target: Path, source: Path = SOURCE) -> None:
+    """Compile ``kernels.c`` of ``source`` to ``target``, shared out by OpenMP where the compiler has it. Raises ``BuildError``."""
     message = ""
     for openmp in (("-fopenmp",), ()):
-        command = [compiler, *FLAGS, *openmp, str(SOURCE / "kernels.c"), "-o", str(target), "-lm"]
+        command = [compiler, *FLAGS, *openmp, str(source / "kernels.c"), "-o", str(target), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -104,15 +104,15 @@ def run_compiler(compiler: str, target: Path) -> None:
     raise BuildError(f"{compiler} refused the kernels' source: {message}")
 
 
-def build() -> Built:
-    """The object for this machine, compiled now unless it was before; it appears whole or not at all."""
+def build(source: Path = SOURCE) -> Built:
+    """The object of the folder ``source`` for this machine, compiled now unless it was before; it appears whole or not at all."""
     compiler, folder = find_compiler(), cache_folder()
-    path = folder / object_name(compiler)
+    path = folder / object_name(compiler, source)
     if path.is_file() and is_private(path):
         return Built(path, compiler)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         target = Path(scratch) / "kernels.so"
-        run_compiler(compiler, target)
+        run_compiler(compiler, target, source)
         target.chmod(0o700)
         target.replace(path)
     return Built(path, compiler)

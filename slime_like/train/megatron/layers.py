@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -52,6 +53,14 @@ class PackedRows(PackedSeqParams):
     by_rank: Tensor | None = None  # I64 [P], which of the padded tokens stands where, one rank after another; cp > 1
     in_order: Tensor | None = None  # I64 [P], the inverse of ``by_rank``
     padding: Tensor | None = None  # [1, L], with sequence parallelism [1, L / tp]: tokens that no router counts
+    cos_sin: Tensor | None = None  # F32 [P, dim], of the rotary angles, once a layer has asked for it
+
+    def cos_sin_of(self, angles: Tensor) -> Tensor:
+        """F32 [P, dim], cosines then sines of the first dim / 2 of the rotary ``angles`` [P, 1, 1, dim] of these rows."""
+        if self.cos_sin is None:
+            half = angles[:, 0, 0, : angles.shape[-1] // 2]
+            self.cos_sin = torch.cat((half.cos(), half.sin()), -1)
+        return self.cos_sin
 
     def on_device(self) -> PackedSeqParams:
         """The same sequences as TransformerEngine takes them: bounds over the tokens of all context parallel ranks,
@@ -68,6 +77,12 @@ class PackedRows(PackedSeqParams):
             max_seqlen_kv=self.max_seqlen_kv,
             pad_between_seqs=False,  # otherwise it compares bounds, and waits for the GPU
         )
+
+
+def announce_read(part: torch.nn.Module) -> None:
+    """Before weights of ``part`` are read without its forward: with overlap_param_gather they may still be on their way."""
+    for ready in part._forward_pre_hooks.values():
+        ready(part, ())
 
 
 def refuse_dropout(config: TransformerConfig, attention_dropout: float | None) -> None:
@@ -142,8 +157,10 @@ class PackedAttention(MegatronModule):
         return out
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        dtype = query.dtype
-        if dtype == torch.bfloat16 and not query.is_cuda:  # torch's own there takes 2.5 times as long, and rounds more
+        dtype = self.config.params_dtype  # queries may come in float32
+        if (
+            query.dtype == torch.bfloat16 and not query.is_cuda
+        ):  # torch's own there takes 2.5 times as long, and rounds more
             query, key, value = query.float(), key.float(), value.float()
         if packed.batches is not None:
             return sdpa.in_batches(query, key, value, packed.batches, self.scale).to(dtype)
@@ -161,6 +178,8 @@ class PackedAttention(MegatronModule):
 class Stack(HybridStack):
     """HybridStack builds its final norm as TransformerEngine's: build none there, then our own."""
 
+    norm = RMSNorm
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -172,7 +191,7 @@ class Stack(HybridStack):
         super().__init__(config, submodules, post_process=post_process, post_layer_norm=False, **kwargs)
         if post_process and post_layer_norm:
             self.post_layer_norm = True
-            self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.final_norm = self.norm(config, config.hidden_size, config.layernorm_epsilon)
 
 
 class TorchParts(LocalSpecProvider):
@@ -191,6 +210,10 @@ class LayerParts:
 
     core_attention: type = PackedAttention
     mixers: Mapping[str, ModuleSpec] = field(default_factory=dict[str, ModuleSpec])  # by layer symbol, from plugins
+    norm: type[RMSNorm] = RMSNorm
+    self_attention: type[SelfAttention] = SelfAttention
+    mlp: type[MLP] = MLP
+    stack: type[Stack] = Stack
 
 
 MIXER_FIELDS = {"G": "gdn_layer"}
@@ -200,33 +223,34 @@ MIXER_FIELDS = {"G": "gdn_layer"}
 def stack_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
     """Layers of the hybrid stack: mixers of tokens, MLP and (where there are any) experts, each with its norm and residual."""
     attention = ModuleSpec(
-        SelfAttention,
+        parts.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=parts.core_attention,
             linear_proj=RowParallelLinear,
-            q_layernorm=RMSNorm if config.qk_layernorm else None,
-            k_layernorm=RMSNorm if config.qk_layernorm else None,
+            q_layernorm=parts.norm if config.qk_layernorm else None,
+            k_layernorm=parts.norm if config.qk_layernorm else None,
         ),
     )
     residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
 
     def after_norm(mlp: Any) -> ModuleSpec:
-        parts = TransformerLayerSubmodules(pre_mlp_layernorm=RMSNorm, mlp=mlp, mlp_bda=residual)
-        return ModuleSpec(MLPLayer, submodules=parts)
+        submodules = TransformerLayerSubmodules(pre_mlp_layernorm=parts.norm, mlp=mlp, mlp_bda=residual)
+        return ModuleSpec(MLPLayer, submodules=submodules)
 
     sparse = {} if config.num_moe_experts is None else {"moe_layer": after_norm(moe_builder(config, TorchParts()))}
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
-        Stack,
+        parts.stack,
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(
                 TransformerLayer,
                 submodules=TransformerLayerSubmodules(
-                    input_layernorm=RMSNorm, self_attention=attention, self_attn_bda=residual
+                    input_layernorm=parts.norm, self_attention=attention, self_attn_bda=residual
                 ),
             ),
-            mlp_layer=after_norm(get_mlp_module_spec_for_backend(backend=TorchParts(), num_experts=None)),
+            mlp_layer=after_norm(partial(parts.mlp.as_mlp_submodule, submodules=linears)),
             **sparse,
             **{MIXER_FIELDS[symbol]: spec for symbol, spec in parts.mixers.items()},
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from slime_like.config.model import ModelConfig
-from slime_like.config.names import ATTENTIONS, MIXERS
+from slime_like.config.names import ATTENTIONS, CPU_KERNELS, MIXERS
+from slime_like.errors import ConfigError
 from slime_like.registry import resolve
 from slime_like.train.megatron.device import current_device
 from slime_like.train.megatron.exact_attention import ExactAttention
@@ -20,7 +22,7 @@ from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.families.experts import global_key
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import HFFolder
-from slime_like.train.megatron.layers import LayerParts, PackedRows, stack_spec
+from slime_like.train.megatron.layers import LayerParts, PackedRows, announce_read, stack_spec
 from slime_like.train.megatron.rotary import Rotary
 from slime_like.train.megatron.transformer_config import pipeline_pattern
 from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
@@ -84,8 +86,7 @@ class Policy(HybridModel):
         self, hidden: Tensor, source_N: Tensor, target_N: Tensor, *, temperature: float, chunk: int, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probability and, where asked for, entropy F32 [N] of tokens ``target_N`` predicted at positions ``source_N`` of [L]."""
-        for ready in self.output_layer._forward_pre_hooks.values():  # its weight is read here, without its forward
-            ready(self.output_layer, ())
+        announce_read(self.output_layer)
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
@@ -147,9 +148,24 @@ def build_chunks(
 
 def layer_parts(config: TransformerConfig, family: Family, place: Place, model: ModelConfig) -> LayerParts:
     """The layer parts that ``model`` and the family's layer symbols ask for."""
-    core = _core_attention(model.attention, exactly=config.deterministic_mode and place.device.type == "cpu")
+    exactly = config.deterministic_mode and place.device.type == "cpu"
+    core = _core_attention(model.attention, exactly=exactly)
     symbols = sorted({symbol for block in family.blocks() for symbol in block} & MIXERS.keys())
-    return LayerParts(core, {s: resolve("model.family", s, MIXERS)(config, model, place) for s in symbols})
+    parts = LayerParts(core, {s: resolve("model.family", s, MIXERS)(config, model, place) for s in symbols})
+    return parts if exactly or place.device.type != "cpu" else _on_cpu_kernels(parts, model.cpu_kernels)
+
+
+def _on_cpu_kernels(parts: LayerParts, wanted: str) -> LayerParts:
+    """``parts`` over the kernels that ``model.cpu_kernels`` names; auto: C, where that can be compiled."""
+    if wanted == "torch":
+        return parts
+    try:
+        return resolve("model.cpu_kernels", "c", CPU_KERNELS)(parts)
+    except ConfigError as error:
+        if wanted == "c":
+            raise
+        logging.getLogger(__name__).warning("training with torch's kernels: %s", error)
+        return parts
 
 
 def _core_attention(name: str, *, exactly: bool) -> type:

@@ -1,0 +1,73 @@
+/* Leaf kernels of training on a plain CPU: plain C, no libraries, pointers and sizes only. Called through ctypes.
+ *
+ * Every kernel computes in float32 and rounds once where it stores, for float32 and bfloat16 alike. Rows are shared out
+ * among `threads` threads in equal stretches; what is summed over rows is summed per thread and added by the caller in
+ * order, so that a number of threads always gives the same bits.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+
+#define INLINE static inline __attribute__((always_inline))
+#define EACH_LANE _Pragma("omp simd")
+#define TEXT(x) #x
+#define SUM_OF(...) _Pragma(TEXT(omp simd reduction(+ : __VA_ARGS__)))
+#if defined(_OPENMP)
+#include <omp.h>
+#define SHARED(threads) _Pragma(TEXT(omp parallel num_threads(threads) if ((threads) > 1)))
+#define ROWS _Pragma("omp for schedule(static)")
+#define THREAD omp_get_thread_num()
+#else
+#define SHARED(threads)
+#define ROWS
+#define THREAD 0
+#endif
+
+INLINE float as_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE uint32_t as_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+INLINE float load_f32(float x) { return x; }
+INLINE float store_f32(float x) { return x; }
+INLINE float load_bf16(bf16 x) { return as_float((uint32_t)x << 16); }
+INLINE bf16 store_bf16(float x) {
+    uint32_t bits = as_bits(x);
+    uint32_t near = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; /* to nearest, ties to even */
+    return (bf16)(x != x ? 0x7fc0u : near);
+}
+
+/* 1 / (1 + exp(-x)), exp by the reduction and polynomial of Cephes' expf (S. Moshier). NaN stays NaN. */
+INLINE float sigmoid(float x) {
+    float y = -x;
+    y = y < -87.3f ? -87.3f : y;
+    y = y > 88.3f ? 88.3f : y;
+    float n = (y * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest whole number */
+    float r = y - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    float p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    return 1.0f / (1.0f + p * as_float((uint32_t)((int32_t)n + 127) << 23));
+}
+
+#define T float
+#define NAME(f) f##_f32
+#include "typed.h"
+#undef T
+#undef NAME
+#define T bf16
+#define NAME(f) f##_bf16
+#include "typed.h"

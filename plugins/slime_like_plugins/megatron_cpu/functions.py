@@ -1,0 +1,80 @@
+"""The C kernels under autograd: what is kept for the way back is the input and one number per row or head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like_plugins.megatron_cpu.kernels import Heads, TrainKernels
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """(x [..., H], weight [H], eps, kernels) -> [..., H]"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, kernels: TrainKernels) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        out, inverse = kernels.rms_norm(rows, weight_H, eps)
+        ctx.save_for_backward(rows, weight_H, inverse)
+        ctx.kernels = kernels
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        rows, weight_H, inverse = ctx.saved_tensors
+        grad = grads[0].reshape(rows.shape).contiguous()
+        grad_x, grad_weight = ctx.kernels.rms_norm_back(rows, weight_H, inverse, grad)
+        return grad_x.view(grads[0].shape), grad_weight, None, None
+
+
+class SwiGLUFunction(torch.autograd.Function):
+    """(gate and up [..., 2 F], kernels) -> [..., F]"""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, kernels: TrainKernels) -> Tensor:
+        rows = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
+        ctx.save_for_backward(rows)
+        ctx.kernels, ctx.shape = kernels, gate_up.shape
+        return kernels.swiglu(rows).view(*gate_up.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (rows,) = ctx.saved_tensors
+        grad = grads[0].reshape(len(rows), -1).contiguous()
+        return ctx.kernels.swiglu_back(rows, grad).view(ctx.shape), None
+
+
+class SplitRotateFunction(torch.autograd.Function):
+    """(mixed [N, G (R + 2) D], weights of query and key norm [D] or None, cos_sin [N, D], heads, eps, kernels)
+    -> F32 queries [N, G R, D], keys and values [N, G, D]"""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mixed: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cos_sin_ND: Tensor,
+        heads: Heads,
+        eps: float,
+        kernels: TrainKernels,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mixed = mixed.contiguous()
+        norms = None if q_weight is None or k_weight is None else (q_weight, k_weight)
+        *out, inverse = kernels.split_rotate(mixed, norms, cos_sin_ND, heads, eps)
+        ctx.save_for_backward(mixed, q_weight, k_weight, cos_sin_ND, inverse)
+        ctx.heads, ctx.kernels = heads, kernels
+        queries, keys, values = out
+        return queries, keys, values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        mixed, q_weight, k_weight, cos_sin_ND, inverse = ctx.saved_tensors
+        norms = None if q_weight is None else (q_weight, k_weight)
+        grad_queries, grad_keys, grad_values = (grad.contiguous() for grad in grads)
+        given = (grad_queries, grad_keys, grad_values)
+        grad_mixed, grad_norms = ctx.kernels.split_rotate_back(mixed, norms, cos_sin_ND, inverse, given, ctx.heads)
+        of_norms = (None, None) if norms is None else grad_norms.to(mixed.dtype).unbind(0)
+        return grad_mixed, *of_norms, None, None, None, None

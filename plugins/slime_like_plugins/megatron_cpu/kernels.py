@@ -1,0 +1,151 @@
+"""The C leaf kernels of training (``csrc``), for contiguous host tensors. What could read foreign memory is checked here.
+
+Axes: N tokens, H hidden, F half of what SwiGLU reads, G groups (KV heads), R query heads per group, D head dimension.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime_like_plugins.sglang_cpu.build import build
+
+SOURCE = Path(__file__).parent / "csrc"
+SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_POINTER, _WHOLE, _REAL, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_SIGNATURES = {
+    "rms_norm": [*[_POINTER] * 4, *[_WHOLE] * 2, _REAL, _INT],
+    "rms_norm_back": [*[_POINTER] * 6, *[_WHOLE] * 2, _INT],
+    "swiglu": [*[_POINTER] * 2, *[_WHOLE] * 2, _INT],
+    "swiglu_back": [*[_POINTER] * 3, *[_WHOLE] * 2, _INT],
+    "split_rotate": [*[_POINTER] * 8, *[_WHOLE] * 4, _REAL, _INT],
+    "split_rotate_back": [*[_POINTER] * 11, *[_WHOLE] * 4, _INT],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How the output of the query, key and value projection is laid out: G groups of R queries, a key and a value."""
+
+    groups: int
+    queries: int
+    dim: int
+
+    @property
+    def width(self) -> int:
+        """Numbers per token."""
+        return self.groups * (self.queries + 2) * self.dim
+
+
+class TrainKernels:
+    """Bindings to the shared object at ``path``. Weights have the dtype of what they multiply."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._functions: dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer] = {}
+        for dtype, suffix in SUFFIX.items():
+            for name, arguments in _SIGNATURES.items():
+                function = library[f"{name}_{suffix}"]
+                function.argtypes, function.restype = arguments, None
+                self._functions[name, dtype] = function
+
+    def rms_norm(self, x_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The norm [N, H], and one over the root mean square F32 [N]."""
+        n, h = x_NH.shape
+        _check(x_NH.dtype, (x_NH, (n, h)), (weight_H, (h,)))
+        out_NH, inverse_N = torch.empty_like(x_NH), x_NH.new_empty(n, dtype=torch.float32)
+        self._call("rms_norm", x_NH.dtype, (x_NH, weight_H, out_NH, inverse_N), n, h, eps)
+        return out_NH, inverse_N
+
+    def rms_norm_back(
+        self, x_NH: Tensor, weight_H: Tensor, inverse_N: Tensor, grad_NH: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of ``x`` [N, H] and of the weight [H]."""
+        n, h = x_NH.shape
+        _check(x_NH.dtype, (x_NH, (n, h)), (weight_H, (h,)), (grad_NH, (n, h)))
+        _check(torch.float32, (inverse_N, (n,)))
+        grad_x_NH, shares = torch.empty_like(x_NH), x_NH.new_zeros((_threads(), h), dtype=torch.float32)
+        self._call("rms_norm_back", x_NH.dtype, (x_NH, weight_H, inverse_N, grad_NH, grad_x_NH, shares), n, h)
+        return grad_x_NH, shares.sum(0).to(weight_H.dtype)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """[N, 2 F], gate before up, -> silu(gate) * up [N, F]."""
+        n, f = gate_up.shape[0], gate_up.shape[1] // 2
+        _check(gate_up.dtype, (gate_up, (n, 2 * f)))
+        out_NF = gate_up.new_empty((n, f))
+        self._call("swiglu", gate_up.dtype, (gate_up, out_NF), n, f)
+        return out_NF
+
+    def swiglu_back(self, gate_up: Tensor, grad_NF: Tensor) -> Tensor:
+        """Gradient [N, 2 F]."""
+        n, f = grad_NF.shape
+        _check(gate_up.dtype, (gate_up, (n, 2 * f)), (grad_NF, (n, f)))
+        grad_gate_up = torch.empty_like(gate_up)
+        self._call("swiglu_back", gate_up.dtype, (gate_up, grad_NF, grad_gate_up), n, f)
+        return grad_gate_up
+
+    def split_rotate(
+        self, mixed: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: Heads, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """F32 queries [N, G R, D], keys and values [N, G, D] of ``mixed`` [N, G (R + 2) D]; and [N, G, R + 1] for the way back.
+
+        Queries and keys get their norm (weights [D] each), where there is one, and the rotation of halves by angles whose
+        D / 2 cosines, then sines, are ``cos_sin``.
+        """
+        n, g, r, d = len(mixed), heads.groups, heads.queries, heads.dim
+        _check_mixed(mixed, norms, cos_sin_ND, heads)
+        empty = lambda *shape: mixed.new_empty(shape, dtype=torch.float32)  # noqa: E731
+        out = (empty(n, g * r, d), empty(n, g, d), empty(n, g, d), empty(n, g, r + 1))
+        self._call("split_rotate", mixed.dtype, (mixed, *(norms or (None, None)), cos_sin_ND, *out), n, g, r, d, eps)
+        return out
+
+    def split_rotate_back(
+        self,
+        mixed: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        cos_sin_ND: Tensor,
+        inverse: Tensor,
+        grads: tuple[Tensor, Tensor, Tensor],
+        heads: Heads,
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of ``mixed`` [N, G (R + 2) D] and F32 [2, D] of the norms' weights (0 where there are none)."""
+        n, g, r, d = len(mixed), heads.groups, heads.queries, heads.dim
+        _check_mixed(mixed, norms, cos_sin_ND, heads)
+        shapes = ((n, g * r, d), (n, g, d), (n, g, d), (n, g, r + 1))
+        _check(torch.float32, *zip((*grads, inverse), shapes, strict=True))
+        grad_mixed = torch.empty_like(mixed)
+        shares = mixed.new_zeros((_threads(), 2, d), dtype=torch.float32)
+        room = mixed.new_empty((_threads(), d), dtype=torch.float32)
+        given = (mixed, *(norms or (None, None)), cos_sin_ND, inverse, *grads)
+        self._call("split_rotate_back", mixed.dtype, (*given, grad_mixed, shares, room), n, g, r, d)
+        return grad_mixed, shares.sum(0)
+
+    def _call(self, name: str, dtype: torch.dtype, tensors: tuple[Tensor | None, ...], *numbers: float) -> None:
+        pointers = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+        self._functions[name, dtype](*pointers, *numbers, _threads())
+
+
+def make_kernels() -> TrainKernels:
+    """Compile, unless it was done before. Raises ``BuildError`` or OSError where that cannot be."""
+    return TrainKernels(build(SOURCE).path)
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
+def _check(dtype: torch.dtype, *pairs: tuple[Tensor, tuple[int, ...]]) -> None:
+    for tensor, shape in pairs:
+        assert tensor.dtype is dtype, f"{tensor.dtype} beside {dtype}"
+        assert tensor.shape == shape, f"{tuple(tensor.shape)} where {shape} is needed"
+        assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{tensor.device}, strides {tensor.stride()}"
+
+
+def _check_mixed(mixed: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: Heads) -> None:
+    assert heads.dim % 2 == 0, f"no halves of {heads.dim}"
+    _check(mixed.dtype, (mixed, (len(mixed), heads.width)), *((weight, (heads.dim,)) for weight in norms or ()))
+    _check(torch.float32, (cos_sin_ND, (len(mixed), heads.dim)))

@@ -1,0 +1,132 @@
+"""Layer parts over the C kernels, with the parameters and checkpoint keys of the torch ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+
+from slime_like.errors import ConfigError
+from slime_like.train.megatron.layers import LayerParts, PackedRows, Stack, announce_read
+from slime_like.train.megatron.norms import RMSNorm
+from slime_like_plugins.megatron_cpu.functions import RMSNormFunction, SplitRotateFunction, SwiGLUFunction
+from slime_like_plugins.megatron_cpu.kernels import Heads, TrainKernels, make_kernels
+from slime_like_plugins.sglang_cpu.build import BuildError
+
+
+@cache
+def kernels() -> TrainKernels:
+    """Those of this process."""
+    return make_kernels()
+
+
+class FusedRMSNorm(RMSNorm):
+    """The norm and its way back in one pass each; zero-centred ones as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        if self.zero_centered:
+            return super().forward(x)
+        return RMSNormFunction.apply(x, self.weight, self.eps, kernels())  # pyright: ignore[reportReturnType]
+
+
+class FusedStack(Stack):
+    """The decoder, its final norm included."""
+
+    norm = FusedRMSNorm
+
+
+class FusedMLP(MLP):
+    """SwiGLU in one pass."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.config
+        plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0.0
+        assert config.gated_linear_unit and config.activation_func is F.silu and plain, "an MLP other than SwiGLU"
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
+        """[L, 1, H] -> [L, 1, H] and the output's bias."""
+        assert per_token_scale is None, "tokens of a dense MLP have no scale"
+        first: Any = self.linear_fc1
+        second: Any = self.linear_fc2
+        gate_up, bias = first(hidden_states)
+        return second(SwiGLUFunction.apply(gate_up if bias is None else gate_up + bias, kernels()))
+
+
+class FusedAttention(SelfAttention):
+    """From the projection to queries, keys and values in float32 in one pass: split, norms, rotation, cast.
+
+    Under context parallelism, where tensor parallel ranks share a KV head, with output gates, zero-centred norms or a
+    rotation of part of a head: megatron's own steps.
+    """
+
+    _cos_sin: Tensor | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """megatron's, with the rotation moved into ``get_query_key_value_tensors``."""
+        if isinstance(packed_seq_params, PackedRows) and self._fits(packed_seq_params, rotary_pos_emb):
+            self._cos_sin = packed_seq_params.cos_sin_of(rotary_pos_emb)
+            rotary_pos_emb = None
+        try:
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                *args,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+        finally:
+            self._cos_sin = None
+
+    def _fits(self, packed: PackedRows, angles: Any) -> bool:
+        config = self.config
+        whole_heads = isinstance(angles, Tensor) and angles.shape[-1] == self.hidden_size_per_attention_head
+        plain = not config.attention_output_gate and not config.layernorm_zero_centered_gamma
+        return whole_heads and plain and packed.key_index is None and self._query_groups() >= self.world_size
+
+    def _query_groups(self) -> int:
+        return self.config.num_query_groups or self.config.num_attention_heads
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Queries [L, 1, heads, dim], keys and values [L, 1, groups, dim], in float32 and rotated."""
+        if self._cos_sin is None:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups = self.num_query_groups_per_partition
+        queries = self.num_attention_heads_per_partition // groups
+        weights = (_weight(self.q_layernorm), _weight(self.k_layernorm))
+        heads = Heads(groups, queries, self.hidden_size_per_attention_head)
+        eps, rows = self.config.layernorm_epsilon, mixed.flatten(0, 1)
+        out: Any = SplitRotateFunction.apply(rows, *weights, self._cos_sin, heads, eps, kernels())
+        return tuple(x[:, None] for x in out)
+
+
+def _weight(norm: Any) -> Tensor | None:
+    if norm is None:
+        return None
+    announce_read(norm)
+    return norm.weight
+
+
+def with_c_kernels(parts: LayerParts) -> LayerParts:
+    """``parts`` over the C kernels, compiled now unless that was done before. Raises ``ConfigError`` where it cannot be."""
+    try:
+        kernels()
+    except (BuildError, OSError) as error:
+        raise ConfigError(f"model.cpu_kernels=c: {error}; or set it to auto, which does without") from error
+    return replace(parts, norm=FusedRMSNorm, self_attention=FusedAttention, mlp=FusedMLP, stack=FusedStack)

@@ -1,0 +1,146 @@
+"""The C kernels of training against their definitions in float64, values and gradients. No megatron."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_like_plugins.megatron_cpu.functions import RMSNormFunction, SplitRotateFunction, SwiGLUFunction
+from slime_like_plugins.megatron_cpu.kernels import SOURCE, Heads, TrainKernels, make_kernels
+from slime_like_plugins.sglang_cpu.build import COMPILERS, object_name
+
+pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="no C compiler")
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+ROWS, SEEDS = st.integers(1, 9), st.integers(0, 99)
+EPS = 1e-6
+
+
+@cache
+def C() -> TrainKernels:
+    """Compiled once per machine."""
+    return make_kernels()
+
+
+def random(seed: int, *shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    numbers = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=numbers).to(dtype).requires_grad_() for shape in shapes]
+
+
+def agree(mine: Callable[..., object], definition: Callable[..., object], inputs: Sequence[Tensor]) -> None:
+    """Outputs and gradients of random directions, each within the rounding of its dtype of its largest value."""
+    found, expected = _outputs_and_gradients(mine, inputs), _outputs_and_gradients(definition, _wide(inputs))
+    for a, b in zip(found, expected, strict=True):
+        step = 2**-8 if a.dtype is torch.bfloat16 else 2e-6
+        assert a.shape == b.shape
+        assert float((a.detach().double() - b.detach()).abs().max()) <= step * max(1.0, float(b.detach().abs().max()))
+
+
+def _wide(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [x.detach().double().requires_grad_() for x in inputs]
+
+
+def _outputs_and_gradients(function: Callable[..., object], inputs: Sequence[Tensor]) -> list[Tensor]:
+    out = function(*inputs)
+    outs: list[Tensor] = [out] if isinstance(out, Tensor) else list(out)  # pyright: ignore[reportArgumentType]
+    numbers = torch.Generator().manual_seed(7)
+    directions = [torch.randn(x.shape, generator=numbers).bfloat16().to(x.dtype) for x in outs]
+    return [*outs, *torch.autograd.grad(outs, inputs, directions)]
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=ROWS, width=st.integers(1, 200), dtype=DTYPES, seed=SEEDS)
+def test_rms_norm(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    inputs = random(seed, (rows, 1, width), (width,), dtype=dtype)
+    agree(lambda x, w: RMSNormFunction.apply(x, w, EPS, C()), rms, inputs)
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=ROWS, width=st.integers(1, 200), dtype=DTYPES, seed=SEEDS)
+def test_swiglu(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    inputs = random(seed, (rows, 1, 2 * width), dtype=dtype)
+
+    def definition(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    agree(lambda x: SwiGLUFunction.apply(x, C()), definition, inputs)
+
+
+def test_swiglu_far_from_zero() -> None:
+    gate = torch.tensor([-1e4, -200.0, -88.0, -20.0, 0.0, 20.0, 88.0, 200.0, 1e4, float("nan"), float("inf")])
+    rows = torch.cat((gate, torch.full_like(gate, 0.5)))[None]
+    torch.testing.assert_close(C().swiglu(rows)[0], F.silu(gate) * 0.5, equal_nan=True, atol=1e-30, rtol=2e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=ROWS,
+    groups=st.integers(1, 3),
+    queries=st.integers(1, 4),
+    half=st.integers(1, 40),
+    normed=st.booleans(),
+    dtype=DTYPES,
+    seed=SEEDS,
+)
+def test_split_norm_rotate(
+    rows: int, groups: int, queries: int, half: int, normed: bool, dtype: torch.dtype, seed: int
+) -> None:
+    heads = Heads(groups, queries, 2 * half)
+    angles = torch.rand(rows, half, generator=torch.Generator().manual_seed(seed)) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+
+    def fused(mixed: Tensor, *weights: Tensor) -> object:
+        return SplitRotateFunction.apply(mixed, *(weights or (None, None)), cos_sin, heads, EPS, C())
+
+    def definition(mixed: Tensor, *weights: Tensor) -> list[Tensor]:
+        parts = mixed.view(rows, groups, queries + 2, heads.dim)
+        columns = [parts[:, :, :queries].flatten(1, 2), parts[:, :, queries], parts[:, :, queries + 1]]
+        for i, weight in enumerate(weights):
+            columns[i] = rms(columns[i], weight)
+        cos, sin = (x.double()[:, None] for x in cos_sin.chunk(2, -1))
+        for i in (0, 1):
+            a, b = columns[i].chunk(2, -1)
+            columns[i] = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        return columns
+
+    weights = ((heads.dim,), (heads.dim,)) if normed else ()
+    agree(fused, definition, random(seed, (rows, heads.width), *weights, dtype=dtype))
+
+
+def test_rows_shared_by_threads_give_the_same_gradients() -> None:
+    inputs = random(0, (999, 1, 96), (96,), dtype=torch.float32)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 3, 3):
+            torch.set_num_threads(threads)
+            found.append(_outputs_and_gradients(lambda x, w: RMSNormFunction.apply(x, w, EPS, C()), inputs))
+    finally:
+        torch.set_num_threads(before)
+    for one, three, again in zip(*found, strict=True):
+        torch.testing.assert_close(one, three, atol=1e-4, rtol=1e-4)
+        assert torch.equal(three, again)
+
+
+def test_what_would_read_foreign_memory_is_refused() -> None:
+    x, weight = torch.ones(4, 8), torch.ones(8)
+    for rows, scale in ((x.T, weight), (x, weight[:4]), (x, weight.double())):
+        with pytest.raises(AssertionError):
+            C().rms_norm(rows, scale, EPS)
+
+
+def test_each_source_has_an_object_of_its_own() -> None:
+    compiler = next(path for name in COMPILERS if (path := shutil.which(name)))
+    assert object_name(compiler, SOURCE) != object_name(compiler)
