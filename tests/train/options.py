@@ -33,13 +33,13 @@ class Recomputed:
 
 
 def recompute(
-    world: World, shared: Shared, layout: Layout, variants: dict[str, dict[str, Any]]
+    world: World, shared: Shared, layout: Layout, variants: dict[str, dict[str, Any]], kernels: str
 ) -> dict[str, Recomputed]:
     """Gradients of one step under each variant against those without recompute, on this rank."""
     expected: dict[str, Tensor] | None = None
     out: dict[str, Recomputed] = {}
     for name, model in {"none": {}, **variants}.items():
-        actor = make_actor(world, shared.models["tied"], layout, algo=ALGO, model=model)
+        actor = make_actor(world, shared.models["tied"], layout, algo=ALGO, model={"cpu_kernels": kernels, **model})
         with _counted() as calls:
             grads = gradients(actor)
         expected = expected or grads

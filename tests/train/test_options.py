@@ -61,7 +61,12 @@ JOBS = {
         Job("te", "tests.train.te:on_cpu", (CP, LENGTHS)),
     ],
     2: [
-        *(Job(name, f"{OPTIONS}:recompute", (layout, VARIANTS)) for name, layout in RECOMPUTE.items()),
+        *(Job(name, f"{OPTIONS}:recompute", (layout, VARIANTS, "torch")) for name, layout in RECOMPUTE.items()),
+        Job(
+            "recompute c",
+            f"{OPTIONS}:recompute",
+            (Layout(**SP), {n: VARIANTS[n] for n in ("full", "all three")}, "auto"),
+        ),
         *(Job(f"no overlap {kind}", f"{OPTIONS}:overlap", (kind, Layout(dp=2), None)) for kind in ("tied", "untied")),
         *(Job(f"overlap {kind}", f"{OPTIONS}:overlap", (kind, OVERLAPPED, None)) for kind in ("tied", "untied")),
         *(
@@ -86,7 +91,7 @@ JOBS = {
 
 
 # ---- recompute -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", RECOMPUTE)
+@pytest.mark.parametrize("name", [*RECOMPUTE, "recompute c"])
 def test_recompute_changes_no_gradient(name: str, results: Results) -> None:
     for rank in results[name]:
         assert {variant: found.error for variant, found in rank.items() if found.error > 1e-6} == {}
