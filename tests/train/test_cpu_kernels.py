@@ -13,7 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like_plugins.megatron_cpu.functions import RMSNormFunction, SplitRotateFunction, SwiGLUFunction
+from slime_like_plugins.megatron_cpu.functions import (
+    AttentionFunction,
+    RMSNormFunction,
+    SplitRotateFunction,
+    SwiGLUFunction,
+)
 from slime_like_plugins.megatron_cpu.kernels import SOURCE, Heads, TrainKernels, make_kernels
 from slime_like_plugins.sglang_cpu.build import COMPILERS, object_name
 
@@ -117,6 +122,57 @@ def test_split_norm_rotate(
 
     weights = ((heads.dim,), (heads.dim,)) if normed else ()
     agree(fused, definition, random(seed, (rows, heads.width), *weights, dtype=dtype))
+
+
+LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=LENGTHS,
+    groups=st.integers(1, 3),
+    queries=st.integers(1, 3),
+    lanes=st.integers(1, 4),
+    dtype=DTYPES,
+    seed=SEEDS,
+)
+def test_attention(lengths: list[int], groups: int, queries: int, lanes: int, dtype: torch.dtype, seed: int) -> None:
+    n, h, d = sum(lengths), groups * queries, 16 * lanes
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+
+    def definition(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts: list[Tensor] = []
+        for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+            k, v = (x.repeat_interleave(queries, 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * 0.3
+            hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+            parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v))
+        return torch.cat(parts)
+
+    inputs = random(seed, (n, h, d), (n, groups, d), (n, groups, d), dtype=torch.float32)
+    agree(lambda *x: AttentionFunction.apply(*x, cu_seqlens, 0.3, dtype, C()), definition, inputs)
+
+
+def test_attention_gives_the_same_bits_on_any_number_of_threads() -> None:
+    inputs = random(0, (150, 4, 32), (150, 2, 32), (150, 2, 32), dtype=torch.float32)
+    bounds = torch.tensor([0, 40, 41, 120, 150]).int()
+    before = torch.get_num_threads()
+    try:
+        found: list[list[Tensor]] = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            attend = lambda *x: AttentionFunction.apply(*x, bounds, 0.2, torch.float32, C())  # noqa: E731
+            found.append(_outputs_and_gradients(attend, inputs))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, three) for one, three in zip(*found, strict=True))
+
+
+def test_bounds_outside_the_tokens_are_refused() -> None:
+    columns = (torch.ones(5, 2, 16), torch.ones(5, 2, 16), torch.ones(5, 2, 16))
+    for bounds in ([0, 6], [0, 4], [1, 5], [0, 6, 5]):
+        with pytest.raises(AssertionError):
+            C().attention(columns, torch.tensor(bounds).int(), 1.0, torch.float32)
 
 
 def test_rows_shared_by_threads_give_the_same_gradients() -> None:

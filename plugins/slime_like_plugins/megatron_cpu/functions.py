@@ -78,3 +78,31 @@ class SplitRotateFunction(torch.autograd.Function):
         grad_mixed, grad_norms = ctx.kernels.split_rotate_back(mixed, norms, cos_sin_ND, inverse, given, ctx.heads)
         of_norms = (None, None) if norms is None else grad_norms.to(mixed.dtype).unbind(0)
         return grad_mixed, *of_norms, None, None, None, None
+
+
+class AttentionFunction(torch.autograd.Function):
+    """(F32 queries [N, H, D], keys and values [N, G, D], cu_seqlens, scale, dtype of the result, kernels) -> [N, H, D]"""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        scale: float,
+        dtype: torch.dtype,
+        kernels: TrainKernels,
+    ) -> Tensor:
+        columns = (query.contiguous(), key.contiguous(), value.contiguous())
+        out, log_sums = kernels.attention(columns, cu_seqlens, scale, dtype)
+        ctx.save_for_backward(*columns, cu_seqlens, log_sums)
+        ctx.scale, ctx.kernels = scale, kernels
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        query, key, value, cu_seqlens, log_sums = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        found = ctx.kernels.attention_back((query, key, value), cu_seqlens, log_sums, grad, ctx.scale)
+        return *found, None, None, None, None

@@ -15,6 +15,7 @@ from torch import Tensor
 from slime_like_plugins.sglang_cpu.build import build
 
 SOURCE = Path(__file__).parent / "csrc"
+LANES = 16  # head dimensions of attention are multiples of it
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _WHOLE, _REAL, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
@@ -24,6 +25,8 @@ _SIGNATURES = {
     "swiglu_back": [*[_POINTER] * 3, *[_WHOLE] * 2, _INT],
     "split_rotate": [*[_POINTER] * 8, *[_WHOLE] * 4, _REAL, _INT],
     "split_rotate_back": [*[_POINTER] * 11, *[_WHOLE] * 4, _INT],
+    "attention": [*[_POINTER] * 6, *[_WHOLE] * 5, _REAL, _INT],
+    "attention_back": [*[_POINTER] * 9, *[_WHOLE] * 5, _REAL, _INT],
 }
 
 
@@ -124,6 +127,36 @@ class TrainKernels:
         self._call("split_rotate_back", mixed.dtype, (*given, grad_mixed, shares, room), n, g, r, d)
         return grad_mixed, shares.sum(0)
 
+    def attention(
+        self, columns: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention [N, H, D] in ``dtype`` and log-sum-exps F32 [N, H] of F32 queries [N, H, D], keys and values [N, G, D].
+
+        ``cu_seqlens`` I32 [S + 1]: bounds of the sequences, from 0 to N.
+        """
+        n, h, d = columns[0].shape
+        sizes = _check_attention(columns, cu_seqlens)
+        out, log_sums = columns[0].new_empty((n, h, d), dtype=dtype), columns[0].new_empty((n, h))
+        self._call("attention", dtype, (*columns, cu_seqlens, out, log_sums), *sizes, scale)
+        return out, log_sums
+
+    def attention_back(
+        self,
+        columns: tuple[Tensor, Tensor, Tensor],
+        cu_seqlens: Tensor,
+        log_sums: Tensor,
+        grad: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients F32 of queries, keys and values."""
+        sizes = _check_attention(columns, cu_seqlens)
+        _check(torch.float32, (log_sums, tuple(columns[0].shape[:2])))
+        _check(grad.dtype, (grad, tuple(columns[0].shape)))
+        query, key, value = columns
+        grads = (torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value))
+        self._call("attention_back", grad.dtype, (*columns, cu_seqlens, log_sums, grad, *grads), *sizes, scale)
+        return grads
+
     def _call(self, name: str, dtype: torch.dtype, tensors: tuple[Tensor | None, ...], *numbers: float) -> None:
         pointers = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         self._functions[name, dtype](*pointers, *numbers, _threads())
@@ -149,3 +182,14 @@ def _check_mixed(mixed: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND:
     assert heads.dim % 2 == 0, f"no halves of {heads.dim}"
     _check(mixed.dtype, (mixed, (len(mixed), heads.width)), *((weight, (heads.dim,)) for weight in norms or ()))
     _check(torch.float32, (cos_sin_ND, (len(mixed), heads.dim)))
+
+
+def _check_attention(columns: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Sequences, room for the longest in rows of weights, KV heads, query heads of each, head dimension."""
+    (n, h, d), g = columns[0].shape, columns[1].shape[1]
+    assert d % LANES == 0 and h % g == 0, f"{h} heads of {d} over {g} KV heads"
+    _check(torch.float32, *zip(columns, ((n, h, d), (n, g, d), (n, g, d)), strict=True))
+    _check(torch.int32, (cu_seqlens, (len(cu_seqlens),)))
+    lengths = cu_seqlens.diff()
+    assert int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == n and int(lengths.min()) >= 0, f"bounds of {n} tokens"
+    return len(lengths), -(-int(lengths.max()) // (2 * LANES)) * 2 * LANES, g, h // g, d

@@ -6,6 +6,7 @@
  */
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef uint16_t bf16;
@@ -13,15 +14,18 @@ typedef uint16_t bf16;
 #define INLINE static inline __attribute__((always_inline))
 #define EACH_LANE _Pragma("omp simd")
 #define TEXT(x) #x
+#define GREATEST_OF(...) _Pragma(TEXT(omp simd reduction(max : __VA_ARGS__)))
 #define SUM_OF(...) _Pragma(TEXT(omp simd reduction(+ : __VA_ARGS__)))
 #if defined(_OPENMP)
 #include <omp.h>
 #define SHARED(threads) _Pragma(TEXT(omp parallel num_threads(threads) if ((threads) > 1)))
 #define ROWS _Pragma("omp for schedule(static)")
+#define PARTS _Pragma("omp for schedule(dynamic, 1)")
 #define THREAD omp_get_thread_num()
 #else
 #define SHARED(threads)
 #define ROWS
+#define PARTS
 #define THREAD 0
 #endif
 
@@ -46,13 +50,13 @@ INLINE bf16 store_bf16(float x) {
     return (bf16)(x != x ? 0x7fc0u : near);
 }
 
-/* 1 / (1 + exp(-x)), exp by the reduction and polynomial of Cephes' expf (S. Moshier). NaN stays NaN. */
-INLINE float sigmoid(float x) {
-    float y = -x;
-    y = y < -87.3f ? -87.3f : y;
-    y = y > 88.3f ? 88.3f : y;
-    float n = (y * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest whole number */
-    float r = y - n * 0.693359375f;
+/* exp by the reduction and polynomial of Cephes' expf (S. Moshier), within 2 units in the last place where it is a normal
+ * number; further out it stays at the last of them. NaN stays NaN. */
+INLINE float exponential(float x) {
+    x = x < -87.3f ? -87.3f : x;
+    x = x > 88.3f ? 88.3f : x;
+    float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest whole number */
+    float r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     float p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -60,14 +64,20 @@ INLINE float sigmoid(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    return 1.0f / (1.0f + p * as_float((uint32_t)((int32_t)n + 127) << 23));
+    return p * as_float((uint32_t)((int32_t)n + 127) << 23);
 }
+
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+#include "rows.h"
 
 #define T float
 #define NAME(f) f##_f32
 #include "typed.h"
+#include "attention.h"
 #undef T
 #undef NAME
 #define T bf16
 #define NAME(f) f##_bf16
 #include "typed.h"
+#include "attention.h"
