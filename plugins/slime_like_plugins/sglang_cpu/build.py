@@ -78,10 +78,10 @@ def cpu_identity() -> str:
     )
 
 
-def object_name(compiler: str, source: Path = SOURCE) -> str:
+def object_name(compiler: str, source: Path | None = None) -> str:
     """File name of the object that source, flags, compiler and CPU give."""
     digest = hashlib.sha256()
-    for file in sorted(source.iterdir()):
+    for file in sorted((source or SOURCE).iterdir()):
         digest.update(file.read_bytes())
     state = os.stat(compiler)
     for part in (*FLAGS, os.path.realpath(compiler), state.st_size, state.st_mtime_ns, cpu_identity()):
@@ -89,11 +89,11 @@ def object_name(compiler: str, source: Path = SOURCE) -> str:
     return f"{digest.hexdigest()[:24]}.so"
 
 
-def run_compiler(compiler: str, target: Path, source: Path = SOURCE) -> None:
+def run_compiler(compiler: str, target: Path, source: Path | None = None) -> None:
     """Compile ``kernels.c`` of ``source`` to ``target``, shared out by OpenMP where the compiler has it. Raises ``BuildError``."""
     message = ""
     for openmp in (("-fopenmp",), ()):
-        command = [compiler, *FLAGS, *openmp, str(source / "kernels.c"), "-o", str(target), "-lm"]
+        command = [compiler, *FLAGS, *openmp, str((source or SOURCE) / "kernels.c"), "-o", str(target), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -104,8 +104,8 @@ def run_compiler(compiler: str, target: Path, source: Path = SOURCE) -> None:
     raise BuildError(f"{compiler} refused the kernels' source: {message}")
 
 
-def build(source: Path = SOURCE) -> Built:
-    """The object of the folder ``source`` for this machine, compiled now unless it was before; it appears whole or not at all."""
+def build(source: Path | None = None) -> Built:
+    """The object of the folder ``source`` (``SOURCE`` by default) for this machine, compiled now unless it was before; it appears whole or not at all."""
     compiler, folder = find_compiler(), cache_folder()
     path = folder / object_name(compiler, source)
     if path.is_file() and is_private(path):
@@ -119,13 +119,14 @@ def build(source: Path = SOURCE) -> Built:
 
 
 def main() -> int:
-    """Build and say so."""
+    """Build the kernels of every plugin that has some, and say so."""
     try:
-        built = build()
+        for source in sorted(SOURCE.parents[1].glob("*/csrc")):
+            built = build(source)
+            sys.stdout.write(f"{source.parent.name}: {built.path} ({built.compiler})\n")
     except BuildError as error:
-        sys.stderr.write(f"no C kernels for decoding on this CPU (torch's are used instead): {error}\n")
+        sys.stderr.write(f"no C kernels on this CPU (torch's are used instead): {error}\n")
         return 1
-    sys.stdout.write(f"{built.path} ({built.compiler})\n")
     return 0
 
 
