@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Generator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from slime_like.config.algo import SftConfig
 from slime_like.config.model import OptimConfig
 from slime_like.config.resolved import Layout
+from slime_like.errors import ConfigError
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch, digest, train
 from tests.train.models import count_tokens
@@ -320,3 +323,24 @@ def pretended_offload(fraction: float) -> Generator[None]:
         replaced(hybrid, "_move_new_state_to_right_device", lambda self: None),
     ):
         yield
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+def cpu_kernels(world: World, shared: Shared) -> dict[str, str]:
+    """The norm that layers are made of per (compiler or none, model.cpu_kernels), or why they are not."""
+    from slime_like.train.megatron.layers import LayerParts
+    from slime_like.train.megatron.model import _on_cpu_kernels
+    from slime_like_plugins.megatron_cpu import layer
+
+    def chosen(wanted: str) -> str:
+        layer.kernels.cache_clear()
+        try:
+            return _on_cpu_kernels(LayerParts(), wanted).norm.__name__
+        except ConfigError as error:
+            return str(error)
+
+    out = {f"compiler, {wanted}": chosen(wanted) for wanted in ("auto", "c", "torch")}
+    with mock.patch.dict(os.environ, {"PATH": "/nowhere", "CC": "", "XDG_CACHE_HOME": str(shared.scratch)}):
+        out |= {f"none, {wanted}": chosen(wanted) for wanted in ("auto", "c", "torch")}
+    layer.kernels.cache_clear()
+    return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from slime_like.config.resolved import Layout
+from slime_like_plugins.sglang_cpu.build import COMPILERS
 from tests.train.jobs import SP, Job, Results
 from tests.train.options import ADAMW, OVERLAP, Overlapped, Recomputed
 
@@ -58,6 +60,7 @@ JOBS = {
     1: [
         Job("schedules", f"{OPTIONS}:schedules", (LEARNING, NUM_STEPS)),
         Job("adamw float64", f"{OPTIONS}:adamw"),
+        Job("cpu kernels", f"{OPTIONS}:cpu_kernels"),
         Job("te", "tests.train.te:on_cpu", (CP, LENGTHS)),
     ],
     2: [
@@ -249,6 +252,17 @@ def test_transformer_engine_is_given_the_same_sequences(cp: int, results: Result
             chunks = [np.split(np.arange(a, b), 2 * cp) for a, b in itertools.pairwise(np.unique(bounds))]
             mine = np.concatenate([part for split in chunks for part in (split[rank], split[2 * cp - 1 - rank])])
             assert given["local_index"].tolist() == mine.tolist()
+
+
+@pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="no C compiler")
+def test_a_trainer_on_a_cpu_takes_c_kernels_where_they_can_be_compiled(results: Results) -> None:
+    (found,) = results["cpu kernels"]
+    assert (found["compiler, auto"], found["compiler, c"], found["compiler, torch"]) == ("FusedRMSNorm",) * 2 + (
+        "RMSNorm",
+    )
+    assert found["none, auto"] == found["none, torch"] == "RMSNorm"
+    assert found["none, c"].startswith("model.cpu_kernels=c: no C compiler (")
+    assert found["none, c"].endswith("on PATH: apt-get install gcc; or set it to auto, which does without")
 
 
 def test_without_transformer_engine_its_attention_says_so(results: Results) -> None:
