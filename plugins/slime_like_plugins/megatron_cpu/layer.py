@@ -20,7 +20,7 @@ from slime_like_plugins.megatron_cpu.functions import (
     SplitRotateFunction,
     SwiGLUFunction,
 )
-from slime_like_plugins.megatron_cpu.kernels import LANES, Heads, TrainKernels, make_kernels
+from slime_like_plugins.megatron_cpu.kernels import LANES, SUFFIX, Heads, TrainKernels, make_kernels
 from slime_like_plugins.sglang_cpu.build import BuildError
 
 LONGEST = 1024  # tokens of a sequence: measured up to here, faster than torch by half
@@ -37,7 +37,7 @@ class FusedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""
-        if self.zero_centered:
+        if self.zero_centered or x.dtype not in SUFFIX or self.weight.dtype is not x.dtype:
             return super().forward(x)
         return RMSNormFunction.apply(x, self.weight, self.eps, kernels())  # pyright: ignore[reportReturnType]
 
@@ -63,7 +63,11 @@ class FusedMLP(MLP):
         first: Any = self.linear_fc1
         second: Any = self.linear_fc2
         gate_up, bias = first(hidden_states)
-        return second(SwiGLUFunction.apply(gate_up if bias is None else gate_up + bias, kernels()))
+        gate_up = gate_up if bias is None else gate_up + bias
+        if gate_up.dtype in SUFFIX:
+            return second(SwiGLUFunction.apply(gate_up, kernels()))
+        gate, up = gate_up.chunk(2, -1)
+        return second(F.silu(gate) * up)
 
 
 class FusedCoreAttention(PackedAttention):
@@ -71,7 +75,7 @@ class FusedCoreAttention(PackedAttention):
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         short = packed.batches is not None and packed.max_seqlen_q <= LONGEST
-        if not short or query.shape[-1] % LANES:
+        if not short or query.shape[-1] % LANES or query.dtype not in SUFFIX:
             return super()._per_sequence(query, key, value, packed)
         columns = (query.float(), key.float(), value.float())
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale

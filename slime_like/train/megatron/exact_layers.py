@@ -51,7 +51,7 @@ def attention(model: nn.Module, stack: ExitStack) -> int:
     """Core attention: scores, softmax and the sum of values. Its projections are left alone."""
     layers = [module for module in model.modules() if isinstance(module, PackedAttention)]
     for layer in layers:
-        stack.enter_context(replaced(layer, "forward", in_float64(layer.forward)))
+        stack.enter_context(replaced(layer, "forward", in_float64(layer.forward, layer.config.params_dtype)))
     return len(layers)
 
 
@@ -78,13 +78,13 @@ def replaced(module: Any, name: str, value: Any) -> Generator[None]:
             delattr(module, name)
 
 
-def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of wide copies of its floating arguments; results as wide as the first of them was."""
+def in_float64(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Callable[..., Any]:
+    """``function`` of wide copies of its floating arguments; results in ``dtype``, or as wide as the first of them was."""
 
     def wide(*args: Any, **kwargs: Any) -> Any:
-        dtype = next(arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
+        result = dtype or next(arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
         widened = {name: converted(arg, torch.float64) for name, arg in kwargs.items()}
-        return converted(function(*(converted(arg, torch.float64) for arg in args), **widened), dtype)
+        return converted(function(*(converted(arg, torch.float64) for arg in args), **widened), result)
 
     return wide
 

@@ -157,7 +157,8 @@ class PackedAttention(MegatronModule):
         return out
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        dtype = self.config.params_dtype  # queries may come in float32
+        exactly = query.dtype == torch.float64
+        dtype = query.dtype if exactly else self.config.params_dtype  # queries may come in float32
         if (
             query.dtype == torch.bfloat16 and not query.is_cuda
         ):  # torch's own there takes 2.5 times as long, and rounds more
