@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from slime_like.config.hf import HfConfig
 from slime_like.config.root import TrainConfig
 from slime_like.errors import ConfigError
@@ -15,10 +17,11 @@ def stage_ranks(cfg: TrainConfig, world: int) -> int:
     stage = world // p.pp
     if stage % p.ep:
         fits = ", ".join(str(n) for n in range(1, stage + 1) if stage % n == 0)
+        ranks = math.lcm(p.tp * p.cp, p.ep) * p.pp
         raise ConfigError(
             f"parallel.ep={p.ep} does not divide the {stage} ranks of a pipeline stage (parallel.tp {p.tp} * parallel.cp "
-            f"{p.cp} * data parallel {stage // (p.tp * p.cp)}), which share the experts: set one of {fits}, or change "
-            "placement.actor_num_gpus_per_node"
+            f"{p.cp} * data parallel {stage // (p.tp * p.cp)}), which share the experts: set one of {fits}, or have a "
+            f"multiple of {ranks} trainer ranks by placement.actor_num_gpus_per_node"
         )
     return stage
 

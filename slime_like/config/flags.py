@@ -196,9 +196,7 @@ def _foreign(flag: str, name: str, root: str, tokens: _Tokens) -> str:
         hint = hint if hint.startswith("did you mean") else "no field has a similar name"
         raise ConfigError(f"{flag} is unknown: {foreign.source(foreign.ROOTS[root])} has no field {key}: {hint}")
     if key in foreign.OWNED[foreign.ROOTS[root]]:
-        raise ConfigError(
-            f"{flag} belongs to {foreign.OWNED[foreign.ROOTS[root]][key]}: remove the flag, and set it there"
-        )
+        raise ConfigError(foreign.owned(flag, foreign.OWNED[foreign.ROOTS[root]][key], "the flag"))
     annotation = table[key]["type"]
     if annotation in ("bool", "Optional[bool]"):
         return f"{root}.{key}={render(_truth(flag, tokens.word()))}"

@@ -22,8 +22,8 @@ MEGATRON = "megatron_transformer_config"
 ROOTS = {"rollout.sglang": SGLANG, "model.megatron": MEGATRON}
 
 _SHAPE = "config.json of model.hf_checkpoint"
-_ALL = "the model family (every token reaches its experts, as in the engine)"
-_TE = "TransformerEngine (experts run on plain torch here)"
+_ALL = "every token reaches its experts, as in the engine"
+_TE = "experts run on plain torch here, not on TransformerEngine's kernels"
 OWNED: dict[str, dict[str, str]] = {
     SGLANG: {
         "model_path": "model.hf_checkpoint",
@@ -139,7 +139,7 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
             hint = hint if hint.startswith("did you mean") else "no field has a similar name"
             raise ConfigError(f"{dotted}: {source(name)} has no such field: {hint}")
         if key in OWNED[name]:
-            raise ConfigError(f"{dotted} belongs to {OWNED[name][key]}: remove this key, and set it there")
+            raise ConfigError(owned(dotted, OWNED[name][key], "this key"))
         annotation = known[key]["type"]
         if not settable(annotation):
             raise ConfigError(
@@ -149,6 +149,13 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{dotted} does not fit {source(name)}: expected {annotation}, default {known[key]['default']}"
             )
+
+
+def owned(given: str, owner: str, what: str) -> str:
+    """The message about a field of ``OWNED``; ``what`` is to be removed."""
+    if owner in (_ALL, _TE):
+        return f"{given} cannot be set: {owner}; remove {what}"
+    return f"{given} belongs to {owner}: remove {what}, and set it there"
 
 
 def settable(annotation: str) -> bool:

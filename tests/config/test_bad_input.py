@@ -191,7 +191,7 @@ RULES = {
         "parallel.ep=4",
         "2 ranks of a pipeline stage",
         "set one of 1, 2",
-        "placement.actor_num_gpus_per_node",
+        "multiple of 4 trainer ranks by placement.actor_num_gpus_per_node",
     ),
     "two nodes": (
         "placement.actor_num_nodes=2 placement.actor_num_gpus_per_node=8",

@@ -41,7 +41,10 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "+model.megatron.moe_expert_capacity_factor=1.0",
             ["moe_expert_capacity_factor", "every token reaches its experts"],
         ),
-        ("+model.megatron.moe_grouped_gemm=true", ["moe_grouped_gemm", "TransformerEngine"]),
+        (
+            "+model.megatron.moe_grouped_gemm=true",
+            ["moe_grouped_gemm=True cannot be set", "TransformerEngine", "remove this key"],
+        ),
     ],
 )
 def test_a_layout_of_experts_that_cannot_be_is_named(
