@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from slime_like.config.algo import SftConfig
 from slime_like.config.resolved import Layout
+from tests.train import options
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import digest, train
 from tests.train.parity import DECAYS, replaced
@@ -61,6 +63,19 @@ def half(world: World, shared: Shared, kind: str, layout: Layout) -> dict[str, A
         "goes on": digest(resumed) == digest(actor),
         "exported": {t.dtype for t in actor.weights().manifest() if t.name.endswith(DECAYS)},
     }
+
+
+def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: bool) -> list[str]:
+    """Weights after each of two rollouts; with the fault the convolution's weight is read as it lies."""
+    from slime_like_plugins.qwen_gdn.layer import GatedDeltaNetLayer
+
+    early = replaced(GatedDeltaNetLayer, "_conv_weight", lambda layer: layer.conv1d.weight[:, 0])
+    with early if fault else contextlib.nullcontext():
+        try:
+            return options.overlap(world, shared, kind, layout, None).weights
+        except AssertionError:  # megatron's, at the next gather of a bucket that nobody waited for
+            assert fault
+            return []
 
 
 def upstream(world: World, shared: Shared, kind: str) -> dict[str, str]:

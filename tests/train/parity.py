@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import inspect
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def reference(folder: Path, coefficient: float = 0.0) -> Reference:
         column = np.zeros(len(rows.token_ids), np.float32)
         for s, (start, stop) in enumerate(zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)):
             ids = torch.from_numpy(rows.token_ids[start:stop].astype(np.int64))[None]
-            out = model(input_ids=ids, **({"output_router_logits": True} if coefficient else {}))
+            with without_fla(model):
+                out = model(input_ids=ids, **({"output_router_logits": True} if coefficient else {}))
             routed[-1] += [out.router_logits] if coefficient else []
             log_p = torch.log_softmax(out.logits[0, :-1].float() / TEMPERATURE, -1)
             logprobs = log_p.gather(1, ids[0, 1:, None])[:, 0]
@@ -106,6 +108,17 @@ def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
             out |= {f"{before}{fused}{e}.{n}.weight": p for n, p in zip(names, parts, strict=True)}
     return out
+
+
+@contextlib.contextmanager
+def without_fla(model: Any) -> Generator[None]:
+    """transformers' own functions for Gated DeltaNet: where fla is installed it would call that, also with CPU tensors."""
+    module = importlib.import_module(type(model).__module__)
+    names = [name for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn") if hasattr(module, name)]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(replaced(module, name, inspect.unwrap(getattr(module, name))))
+        yield
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slime_like.config.algo import SftConfig
+from slime_like.config.gdn import GDNConfig
 from slime_like.config.resolved import Layout
 from slime_like.metrics.types import reduce_metrics
 from tests.train import parity
@@ -118,6 +119,36 @@ def test_one_gpu(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
     assert found["losses"][-1] < 0.8 * found["losses"][0], found
     assert found["resumed"] < 1e-2, found  # flash attention's backward adds in no fixed order
     assert found["export"] < 0.1, found
+
+
+def hybrid_on_gpu(world: World, folder: Path, backends: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """A model with Gated DeltaNet in bfloat16 on each backend against HF in float32: scores, gradients but of decays."""
+    from slime_like.train.megatron.forward import make_micro
+
+    ref, rows = parity.reference(folder), parity.batch()
+    grads = {name: grad.cuda() for name, grad in ref.grads.items()}
+    out: dict[str, dict[str, float]] = {}
+    for name in backends:
+        spec: dict[str, Any] = {"dtype": "bfloat16", "algo": parity.ALGO, "temperature": parity.TEMPERATURE}
+        actor = actor_on_gpu(world, folder, model={"gdn": GDNConfig(backend=name)}, **spec)
+        scores = [actor.score(r) for r in rows]
+        micros = [make_micro(r, actor.trainer.place) for r in rows]
+        actor.trainer.annotate(micros)
+        actor.trainer.optimizer_step.backward(micros, count_tokens(rows), 0)
+        errors = parity.gradient_errors(actor.trainer, grads)
+        out[name] = {
+            "score": max(float(np.abs(s - e).max()) for s, e in zip(scores, ref.logprobs, strict=True)),
+            "grad": max(error for key, error in errors.items() if not key.endswith(parity.DECAYS)),
+        }
+    return out
+
+
+def test_gated_delta_net_on_one_gpu(models: dict[str, Path]) -> None:
+    backends = ("torch", "fla") if importlib.util.find_spec("fla") else ("torch",)
+    (found,) = run_ranks("tests.train.test_gpu:hybrid_on_gpu", 1, models["qwen3_5"], backends)
+    assert found.keys() == set(backends)
+    for errors in found.values():
+        assert errors["score"] < 0.3 and errors["grad"] < 0.1, found
 
 
 def same_bits(world: World, folder: Path) -> list[list[bytes]]:

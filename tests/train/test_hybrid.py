@@ -19,7 +19,8 @@ from slime_like.train.megatron.families.base import Family
 from slime_like.train.megatron.hf import HFFolder
 from tests.train.jobs import SP, Job, Results
 from tests.train.lifecycle import Exported
-from tests.train.parity import Comparison
+from tests.train.options import OVERLAP
+from tests.train.parity import Comparison, without_fla
 
 pytestmark = pytest.mark.ranks
 
@@ -63,6 +64,12 @@ ROUND_TRIP = {
     for name, layout in (("tp2", Layout(**SP)), ("pp2", Layout(pp=2)))
 }
 NORMS, UPSTREAM = "hybrid norms", "hybrid upstream"
+SMALL: dict[str, Any] = {**OVERLAP, "bucket_size": 1_000}  # the convolution has a bucket of its own
+OVERLAPS = {
+    "hybrid no overlap": (Layout(dp=2), False),
+    "hybrid overlap": (Layout(dp=2, **SMALL), False),
+    "hybrid overlap, read early": (Layout(dp=2, **SMALL), True),
+}
 HALF = {"hybrid half dp2": Layout(dp=2), "hybrid half tp2": Layout(**SP)}
 
 
@@ -85,6 +92,7 @@ def jobs() -> dict[int, list[Job]]:
         *(Job(name, "tests.train.hybrid:resume", ("qwen3_5", SAVED, layout)) for name, layout in TARGETS.items()),
         *(Job(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()),
         *(Job(name, "tests.train.hybrid:half", ("qwen3_next", layout)) for name, layout in HALF.items()),
+        *(Job(name, "tests.train.hybrid:overlap", ("qwen3_next", *case)) for name, case in OVERLAPS.items()),
         Job("hybrid export", "tests.train.lifecycle:export", ("vision", Layout(**SP), 40_000)),
     ]
     return out
@@ -130,6 +138,12 @@ def test_decays_stay_in_float32_where_the_rest_has_16_bits(name: str, results: R
         assert not found["rounded"]
         assert found["exported"] == {"float32"}
         assert found["loaded"] and found["goes on"]
+
+
+def test_overlap_changes_nothing(results: Results) -> None:
+    plain, found, early = (results[name] for name in OVERLAPS)
+    assert found == plain and all(len(weights) == 2 for weights in found)
+    assert early != plain
 
 
 def test_what_megatron_does_without_our_touch_ups(results: Results) -> None:
@@ -180,7 +194,7 @@ def test_hf_loads_the_export_and_agrees(results: Results) -> None:
     model = AutoModelForCausalLM.from_pretrained(exported[0].folder, dtype=torch.float32)
     for start, stop in zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True):
         ids = torch.from_numpy(rows.token_ids[start:stop]).long()[None]
-        with torch.no_grad():
+        with torch.no_grad(), without_fla(model):
             log_p = torch.log_softmax(model(input_ids=ids).logits[0, :-1] / 0.7, -1)
         expected = log_p.gather(1, ids[0, 1:, None])[:, 0]
         torch.testing.assert_close(torch.from_numpy(scores[start + 1 : stop]), expected, atol=1e-5, rtol=0)

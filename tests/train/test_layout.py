@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.train.megatron.layout import TokenLayout, attention_pieces, token_layout
+from slime_like.train.megatron.layout import TokenLayout, attention_pieces, token_layout, tokens_by_rank
 
 lengths = st.lists(st.integers(1, 23), max_size=6)
 sizes = st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (3, 2)])
@@ -34,6 +34,14 @@ def test_ranks_hold_every_token_once_and_equally_many(row: list[int], size: tupl
     assert (padded % (2 * cp if cp > 1 else 1) == 0).all()
     assert len(found[0].position_ids) == padded.sum() == sum(len(layout.row_index) for layout in found)
     assert len(found[0].position_ids) > 0
+
+
+@given(lengths, sizes)
+def test_tokens_by_rank_are_what_the_ranks_hold_one_after_another(row: list[int], size: tuple[int, int]) -> None:
+    tp, cp = size
+    found = ranks(row, tp, cp)
+    held = np.concatenate([layout.local_index for layout in found])
+    assert (tokens_by_rank(found[0].padded_cu_seqlens, cp) == held).all()
 
 
 @given(lengths, sizes)

@@ -67,11 +67,16 @@ class GatedDeltaNetLayer(GatedDeltaNet):
         heads = self.heads
         widths = (sum(heads.channels), heads.channels[2], heads.values, heads.values)
         qkv, gate, beta, alpha = projected.split(widths, -1)
-        conv_weight = self.conv1d.weight[:, 0]
-        inputs = DeltaInputs(qkv, beta, alpha, conv_weight, self.A_log, self.dt_bias)
+        inputs = DeltaInputs(qkv, beta, alpha, self._conv_weight(), self.A_log, self.dt_bias)
         read = self.mixing(inputs, packed_seq_params)
         out: Tensor = self.out_norm(read, gate.unflatten(-1, (heads.values, heads.value_dim)))
         return self.out_proj(out.flatten(1)[:, None])
+
+    def _conv_weight(self) -> Tensor:
+        """[C, W], once an overlapped gather of parameters has brought it: it is read without its module's forward."""
+        for ready in self.conv1d._forward_pre_hooks.values():
+            ready(self.conv1d, ())
+        return self.conv1d.weight[:, 0]
 
 
 def _heads(config: TransformerConfig, tp: int) -> Heads:
