@@ -169,11 +169,11 @@ def _keep_diagonal(x: Inputs, block: chunk_forward.Block, *args: object) -> obje
     return _GRADIENTS(x, replace(block, written=block.written.roll(1, 0)), *args)
 
 
-_FORWARD: Callable[..., object] = chunk_forward._step
+_FORWARD: Callable[..., object] = chunk_forward._scan
 _BACKWARD: Callable[..., chunk_backward.Gradients] = chunk_backward.backward
 _GRADIENTS: Callable[..., object] = chunk_backward._gradients
 FAULTS: dict[str, tuple[object, str, object, str]] = {
-    "the state does not decay": (chunk_forward, "_step", _no_cross_decay, "out"),
+    "the state does not decay": (chunk_forward, "_scan", _no_cross_decay, "out"),
     "the diagonal is solved for": (chunk_forward, "unit_lower_inverse", _no_mask, "out"),
     "another chunk's writes": (chunk_backward, "_gradients", _keep_diagonal, "q"),
 }

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_like_plugins.qwen_gdn.chunk_forward import MATRICES, Block, Inputs, grouped, per_value_head
+from slime_like_plugins.qwen_gdn.chunk_forward import MATRICES, Block, Inputs, grouped, masked_scores, scaled
 from slime_like_plugins.qwen_gdn.packing import ChunkOrder
 
 
@@ -51,7 +51,7 @@ def backward(x: Inputs, blocks: tuple[Block, ...], dout: Tensor, dfinal: Tensor,
     )
     runs = list(order.blocks(x.v.shape[1], MATRICES))
     for steps, block in zip(reversed(runs), reversed(blocks), strict=True):
-        within = slice(order.starts[steps.start], order.starts[steps.stop])
+        within = order.within(steps)
         scan = _walk(x, block, dout[within], grads.state, steps, order)
         _gradients(x, block, scan, dout[within], grads, within)
     return grads
@@ -71,30 +71,26 @@ def project(keys: Tensor, dkeys: Tensor, rstd: Tensor, scale: float) -> Tensor:
 def _walk(x: Inputs, block: Block, dout: Tensor, dstate: Tensor, steps: range, order: ChunkOrder) -> _Scan:
     """The recurrence of dS through a block; ``dstate`` [N, HV, K, V] goes from the block's end to its start."""
     m, heads, chunk, size = dout.shape
-    first = order.starts[steps.start]
-    within = slice(first, first + m)
-    scores = (grouped(block.gram, x)[..., chunk:, :] * grouped(block.pair_decay, x)).view(-1, chunk, chunk)
-    dwritten = torch.bmm(scores.mT, dout.reshape(-1, chunk, size)).view_as(dout)
-    scan = _Scan(
-        dy=torch.empty_like(dout),
-        drive=dout.new_empty(m, heads, 2 * chunk, size),
-        dstates=torch.empty_like(block.states),
-    )
-    torch.mul(dout, x.decay[within].unsqueeze(-1), out=scan.drive[:, :, chunk:])
-    write_back = (x.beta[within] * x.decay[within]).neg_().unsqueeze(-1)
-    for step in reversed(steps):
-        here = slice(order.starts[step], order.starts[step + 1])
-        mine = slice(here.start - first, here.stop - first)
-        after = dstate[: order.counts[step]]
-        scan.dstates[mine] = after
-        keys = per_value_head(x.keys[here], x.groups)
-        dw = torch.bmm(keys[:, :chunk], scan.dstates[mine].flatten(0, 1))
-        dw *= x.to_end[here].flatten(0, 1).unsqueeze(-1)
-        dw += dwritten[mine].flatten(0, 1)
-        torch.bmm(block.solve[mine].flatten(0, 1).mT, dw, out=scan.dy[mine].flatten(0, 1))
-        torch.mul(scan.dy[mine], write_back[mine], out=scan.drive[mine, :, :chunk])
-        after *= x.decay[here][..., -1, None, None]
-        after.flatten(0, 1).baddbmm_(keys.mT, scan.drive[mine].flatten(0, 1))
+    within = order.within(steps)
+    decay, write_back = x.decay[within], (x.beta[within] * x.decay[within]).neg_()
+    keys, queries = x.keys[within, :, :chunk], x.keys[within, :, chunk:]
+    drive = dout.new_empty(m, heads, 2 * chunk, size)
+    scan = _Scan(dy=torch.empty_like(dout), drive=drive, dstates=torch.empty_like(block.states))
+    sizes = [order.counts[step] * heads for step in steps]
+    dout = dout.flatten(0, 1)
+    dwritten = torch.bmm(masked_scores(x, block).mT, dout).split(sizes)
+    from_queries = torch.bmm(scaled(queries, decay).mT, dout).split(sizes)
+    writes, reads = scaled(keys, x.to_end[within]).split(sizes), scaled(keys, write_back).mT.split(sizes)
+    ends = decay[..., -1].reshape(-1, 1, 1).split(sizes)
+    solves, dstates = block.solve.flatten(0, 1).mT.split(sizes), scan.dstates.flatten(0, 1).split(sizes)
+    dys, flat = scan.dy.flatten(0, 1).split(sizes), dstate.flatten(0, 1)
+    for i in reversed(range(len(sizes))):
+        now = flat[: sizes[i]]
+        dstates[i].copy_(now)
+        torch.bmm(solves[i], torch.baddbmm(dwritten[i], writes[i], now), out=dys[i])
+        torch.addcmul(from_queries[i], now, ends[i], out=now).baddbmm_(reads[i], dys[i])
+    torch.mul(scan.dy, write_back.unsqueeze(-1), out=drive[:, :, :chunk])
+    torch.mul(dout.view_as(scan.dy), decay.unsqueeze(-1), out=drive[:, :, chunk:])
     return scan
 
 

@@ -101,11 +101,10 @@ def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrd
 
 def forward(x: Inputs, state: Tensor, order: ChunkOrder, *, keep: bool) -> Result:
     """``state`` [N, HV, K, V]: what each sequence starts from, in the order's order; ``keep`` for a later backward."""
-    out = torch.empty_like(x.v)
+    out, state = torch.empty_like(x.v), state.clone()
     blocks: list[Block] = []
-    finished: list[Tensor] = []
     for steps in order.blocks(x.v.shape[1], MATRICES):
-        within = slice(order.starts[steps.start], order.starts[steps.stop])
+        within = order.within(steps)
         gram, pair_decay, solve = _pairs(x, within)
         block = Block(
             gram=gram,
@@ -115,15 +114,14 @@ def forward(x: Inputs, state: Tensor, order: ChunkOrder, *, keep: bool) -> Resul
             written=torch.empty_like(x.v[within]),
             states=x.v.new_empty(len(gram), *state.shape[1:]),
         )
-        scores = (grouped(gram, x)[..., order.chunk :, :] * grouped(pair_decay, x)).view_as(pair_decay)
-        for step in steps:
-            count = order.counts[step]
-            finished.append(state[count:])
-            state = _step(x, block, scores, state[:count], (order.starts[step], within.start), out)
+        _scan(x, block, state, steps, order)
+        queries = scaled(x.keys[within, :, order.chunk :], x.decay[within])
+        mine = out[within].flatten(0, 1)
+        torch.bmm(queries, block.states.flatten(0, 1), out=mine)
+        mine.baddbmm_(masked_scores(x, block), block.written.flatten(0, 1))
         if keep:
             blocks.append(block)
-    final = torch.cat([state, *reversed(finished)])
-    return Result(out, final, tuple(blocks))
+    return Result(out, state, tuple(blocks))
 
 
 def grouped(part: Tensor, x: Inputs) -> Tensor:
@@ -132,11 +130,17 @@ def grouped(part: Tensor, x: Inputs) -> Tensor:
     return part.view(part.shape[0], heads, part.shape[1] // heads, *part.shape[2:])
 
 
-def per_value_head(keys: Tensor, groups: int) -> Tensor:
-    """[n, H, R, K] -> [n * HV, R, K]."""
-    if groups > 1:
-        keys = keys.unsqueeze(2).expand(-1, -1, groups, -1, -1)
-    return keys.reshape(-1, *keys.shape[-2:])
+def scaled(keys: Tensor, factor: Tensor) -> Tensor:
+    """``keys`` [m, H, C, K] for each value head, times ``factor`` [m, HV, C]: [m * HV, C, K]."""
+    m, heads, chunk, size = keys.shape
+    factor = factor.view(m, heads, -1, chunk, 1)
+    return (keys.unsqueeze(2) * factor).view(-1, chunk, size)
+
+
+def masked_scores(x: Inputs, block: Block) -> Tensor:
+    """[m * HV, C, C]: queries against keys, decayed, the future masked."""
+    chunk = block.solve.shape[-1]
+    return (grouped(block.gram, x)[..., chunk:, :] * grouped(block.pair_decay, x)).view(-1, chunk, chunk)
 
 
 def _pairs(x: Inputs, within: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,24 +157,23 @@ def _pairs(x: Inputs, within: slice) -> tuple[Tensor, Tensor, Tensor]:
     return gram, pair_decay, unit_lower_inverse(lower.view(-1, chunk, chunk)).view_as(pair_decay)
 
 
-def _step(x: Inputs, block: Block, scores: Tensor, state: Tensor, first: tuple[int, int], out: Tensor) -> Tensor:
-    """One chunk of each of n sequences: writes ``block`` and ``out``, returns the next state [n, HV, K, V].
-
-    ``first``: number of the step's first chunk, and of the block's.
-    """
-    count, heads = state.shape[:2]
-    chunk = scores.shape[-1]
-    here = slice(first[0], first[0] + count)
-    mine = slice(first[0] - first[1], first[0] - first[1] + count)
-    block.states[mine] = state
-    keys = per_value_head(x.keys[here], x.groups)
-    read = torch.bmm(keys, state.reshape(-1, *state.shape[2:])).view(count, heads, 2, chunk, -1)
-    read *= x.decay[here].unsqueeze(2).unsqueeze(-1)
-    delta = torch.sub(x.v[here], read[:, :, 0], out=block.delta[mine])
-    target = (delta * x.beta[here].unsqueeze(-1)).flatten(0, 1)
-    written = torch.bmm(block.solve[mine].flatten(0, 1), target, out=block.written[mine].flatten(0, 1))
-    earlier = read[:, :, 1].flatten(0, 1)
-    torch.baddbmm(earlier, scores[mine].flatten(0, 1), written, out=out[here].flatten(0, 1))
-    written = written * x.to_end[here].flatten(0, 1).unsqueeze(-1)
-    kept = (state * x.decay[here][..., -1, None, None]).flatten(0, 1)
-    return torch.baddbmm(kept, keys[:, :chunk].mT, written).view_as(state)
+def _scan(x: Inputs, block: Block, state: Tensor, steps: range, order: ChunkOrder) -> None:
+    """The recurrence through a block: fills ``delta``, ``written`` and ``states``; ``state`` [N, HV, K, V] moves on."""
+    within = order.within(steps)
+    heads = state.shape[1]
+    keys, chunk = x.keys[within, :, : order.chunk], order.chunk
+    sizes = [order.counts[step] * heads for step in steps]
+    # What needs no state is done for the whole block, so that a step is few and small operations.
+    reads = scaled(keys, x.decay[within]).split(sizes)
+    writes = scaled(keys, x.to_end[within]).mT.split(sizes)
+    values, betas = x.v[within].flatten(0, 1).split(sizes), x.beta[within].view(-1, chunk, 1).split(sizes)
+    ends = x.decay[within, :, -1].reshape(-1, 1, 1).split(sizes)
+    solves, states = block.solve.flatten(0, 1).split(sizes), block.states.flatten(0, 1).split(sizes)
+    deltas, written = block.delta.flatten(0, 1).split(sizes), block.written.flatten(0, 1).split(sizes)
+    flat = state.flatten(0, 1)
+    for i, size in enumerate(sizes):
+        now = flat[:size]
+        states[i].copy_(now)
+        torch.sub(values[i], torch.bmm(reads[i], now), out=deltas[i])
+        torch.bmm(solves[i], deltas[i] * betas[i], out=written[i])
+        now.mul_(ends[i]).baddbmm_(writes[i], written[i])

@@ -51,6 +51,10 @@ class ChunkOrder:
         found[self.num_tokens :] = 0
         return found
 
+    def within(self, steps: range) -> slice:
+        """The chunks of a run of steps."""
+        return slice(self.starts[steps.start], self.starts[steps.stop])
+
     def blocks(self, heads: int, most: int) -> Iterator[range]:
         """Runs of steps of about ``most`` (chunk, head) matrices: what is computed together stays in the cache."""
         first, matrices = 0, 0
