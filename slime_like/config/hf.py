@@ -72,7 +72,7 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
             max_positions=int(text["max_position_embeddings"]),
             num_experts=_num_experts(text),
             tied=bool(values.get("tie_word_embeddings")),
-            gdn=_gdn_shape(text),
+            gdn=gdn_shape(text),
             rope_key=rope_key,
             rope=cast("dict[str, Any]", text.get(rope_key) or {}),
         )
@@ -90,7 +90,8 @@ def _num_experts(text: Mapping[str, Any]) -> int:
     return next((int(text[name]) for name in EXPERT_COUNTS if text.get(name)), 0)
 
 
-def _gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:
+def gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:
+    """The Gated DeltaNet layers that the text part of a config.json describes; None where it has none."""
     if "linear_num_value_heads" not in text:
         return None
     return GDNShape(

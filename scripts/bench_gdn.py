@@ -1,0 +1,198 @@
+"""Kernels of Gated DeltaNet side by side: parity, speed, memory and start-up of every backend that can run here.
+
+    python scripts/bench_gdn.py                                          # arms torch, fla, flashqla and transformers' (hf)
+    python scripts/bench_gdn.py --shapes 2048,16,32,128 32x1024,4,8,128 --dtype bfloat16 --rounds 20
+    python scripts/bench_gdn.py --output docs/measurements/gdn.md        # the page, with gdn.svg beside it
+    python scripts/bench_gdn.py --end-to-end +recipe=quickstart_gdn      # whole runs, one per backend
+
+A shape is T,H,HV,D (tokens, key heads, value heads, head size), or NxT,... for N packed sequences. Parity: output, final
+state and every gradient against the recurrence, token by token in float64 (tests/gdn/recurrence.py), relative to the largest
+value of each. Times: minimum over rounds in which all arms take turns, of device time on a GPU and of the process's CPU time
+(one thread) on a CPU; the first call, in which kernels are compiled and tuned, is told apart. Exit code 1 where parity fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins"), str(REPOSITORY / "scripts")]
+
+import torch  # noqa: E402
+from bench_gdn_arms import Arm, Shape, cold_seconds, kernels_seen, make_arms, make_call, peak_mib, seconds  # noqa: E402
+from bench_gdn_plot import plot  # noqa: E402
+
+from tests.gdn import recurrence  # noqa: E402
+
+ARMS = ("hf", "torch", "fla", "flashqla")
+SHAPES = ("2048,4,4,64", "2048,8,8,128", "2048,4,16,128", "512,16,16,128", "64x32,4,4,64")
+LONG = (512, 1024, 2048, 4096, 8192)  # tokens, of the plot
+LONG_SHAPE = (4, 4, 64)
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+PARITY = {"one sequence": (200,), "packed": (130, 1, 0, 61)}
+
+
+def shape_of(text: str) -> Shape:
+    """``2048,16,32,128`` or ``64x32,4,4,64``."""
+    tokens, heads, value_heads, dim = text.split(",")
+    count, _, length = tokens.rpartition("x")
+    return Shape((int(length),) * int(count or 1), int(heads), int(value_heads), int(dim))
+
+
+def parity(arms: list[Arm], options: argparse.Namespace) -> tuple[list[str], bool]:
+    """A table, and whether every error is within the tolerance of the dtype."""
+    dim = 128 if options.device == "cuda" else 64
+    rows, fine = ["| case | arm | " + " | ".join(("out", "final", "dq", "dk", "dv", "dg", "dbeta")) + " |"], True
+    rows.append("|---|---|" + "---|" * 7)
+    for case_name, lengths in PARITY.items():
+        shape = recurrence.Shape(lengths, heads=2, groups=2, key=dim, value=dim, state=False)
+        case = recurrence.make_case(shape, decay=0.1)
+        right = recurrence.oracle(case)
+        for arm in arms:
+            if len(lengths) > 1 and not arm.packs:
+                continue
+            mine = case.to(getattr(torch, options.dtype), options.device)
+            found = recurrence.errors(recurrence.of_backend(arm.rule, mine), right)
+            fine &= max(found.values()) <= TOLERANCE[options.dtype]
+            rows.append(
+                f"| {case_name} | {arm.name} | " + " | ".join(f"{error:.0e}" for error in found.values()) + " |"
+            )
+    return rows, fine
+
+
+def measure(arms: list[Arm], shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float, float, float, float]]:
+    """Arm -> first call, forward, forward and backward (seconds), peak memory (MiB)."""
+    dtype, device = getattr(torch, options.dtype), options.device
+    calls = {arm.name: make_call(arm, shape, device, dtype) for arm in arms if arm.packs or len(shape.lengths) == 1}
+    peaks = {name: peak_mib(call.both, device) for name, call in calls.items()} if device == "cpu" else {}
+    cold = {name: cold_seconds(call.both, device) for name, call in calls.items()}
+    if device == "cuda":
+        peaks = {name: peak_mib(call.both, device) for name, call in calls.items()}
+    times = {name: ([], []) for name in calls}
+    for _ in range(options.rounds):
+        for name, call in calls.items():
+            times[name][0].append(seconds(call.forward, device))
+            times[name][1].append(seconds(call.both, device))
+    return {name: (cold[name], min(times[name][0]), min(times[name][1]), peaks[name]) for name in calls}
+
+
+def speed(arms: list[Arm], options: argparse.Namespace) -> list[str]:
+    """Rows per shape and arm, with ratios to the first arm that was measured on the shape."""
+    rows = [
+        "| T, H/HV x D | arm | first call ms | forward ms | forward + backward ms | peak MiB | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for text in options.shapes:
+        found = measure(arms, shape := shape_of(text), options)
+        base = next(iter(found))
+        for name, (cold, forward, both, peak) in found.items():
+            ratio = f"{found[base][1] / forward:.2f}x, {found[base][2] / both:.2f}x"
+            row = f"| {shape} | {name} | {cold * 1e3:.0f} | {forward * 1e3:.1f} | {both * 1e3:.1f} | {peak:.0f} | {ratio} |"
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+    return rows
+
+
+def growth(arms: list[Arm], options: argparse.Namespace) -> tuple[list[str], str]:
+    """Forward and backward over the length of one sequence: a table and a plot."""
+    heads, value_heads, dim = LONG_SHAPE if options.device == "cpu" else (16, 32, 128)
+    lines: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in arms}
+    rows = ["| T | " + " | ".join(f"{name} ms" for name in lines) + " | ratio |", "|---|" + "---|" * (len(lines) + 1)]
+    for tokens in options.long:
+        found = measure(arms, Shape((tokens,), heads, value_heads, dim), options)
+        for name, values in found.items():
+            lines[name].append((tokens, values[2] * 1e3))
+        cells = " | ".join(f"{lines[name][-1][1]:.1f}" for name in lines)
+        first, *others = (lines[name][-1][1] for name in lines)
+        rows.append(f"| {tokens} | {cells} | {', '.join(f'{first / other:.2f}x' for other in others)} |")
+        print(rows[-1], file=sys.stderr, flush=True)
+    title = f"Gated delta rule, forward + backward, {heads}/{value_heads} heads of {dim}, {options.dtype} on {options.device}"
+    return rows, plot(title, "tokens of one sequence", "ms", lines)
+
+
+def page(arms: list[Arm], missing: dict[str, str], options: argparse.Namespace) -> tuple[str, str, bool]:
+    """The report as Markdown, its plot, and whether parity holds."""
+    proofs = [
+        f"- `{arm.name}`: {arm.rule.kernels()}; seen by the profiler: "
+        + ", ".join(
+            f"`{name[:60]}`"
+            for name in kernels_seen(
+                make_call(arm, shape_of(options.shapes[0]), options.device, getattr(torch, options.dtype)).both,
+                options.device,
+            )
+        )
+        for arm in arms
+    ]
+    parity_rows, fine = parity(arms, options)
+    growth_rows, picture = growth(arms, options)
+    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU, one thread"
+    lines = [
+        "# Kernels of Gated DeltaNet",
+        "",
+        f"`python scripts/bench_gdn.py {' '.join(sys.argv[1:])}`",
+        "",
+        f"torch {torch.__version__}, {options.dtype}, {where}; minimum of {options.rounds} rounds in which the arms take turns.",
+        f"Ratios are those of `{arms[0].name}` to the arm: above 1 the arm is faster.",
+        "",
+        "## What ran",
+        *proofs,
+        *(f"- `{name}` did not run: {why}" for name, why in missing.items()),
+        "",
+        "## Parity with the recurrence in float64",
+        *parity_rows,
+        "",
+        "## Speed and memory (ratio: forward, forward + backward)",
+        *speed(arms, options),
+        "",
+        "## Growth with the length of a sequence (forward + backward)",
+        *growth_rows,
+    ]
+    return "\n".join([*lines, ""]), picture, fine
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--long", nargs="+", type=int, default=list(LONG))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16" if device == "cuda" else "float32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="write the page there, and its plot beside it")
+    parser.add_argument(
+        "--end-to-end", nargs="+", metavar="OVERRIDE", help="arguments of train.py: one run per backend"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 1 where parity fails or no arm can run."""
+    options = parse(argv)
+    if options.end_to_end:
+        from bench_gdn_runs import compare
+
+        return compare([name for name in options.arms if name != "hf"], options.end_to_end)
+    torch.set_num_threads(1)
+    arms, missing = make_arms(options.arms, options.device, options.dtype, shape_of(options.shapes[0]).dim)
+    for name, why in missing.items():
+        print(f"{name} does not run here: {why}", file=sys.stderr)
+    if not arms:
+        return 1
+    text, picture, fine = page(arms, missing, options)
+    print(text)
+    if options.output is not None:
+        svg = options.output.with_suffix(".svg")
+        svg.write_text(picture)
+        options.output.write_text(f"{text}\n![Growth with length]({svg.name})\n")
+    if not fine:
+        print("parity FAILED: an error is above the tolerance of the dtype", file=sys.stderr)
+    return int(not fine)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,225 @@
+"""The arms of ``scripts/bench_gdn.py`` and how each is measured."""
+
+from __future__ import annotations
+
+import os
+import resource
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from slime_like.config.gdn import GDNConfig
+from slime_like.config.hf import GDNShape
+from slime_like.errors import ConfigError
+from slime_like_plugins.qwen_gdn.backend import GDNBackend
+from slime_like_plugins.qwen_gdn.select import resolve
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """T tokens in sequences of these lengths, H key heads, HV value heads of D."""
+
+    lengths: tuple[int, ...]
+    heads: int
+    value_heads: int
+    dim: int
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return sum(self.lengths)
+
+    def __str__(self) -> str:
+        packed = f"{len(self.lengths)} x {self.lengths[0]}" if len(self.lengths) > 1 else str(self.tokens)
+        return f"{packed}, {self.heads}/{self.value_heads} x {self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One implementation; ``packs``: it knows more than one sequence."""
+
+    name: str
+    kernels: str
+    rule: GDNBackend
+    packs: bool = True
+
+
+class TransformersFallback:
+    """What transformers runs where fla is not installed. It ignores cu_seqlens, so that it is given one sequence only."""
+
+    name = "hf"
+
+    def __init__(self) -> None:
+        from transformers import __version__
+        from transformers.models.qwen3_next import modeling_qwen3_next
+
+        found = modeling_qwen3_next.torch_chunk_gated_delta_rule
+        self._rule = getattr(found, "__wrapped__", found)  # which binds to fla where that can be imported
+        self._version = __version__
+
+    def chunk_rule(  # noqa: PLR0913
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        cu_seqlens_cpu: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One sequence; key heads are repeated for the value heads that read them, as its layer does."""
+        assert len(cu_seqlens_cpu) == 2
+        q, k = (t.repeat_interleave(v.shape[2] // q.shape[2], 2) for t in (q, k))
+        return self._rule(
+            q,
+            k,
+            v,
+            g=g,
+            beta=beta,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=True,
+        )
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        cu_seqlens_cpu: Tensor,
+        activation: str | None = "silu",
+        halo: Tensor | None = None,
+    ) -> Tensor:
+        """Not measured."""
+        raise NotImplementedError("transformers' convolution is torch's conv1d")
+
+    def kernels(self) -> str:
+        """Its version."""
+        return f"transformers {self._version}: torch_chunk_gated_delta_rule"
+
+
+def make_arms(names: list[str], device: str, dtype: str, dim: int) -> tuple[list[Arm], dict[str, str]]:
+    """The arms that can run here, and why each of the others cannot."""
+    arms, missing = [], {}
+    shape = GDNShape(key_heads=1, value_heads=1, key_dim=dim, value_dim=dim, conv_width=4)
+    for name in names:
+        try:
+            rule = TransformersFallback() if name == "hf" else resolve(GDNConfig(backend=name), device, dtype, shape)
+        except ConfigError as error:
+            missing[name] = str(error)
+            continue
+        arms.append(Arm(name, rule.kernels(), rule, packs=name != "hf"))
+    return arms, missing
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One arm on one shape, ready to be run again and again."""
+
+    arm: Arm
+    inputs: tuple[Tensor, ...]
+    bounds: Tensor
+    bounds_cpu: Tensor
+    dout: Tensor
+
+    def forward(self) -> Tensor:
+        """The output [1, T, HV, V], without gradient."""
+        with torch.no_grad():
+            return self._run()
+
+    def both(self) -> None:
+        """Forward and backward; gradients are dropped."""
+        torch.autograd.grad(self._run(), self.inputs, self.dout)
+
+    def _run(self) -> Tensor:
+        q, k, v, g, beta = self.inputs
+        return self.arm.rule.chunk_rule(
+            q, k, v, g, beta, cu_seqlens=self.bounds, cu_seqlens_cpu=self.bounds_cpu
+        )[0]  # fmt: skip
+
+
+def make_call(arm: Arm, shape: Shape, device: str, dtype: torch.dtype) -> Call:
+    """Random inputs, the same for every arm."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(device, dtype).requires_grad_()
+
+    keys, values = (1, shape.tokens, shape.heads, shape.dim), (1, shape.tokens, shape.value_heads, shape.dim)
+    q, k, v = normal(*keys), normal(*keys), normal(*values)
+    g = (-torch.rand(values[:3], generator=generator) * 0.2).to(device).requires_grad_()
+    beta = torch.rand(values[:3], generator=generator).to(device, dtype).requires_grad_()
+    bounds = torch.tensor([0, *accumulate(shape.lengths)], dtype=torch.int32)
+    return Call(arm, (q, k, v, g, beta), bounds.to(device), bounds, torch.ones_like(v))
+
+
+def seconds(run: Callable[[], object], device: str) -> float:
+    """Device time on a GPU; on a CPU the process's CPU time, which a busy machine disturbs least."""
+    if device == "cuda":
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop) / 1e3
+    begun = time.process_time()
+    run()
+    return time.process_time() - begun
+
+
+def cold_seconds(run: Callable[[], object], device: str) -> float:
+    """Wall time of the first call: compilation and autotuning included."""
+    begun = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def peak_mib(run: Callable[[], object], device: str) -> float:
+    """What one call needs beyond what is there: of GPU memory, or resident memory of a forked child on a CPU."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return (torch.cuda.max_memory_allocated() - before) / MIB
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        before = _resident()
+        run()
+        os.write(write, struct.pack("d", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before))
+        os._exit(0)
+    os.close(write)
+    answer = os.read(read, 8)
+    os.close(read)
+    os.waitpid(child, 0)
+    return struct.unpack("d", answer)[0] if len(answer) == 8 else float("nan")
+
+
+def _resident() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / MIB
+
+
+def kernels_seen(run: Callable[[], object], device: str, most: int = 4) -> list[str]:
+    """What took the most time in one call, by torch's profiler: the names of the kernels that really ran."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities) as seen:
+        run()
+    key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    events = sorted(seen.key_averages(), key=lambda event: -getattr(event, key))
+    names = [event.key for event in events if getattr(event, key) > 0]
+    own = [name for name in names if any(mark in name.lower() for mark in ("chunkrule", "chunk_", "triangular"))]
+    return list(dict.fromkeys([*own[:most], *names[:most]]))

@@ -1,0 +1,125 @@
+"""Floating-point operations of a decoder, from its config.json: dense, grouped-query, Gated DeltaNet and expert layers.
+
+Model FLOPs, as model-FLOPs utilisation counts them: two per multiply-add of what the mathematics needs, nothing for what is
+recomputed, masked or padded; norms, activations and rotations, which are linear in the width, are left out. Causal attention
+counts the pairs it looks at. The gated delta rule counts its recurrence, three products of the state with a vector per token
+(read, write, query), whatever a chunked kernel does besides. Source of the convention: Chowdhery et al., "PaLM", appendix B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from slime_like.config.hf import GDNShape, gdn_shape
+
+GATED_FAMILIES = ("qwen3_next", "qwen3_5")  # whose attention has an output gate as wide as its queries
+GDN_EVERY = 4  # Qwen3-Next, where config.json does not list its layers: each fourth one is attention
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """What the count needs of a model. Widths are whole ones, before any parallel split."""
+
+    hidden: int
+    vocab: int
+    attention_layers: int
+    gdn_layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    output_gate: bool  # of attention
+    gdn: GDNShape | None
+    dense_layers: int  # with one MLP
+    mlp: int
+    expert_layers: int
+    experts: int
+    active_experts: int
+    expert_mlp: int
+    shared_mlp: int  # 0: no shared expert
+    shared_gate: bool
+
+
+def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
+    """The shape in a config.json, or in its text_config. Raises ``KeyError`` on one of no causal language model."""
+    text = cast("Mapping[str, Any]", config.get("text_config") or config)
+    layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
+    gdn = gdn_shape(text)
+    linear = _linear_layers(text, layers) if gdn is not None else 0
+    experts = int(text.get("num_experts") or 0)
+    dense = _dense_layers(text, layers) if experts else layers
+    return DecoderShape(
+        hidden=int(text["hidden_size"]),
+        vocab=int(text["vocab_size"]),
+        attention_layers=layers - linear,
+        gdn_layers=linear,
+        heads=heads,
+        kv_heads=int(text.get("num_key_value_heads") or heads),
+        head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
+        output_gate=str(text.get("model_type", "")).startswith(GATED_FAMILIES),
+        gdn=gdn,
+        dense_layers=dense,
+        mlp=int(text.get("intermediate_size") or 0),
+        expert_layers=layers - dense,
+        experts=experts,
+        active_experts=int(text.get("num_experts_per_tok") or 0),
+        expert_mlp=int(text.get("moe_intermediate_size") or 0),
+        shared_mlp=int(text.get("shared_expert_intermediate_size") or 0),
+        shared_gate=bool(text.get("shared_expert_intermediate_size")),
+    )
+
+
+def forward_flops(shape: DecoderShape, lengths: Iterable[int], *, logits: bool = True) -> int:
+    """One forward pass over sequences of these lengths, with the vocabulary projection of every token unless ``logits=False``."""
+    sizes = list(lengths)
+    tokens = sum(sizes)
+    pairs = sum(length * (length + 1) // 2 for length in sizes)
+    attention = tokens * _attention_projections(shape) + pairs * 4 * shape.heads * shape.head_dim
+    total = shape.attention_layers * attention
+    total += shape.gdn_layers * tokens * gdn_token_flops(shape)
+    total += tokens * (shape.dense_layers * 6 * shape.hidden * shape.mlp + shape.expert_layers * _experts(shape))
+    return total + (tokens * 2 * shape.hidden * shape.vocab if logits else 0)
+
+
+def train_flops(shape: DecoderShape, lengths: Iterable[int]) -> int:
+    """Forward and backward, which costs two forwards: a product's gradient is a product for each factor."""
+    return 3 * forward_flops(shape, lengths)
+
+
+def gdn_token_flops(shape: DecoderShape) -> int:
+    """A Gated DeltaNet layer, per token: projections in and out, convolution, recurrence. 0 where the model has none."""
+    gdn = shape.gdn
+    if gdn is None:
+        return 0
+    keys, values = gdn.key_heads * gdn.key_dim, gdn.value_heads * gdn.value_dim
+    projected = 2 * keys + 2 * values + 2 * gdn.value_heads  # q, k; v, z; beta, alpha
+    convolved = 2 * keys + values
+    state = 6 * gdn.value_heads * gdn.key_dim * gdn.value_dim
+    return 2 * shape.hidden * (projected + values) + 2 * gdn.conv_width * convolved + state
+
+
+def _attention_projections(shape: DecoderShape) -> int:
+    queries = shape.heads * shape.head_dim
+    gate = queries if shape.output_gate else 0
+    return 2 * shape.hidden * (2 * queries + gate + 2 * shape.kv_heads * shape.head_dim)
+
+
+def _experts(shape: DecoderShape) -> int:
+    """An expert layer, per token: router, the experts that it chooses, the shared one with its gate."""
+    chosen = shape.active_experts * shape.expert_mlp + shape.shared_mlp
+    return 2 * shape.hidden * (shape.experts + int(shape.shared_gate)) + 6 * shape.hidden * chosen
+
+
+def _linear_layers(text: Mapping[str, Any], layers: int) -> int:
+    kinds = text.get("layer_types")
+    if kinds:
+        return list(kinds).count("linear_attention")
+    every = int(text.get("full_attention_interval") or GDN_EVERY)
+    return layers - layers // every
+
+
+def _dense_layers(text: Mapping[str, Any], layers: int) -> int:
+    """Layers with one MLP in a model that has experts."""
+    step, dense = int(text.get("decoder_sparse_step") or 1), cast("list[int]", text.get("mlp_only_layers") or [])
+    return sum(1 for layer in range(layers) if layer in dense or (layer + 1) % step)
