@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from slime_like.config.base import Config, key, positive
 from slime_like.config.kill_at import parse_kill_at
+from slime_like.errors import ConfigError
 
 
 @dataclass(kw_only=True)
@@ -47,6 +48,11 @@ class WeightsConfig(Config):
     def check(self, prefix: str) -> None:
         super().check(prefix)
         positive(prefix, self, "bucket_mb", "probe_tolerance", "push_deadline_s")
+        if self.probe_layers and self.probe_sequences == 0:
+            raise ConfigError(
+                f"{prefix}probe_layers=true has no effect with {prefix}probe_sequences=0, as nothing is scored: "
+                f"set {prefix}probe_sequences=4, or {prefix}probe_layers=false"
+            )
 
 
 @dataclass(kw_only=True)

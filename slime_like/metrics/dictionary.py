@@ -179,8 +179,8 @@ ENTRIES = (
     Entry("probe/logprob_abs_diff_mean", "mean of the same", "nats"),
     Entry(
         "probe/logprob_abs_diff_max/<layers>",
-        "the same, had the trainer computed its layers of one kind (attention, gdn, mlp, or all) in float64: what it "
-        "falls by is the trainer's rounding in those layers, what is left at all is the engine's "
+        "the same, had the trainer computed its layers of one kind (attention, gdn, mlp, or all) in float64: far below "
+        "it if the trainer's rounding in those layers makes the difference; what `all` leaves is the engine's own "
         "(weights.probe_layers=true)",
         "nats",
     ),

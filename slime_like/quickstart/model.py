@@ -1,18 +1,42 @@
-"""The default job's model: a small random Qwen3 and a tokenizer of characters, in HF format."""
+"""The default jobs' models, small and random, and a tokenizer of characters, in HF format."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 SPECIAL = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+="
 
 
 @dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """Gated DeltaNet layers, in place of attention in all but every fourth layer."""
+
+    linear_num_key_heads: int = 2
+    linear_num_value_heads: int = 4
+    linear_key_head_dim: int = 32
+    linear_value_head_dim: int = 32
+    linear_conv_kernel_dim: int = 4
+    full_attention_interval: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """Experts in place of the MLP of each layer, and one that all tokens share."""
+
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 40
+    shared_expert_intermediate_size: int = 40
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Shape of the model. Part of the cache's key."""
 
+    model_type: str = "qwen3"
     hidden_size: int = 128
     intermediate_size: int = 384
     num_hidden_layers: int = 3
@@ -21,31 +45,39 @@ class ModelSpec:
     head_dim: int = 32
     vocab_size: int = 32
     max_position_embeddings: int = 64
+    tie_word_embeddings: bool = True
+    linear: LinearSpec | None = None
+    experts: ExpertSpec | None = None
     seed: int = 0
+
+
+DENSE = ModelSpec()
+GDN = ModelSpec(model_type="qwen3_5_text", intermediate_size=256, num_hidden_layers=4, linear=LinearSpec())
+NEXT = ModelSpec(  # SGLang's Qwen3-Next has an output layer of its own
+    model_type="qwen3_next", num_hidden_layers=4, tie_word_embeddings=False, linear=LinearSpec(), experts=ExpertSpec()
+)
+
+
+def config_fields(spec: ModelSpec) -> dict[str, Any]:
+    """What the model's config.json says beside its kind."""
+    fields = {
+        key: value for key, value in asdict(spec).items() if key not in ("model_type", "linear", "experts", "seed")
+    }
+    for part in (spec.linear, spec.experts):
+        fields |= asdict(part) if part is not None else {}
+    ids = {f"{name}_token_id": SPECIAL.index(f"<{name}>") for name in ("pad", "eos")}
+    return fields | ids | {"bos_token_id": None, "dtype": "float32"}
 
 
 def write_model(folder: Path, spec: ModelSpec) -> None:
     """Write config, random float32 weights and tokenizer to ``folder``; transformers and SGLang load it."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(spec.seed)
-    config = Qwen3Config(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.num_hidden_layers,
-        num_attention_heads=spec.num_attention_heads,
-        num_key_value_heads=spec.num_key_value_heads,
-        head_dim=spec.head_dim,
-        max_position_embeddings=spec.max_position_embeddings,
-        tie_word_embeddings=True,
-        pad_token_id=SPECIAL.index("<pad>"),
-        eos_token_id=SPECIAL.index("<eos>"),
-        bos_token_id=None,
-        dtype="float32",
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    config: Any = AutoConfig.for_model(spec.model_type, **config_fields(spec))
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
     write_tokenizer(folder)
 
 

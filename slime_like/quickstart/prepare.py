@@ -1,4 +1,4 @@
-"""``run.prepare`` of the default job: makes its data and model on the spot, and runs its warm start once."""
+"""``run.prepare`` of the default jobs: makes their data and model on the spot, and runs their warm start once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slime_like.config.algo import SftConfig
@@ -19,9 +19,8 @@ from slime_like.config.root import TrainConfig
 from slime_like.deadline import Deadline
 from slime_like.errors import ConfigError, WorkerError
 from slime_like.quickstart.arithmetic import ArithmeticSpec, write_datasets
-from slime_like.quickstart.model import ModelSpec, write_model
+from slime_like.quickstart.model import DENSE, GDN, NEXT, ModelSpec, write_model
 
-WARM_START_RECIPE = "quickstart_sft"
 WARM_START_DEADLINE_S = 1800.0
 EXPORT = "hf"  # where a run with run.save_hf leaves its weights
 STAMP = "made_from.json"
@@ -30,7 +29,30 @@ POLL_S = 0.5
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A default job: its model, and the recipe of the warm start before it."""
+
+    model: ModelSpec
+    warm_start: str
+
+
 def prepare(cfg: TrainConfig) -> None:
+    """For ``+recipe=quickstart``: see ``prepare_job``."""
+    prepare_job(cfg, Job(DENSE, "quickstart_sft"))
+
+
+def prepare_gdn(cfg: TrainConfig) -> None:
+    """For ``+recipe=quickstart_gdn``: see ``prepare_job``."""
+    prepare_job(cfg, Job(GDN, "quickstart_gdn_sft"))
+
+
+def prepare_next(cfg: TrainConfig) -> None:
+    """For ``+recipe=quickstart_next``: see ``prepare_job``."""
+    prepare_job(cfg, Job(NEXT, "quickstart_next_sft"))
+
+
+def prepare_job(cfg: TrainConfig, job: Job) -> None:
     """Make what ``cfg`` needs and is not there: datasets and random model; for GRPO also the warm-started model.
 
     What was made carries a stamp of the sizes and sources it was made from, and is made again when they change. Raises
@@ -46,9 +68,9 @@ def prepare(cfg: TrainConfig) -> None:
                 f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} of the quickstart must end in /{EXPORT}"
             )
     with _turn(assets.parent):
-        _make_assets(assets)
+        _make_assets(assets, job)
         if not supervised:
-            _warm_start(cfg, assets, warm)
+            _warm_start(cfg, job, assets, warm)
 
 
 def _check_ours(key: str, folder: Path) -> None:
@@ -81,21 +103,22 @@ def _turn(folder: Path) -> Generator[None]:
         yield
 
 
-def _make_assets(folder: Path) -> None:
-    stamp = _stamp()
+def _make_assets(folder: Path, job: Job) -> None:
+    stamp = _stamp(job)
     if _read_stamp(folder) == stamp:
         return
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STAMP).write_text(UNFINISHED)
     write_datasets(folder, ArithmeticSpec())
-    write_model(folder / "model", ModelSpec())
+    write_model(folder / "model", job.model)
     (folder / STAMP).write_text(json.dumps(stamp))
     _say(f"wrote datasets and a random model to {folder} in {time.monotonic() - started:.1f} s")
 
 
-def _warm_start(cfg: TrainConfig, assets: Path, run_dir: Path) -> None:
-    stamp = _stamp() | {"recipe": _digest(REPOSITORY / "configs" / "recipe" / f"{WARM_START_RECIPE}.yaml")}
+def _warm_start(cfg: TrainConfig, job: Job, assets: Path, run_dir: Path) -> None:
+    recipes = REPOSITORY / "configs" / "recipe"
+    stamp = _stamp(job) | {"recipe": [_digest(recipes / f"{name}.yaml") for name in ("quickstart_sft", job.warm_start)]}
     if _read_stamp(run_dir) == stamp:
         return
     started = time.monotonic()
@@ -106,7 +129,7 @@ def _warm_start(cfg: TrainConfig, assets: Path, run_dir: Path) -> None:
     command = [
         sys.executable,
         str(REPOSITORY / "train.py"),
-        f"+recipe={WARM_START_RECIPE}",
+        f"+recipe={job.warm_start}",
         f"run.dir={run_dir}",
         "run.prepare=null",
         f"model.hf_checkpoint={assets / 'model'}",
@@ -127,11 +150,11 @@ def _warm_start(cfg: TrainConfig, assets: Path, run_dir: Path) -> None:
     _say(f"warm start done in {time.monotonic() - started:.0f} s")
 
 
-def _stamp() -> dict[str, object]:
+def _stamp(job: Job) -> dict[str, object]:
     """What the files follow from."""
     return {
         "arithmetic": asdict(ArithmeticSpec()),
-        "model": asdict(ModelSpec()),
+        "model": asdict(job.model),
         "source": [_digest(Path(__file__).parent / name) for name in ("arithmetic.py", "model.py")],
     }
 

@@ -106,6 +106,11 @@ RULES = {
         "algo.use_rollout_logprobs=true",
         "algo.use_tis",
     ),
+    "layers of no probe": (
+        "weights.probe_layers=true weights.probe_sequences=0",
+        "weights.probe_layers=true",
+        "weights.probe_sequences=4",
+    ),
     "refill without filter": ("rollout.max_refills=3", "rollout.max_refills=3", "rollout.filters=[nonzero_std]"),
     "oversampling without filter": (
         "rollout.over_sampling_batch_size=64",

@@ -28,17 +28,21 @@ class Warm:
         )
 
 
-@pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
-    folder = tmp_path_factory.mktemp("warm")
+def warm_start(folder: Path, recipe: str, steps: int) -> Warm:
+    """Data, random model and warm start of ``recipe`` in ``folder``."""
     done = train(
-        "+recipe=quickstart_sft",
+        f"+recipe={recipe}",
         f"run.dir={folder / 'sft'}",
         f"model.hf_checkpoint={folder / 'assets' / 'model'}",
         f"data.train={folder / 'assets' / 'sft.jsonl'}",
-        f"loop.num_rollout={SFT_STEPS}",
-        f"run.save_hf_interval={SFT_STEPS // 2}",
+        f"loop.num_rollout={steps}",
+        f"run.save_hf_interval={steps // 2}",
         log=folder / "sft.log",
     )
     assert done.code == 0, done.output
     return Warm(folder)
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
+    return warm_start(tmp_path_factory.mktemp("warm"), "quickstart_sft", SFT_STEPS)

@@ -47,15 +47,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+    "deepstack_visual_indexes": [],
+}
+TOKENS = {
+    f"{name}_token_id": VOCAB - 1 - index for index, name in enumerate(("image", "video", "vision_start", "vision_end"))
+}
+
+
+def config(family: str) -> Any:
+    """Of a text model, or of a vision model (``qwen3_5``) around one."""
+    from transformers import AutoConfig
+
+    if family != "qwen3_5":
+        return AutoConfig.for_model(family, **SHAPE, **FAMILIES[family])
+    text = {**SHAPE, **FAMILIES["qwen3_5_text"], "tie_word_embeddings": False}
+    return AutoConfig.for_model(family, text_config=text, vision_config=VISION, tie_word_embeddings=False, **TOKENS)
+
 
 def build(folder: Path, family: str) -> Models:
     """Models A and B of one shape, with norms, decays and biases that are not what they start as."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    auto = AutoModelForImageTextToText if family == "qwen3_5" else AutoModelForCausalLM
 
     hf: dict[str, Any] = {}
     for seed, name in enumerate("AB"):
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **FAMILIES[family]))
+        model: Any = auto.from_config(config(family))
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 if parameter.ndim == 1:
@@ -71,4 +97,5 @@ class HybridModels(Models):
     """Tensors as they are stored, one per expert: transformers keeps those of a layer in one parameter."""
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        return load_file(self.paths[name] / "model.safetensors")
+        stored = load_file(self.paths[name] / "model.safetensors")
+        return {key: tensor for key, tensor in stored.items() if ".visual." not in key}  # not trained, never sent

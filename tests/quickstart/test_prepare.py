@@ -1,16 +1,17 @@
 """What a preparation makes, what it leaves alone, and what it refuses to touch."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slime_like.config.algo import GrpoConfig, SftConfig
 from slime_like.config.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.quickstart import prepare as prepare_module
-from slime_like.quickstart.prepare import prepare
+from slime_like.quickstart.prepare import prepare, prepare_gdn, prepare_next
 
 
 def config(data: Path, model: Path, *, sft: bool = True) -> TrainConfig:
@@ -22,16 +23,28 @@ def config(data: Path, model: Path, *, sft: bool = True) -> TrainConfig:
     )
 
 
-def test_assets_are_made_once_and_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", [prepare, prepare_gdn, prepare_next])
+def test_assets_are_made_once_and_load(job: Callable[[TrainConfig], None], tmp_path: Path) -> None:
     cfg = config(tmp_path / "assets" / "sft.jsonl", tmp_path / "assets" / "model")
-    prepare(cfg)
+    job(cfg)
     weights = tmp_path / "assets" / "model" / "model.safetensors"
     before = weights.stat().st_mtime_ns
-    prepare(cfg)
+    job(cfg)
     assert weights.stat().st_mtime_ns == before
     tokenizer = AutoTokenizer.from_pretrained(weights.parent)
     assert tokenizer.decode(tokenizer("475+6=")["input_ids"]) == "475+6="
-    assert AutoModelForCausalLM.from_pretrained(weights.parent).num_parameters() > 100_000
+    model = AutoModelForCausalLM.from_pretrained(weights.parent)
+    assert 100_000 < model.num_parameters() < 1_000_000
+    kinds = getattr(model.config, "layer_types", None)
+    assert job is prepare or kinds == ["linear_attention"] * 3 + ["full_attention"]
+    assert (job is prepare_next) == (getattr(model.config, "num_experts", 0) > 0)
+
+
+def test_another_job_makes_its_own_model_in_the_same_place(tmp_path: Path) -> None:
+    cfg = config(tmp_path / "assets" / "sft.jsonl", tmp_path / "assets" / "model")
+    for job, kind in ((prepare, "qwen3"), (prepare_gdn, "qwen3_5_text"), (prepare, "qwen3")):
+        job(cfg)
+        assert AutoConfig.from_pretrained(tmp_path / "assets" / "model").model_type == kind
 
 
 def test_a_users_data_is_not_overwritten(tmp_path: Path) -> None:
