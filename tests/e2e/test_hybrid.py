@@ -19,8 +19,8 @@ from tests.e2e.runs import REPOSITORY, metrics, train
 
 pytestmark = pytest.mark.e2e
 SFT_STEPS = 100
-ROLLOUTS = 8
-SMALL = ("rollout.batch_size=32", "rollout.n_samples_per_prompt=8")
+ROLLOUTS = 10
+SMALL = ("rollout.batch_size=16", "rollout.n_samples_per_prompt=8")
 # The learning rate is 0 after the last but one step: the weights that sampled the last rollout are those of the export.
 SHAPE = ("optim.schedule=linear", "optim.min_lr=0", "optim.warmup_steps=0", f"optim.decay_steps={ROLLOUTS - 1}")
 RISE = 0.2  # of 100 held-out problems: four times the standard error
@@ -39,7 +39,6 @@ def test_a_hybrid_model_learns(recipe: str, warmed: dict[str, Warm], tmp_path: P
     done = train(
         f"+recipe={recipe}",
         *warmed[recipe].overrides,
-        *SMALL,
         *SHAPE,
         f"run.dir={run_dir}",
         f"loop.num_rollout={ROLLOUTS}",
