@@ -20,7 +20,10 @@ JOBS = {
         Job("decay", "tests.train.traps:decay"),
         Job("refused", "tests.train.traps:refused"),
     ],
-    2: [Job("pipeline shapes", "tests.train.traps:pipeline_shapes")],
+    2: [
+        Job("pipeline shapes", "tests.train.traps:pipeline_shapes"),
+        Job("unmarked experts", "tests.train.traps:unmarked_experts"),
+    ],
 }
 
 
@@ -36,6 +39,12 @@ def test_each_touch_up_replaces_something_that_fails_here(results: Results) -> N
     assert found["rng"] != "ok"
     assert found["recompute"] == "NameError"
     assert found["recompute with the patch"] == "ok"
+
+
+def test_the_optimizer_of_experts_is_read_in_another_layout(results: Results) -> None:
+    for found in results["unmarked experts"]:
+        assert found["ours"] == "ok"
+        assert found["upstream"] == "CheckpointError"
 
 
 def test_shapes_between_two_virtual_stages_keep_their_direction(results: Results) -> None:

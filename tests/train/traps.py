@@ -148,6 +148,20 @@ def refused(world: World, shared: Shared) -> dict[str, str]:
     return out
 
 
+def unmarked_experts(world: World, shared: Shared) -> dict[str, str]:
+    """What becomes of a checkpoint with experts over two ranks where each rank has all of them, with our mark and without."""
+    from slime_like.train.megatron import optim
+
+    layout, folder = Layout(dp=2), shared.scratch / "saved"
+    saved = make_actor(world, shared.models["qwen3_moe"], Layout(dp=2, ep=2), algo=SftConfig())
+    train(saved, layout, 1)
+    saved.save(folder, 1)
+    marked = make_actor(world, shared.models["qwen3_moe"], layout, algo=SftConfig())
+    with replaced(optim, "mark_experts", lambda model: None):
+        unmarked = make_actor(world, shared.models["qwen3_moe"], layout, algo=SftConfig())
+    return {"ours": outcome(lambda: marked.load(folder)), "upstream": outcome(lambda: unmarked.load(folder))}
+
+
 def pipeline_shapes(world: World, shared: Shared) -> dict[str, tuple[list[int], list[int]]]:
     """What each of two pipeline ranks hears when both send to the next and to the previous, which are one rank."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

@@ -33,11 +33,7 @@ def wrap(spec: ActorSpec, model: Chunks) -> Chunks:
     )
     config_of_model = model.last.config
     config_of_model.finalize_model_grads_func = finalize_model_grads
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            # Reduced over their own copies whatever the layout: megatron does so for ep > 1 only, and then cannot read
-            # the optimizer state of one kind of layout in the other.
-            setattr(parameter, "allreduce", False)  # noqa: B010 (read by DDP and optimizer)
+    mark_experts(model)
     # Of later virtual stages there is one bucket, as in megatron's own trainer: other chunks' computation hides it.
     wrapped = [
         DistributedDataParallel(config_of_model, config, policy, disable_bucketing=i > 0)
@@ -47,6 +43,16 @@ def wrap(spec: ActorSpec, model: Chunks) -> Chunks:
         chunks: Any = [chunk.no_sync for chunk in wrapped]
         config_of_model.no_sync_func = chunks if len(chunks) > 1 else chunks[0]
     return Chunks(wrapped)
+
+
+def mark_experts(model: Chunks) -> None:
+    """Gradients of routed experts are reduced over their own copies whatever the layout.
+
+    megatron does so for ep > 1 only, and then cannot read the optimizer state of one kind of layout in the other.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            setattr(parameter, "allreduce", False)  # noqa: B010 (read by DDP and optimizer)
 
 
 def settle_weights(wrapped: Chunks) -> None:
