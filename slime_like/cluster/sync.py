@@ -16,6 +16,7 @@ from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import TensorMeta
 from slime_like.metrics.types import Metric
 from slime_like.rollout import probe
+from slime_like.rollout.probe import ProbeScores
 from slime_like.weights import manifest
 
 ABORT_S = 10.0
@@ -74,14 +75,17 @@ class EngineSync:
     def _probe(self, version: int) -> tuple[Metric, ...]:
         if self.config.probe_sequences == 0:
             return ()
-        metrics: tuple[Metric, ...] = ()
-        for scores in self._call("probe"):
-            rows = probe.to_rows(scores)
-            metrics += probe.check(scores, self.trainer.score(rows), version, self.tolerance)
-            if self.config.probe_layers:
-                for kind in (*self.trainer.layer_kinds(), "all"):
-                    metrics += probe.by_kind(scores, self.trainer.score(rows, kind), kind)
-        return metrics
+        found: tuple[ProbeScores, ...] = self._call("probe")
+        if not found:
+            return ()
+        rows = probe.to_rows(found[0])  # all engines were asked for the same sequences
+        expected_T = self.trainer.score(rows)
+        metrics = [metric for scores in found for metric in probe.check(scores, expected_T, version, self.tolerance)]
+        if self.config.probe_layers:
+            for kind in (*self.trainer.layer_kinds(), "all"):
+                exchanged_T = self.trainer.score(rows, kind)
+                metrics += [metric for scores in found for metric in probe.by_kind(scores, exchanged_T, kind)]
+        return tuple(metrics)
 
     def _call(self, verb: str, *args: Any) -> Any:
         deadline = Deadline("driver", f"push/{verb}", self.config.push_deadline_s)

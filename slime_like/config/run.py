@@ -37,7 +37,7 @@ class WeightsConfig(Config):
         "auto", "tensor (colocated), broadcast (split) or auto.", choices=("auto", "tensor", "broadcast")
     )
     bucket_mb: float = key(512.0, "Largest bucket (slime: --update-weight-buffer-size).")
-    probe_sequences: int = key(4, "Sequences that engine and trainer both score after each push; 0: no gate.")
+    probe_sequences: int = key(2, "Sequences that engine and trainer both score after each push; 0: no gate.")
     probe_tolerance: float | None = key(None, "Largest |difference| of a probe log-probability; null: by dtype.")
     probe_layers: bool = key(
         False, "Report the probe's difference by kind of layer: a scoring pass per kind, computed in float64."

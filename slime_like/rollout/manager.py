@@ -213,8 +213,8 @@ class RolloutManager:
     async def commit_push(self, version: int) -> None:
         """Close the update on every engine: fails unless each of its parameters was written. KV of old weights is flushed."""
         await asyncio.gather(*(engine.end_update(version) for engine in self._router.engines))
-        for engine in self._router.engines:
-            served = await engine.version()
+        versions = await asyncio.gather(*(engine.version() for engine in self._router.engines))
+        for engine, served in zip(self._router.engines, versions, strict=True):
             if served != version:
                 raise WeightSyncError(
                     f"{engine.name} says it serves version {served} after the commit of version {version}"
@@ -242,11 +242,8 @@ class RolloutManager:
             self._remember_probe([])
         if not self._probe:  # prompts of one token have nothing to score: the first rollout will
             return ()
-        scores: list[ProbeScores] = []
-        for engine in self._router.engines:
-            logprobs = await engine.score(self._probe, self._spec.temperature)
-            scores.append(ProbeScores(self._version, self._probe, tuple(logprobs)))
-        return tuple(scores)
+        asked = [engine.score(self._probe, self._spec.temperature) for engine in self._router.engines]
+        return tuple(ProbeScores(self._version, self._probe, tuple(scores)) for scores in await asyncio.gather(*asked))
 
     def _remember_probe(self, groups: Sequence[SampleGroup]) -> None:
         """Keep the first sequences of the newest rollout; before the first one, prompts."""

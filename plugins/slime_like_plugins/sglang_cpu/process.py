@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from slime_like_plugins.sglang_cpu import results
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
@@ -55,6 +56,7 @@ HOOKS = (
         "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine", "after", sleep_while_paused
     ),
     Hook("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", "replace", unpadded_config),
+    results.HOOK,
 )
 
 

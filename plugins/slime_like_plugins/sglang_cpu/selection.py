@@ -6,12 +6,11 @@ import os
 from dataclasses import dataclass
 from functools import cache
 
-from slime_like_plugins.sglang_cpu import EXACT
+from slime_like_plugins.sglang_cpu import EXACT, OPTION
 from slime_like_plugins.sglang_cpu.build import BuildError, build
 from slime_like_plugins.sglang_cpu.kernels import CKernels, TorchKernels
 from slime_like_plugins.sglang_hooks import enabled
 
-OPTION = "SLIME_LIKE_CPU_KERNELS"  # rollout.cpu_kernels
 CHOICES = ("auto", "c", "torch", "off")
 
 
