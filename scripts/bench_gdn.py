@@ -67,10 +67,8 @@ def measure(arms: list[Arm], shape: Shape, options: argparse.Namespace) -> dict[
     """Arm -> first call, forward, forward and backward (seconds), peak memory (MiB)."""
     dtype, device = getattr(torch, options.dtype), options.device
     calls = {arm.name: make_call(arm, shape, device, dtype) for arm in arms if arm.packs or len(shape.lengths) == 1}
-    peaks = {name: peak_mib(call.both, device) for name, call in calls.items()} if device == "cpu" else {}
     cold = {name: cold_seconds(call.both, device) for name, call in calls.items()}
-    if device == "cuda":
-        peaks = {name: peak_mib(call.both, device) for name, call in calls.items()}
+    peaks = {name: peak_mib(call.both, device) for name, call in calls.items()}
     times = {name: ([], []) for name in calls}
     for _ in range(options.rounds):
         for name, call in calls.items():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -189,28 +187,18 @@ def cold_seconds(run: Callable[[], object], device: str) -> float:
 
 
 def peak_mib(run: Callable[[], object], device: str) -> float:
-    """What one call needs beyond what is there: of GPU memory, or resident memory of a forked child on a CPU."""
+    """Most memory that one call has allocated at once: GPU memory, or by the profiler's record of tensors on a CPU."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
         return (torch.cuda.max_memory_allocated() - before) / MIB
-    read, write = os.pipe()
-    if (child := os.fork()) == 0:
-        before = _resident()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
-        os.write(write, struct.pack("d", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before))
-        os._exit(0)
-    os.close(write)
-    answer = os.read(read, 8)
-    os.close(read)
-    os.waitpid(child, 0)
-    return struct.unpack("d", answer)[0] if len(answer) == 8 else float("nan")
-
-
-def _resident() -> float:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() / MIB
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    events: list[Any] = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    steps = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(steps), default=0) / MIB
 
 
 def kernels_seen(run: Callable[[], object], device: str, most: int = 4) -> list[str]:

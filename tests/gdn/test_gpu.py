@@ -1,0 +1,51 @@
+"""fla and FlashQLA on a GPU: parity with the recurrence; their speed is what ``scripts/bench_gdn.py`` measures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slime_like.config.gdn import GDNConfig
+from slime_like.config.hf import GDNShape
+from slime_like.errors import ConfigError
+from slime_like_plugins.qwen_gdn.backend import GDNBackend
+from slime_like_plugins.qwen_gdn.select import resolve
+from tests.gdn.recurrence import Shape, conv_errors, errors, make_case, make_conv, of_backend, oracle
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+HEADS = GDNShape(key_heads=2, value_heads=4, key_dim=128, value_dim=128, conv_width=4)
+BFLOAT16 = 3e-2
+
+
+def backend_or_skip(name: str) -> GDNBackend:
+    try:
+        return resolve(GDNConfig(backend=name), "cuda", "bfloat16", HEADS)
+    except ConfigError as refused:
+        pytest.skip(str(refused))
+
+
+@pytest.mark.parametrize("name", ["torch", "fla", "flashqla"])
+@pytest.mark.parametrize("decay", [0.01, 0.3, 8.0])
+def test_parity(name: str, decay: float) -> None:
+    backend = backend_or_skip(name)
+    shape = Shape((200, 1, 0, 70), heads=2, groups=2, key=128, value=128, tail=5)
+    case = make_case(shape, decay=decay)
+    found = errors(of_backend(backend, case.to(torch.bfloat16, "cuda")), oracle(case))
+    assert max(found.values()) <= BFLOAT16, found
+
+
+@pytest.mark.parametrize("name", ["torch", "fla", "flashqla"])
+def test_convolution(name: str) -> None:
+    case = make_conv((70, 1, 0, 9), 4, tail=3, halo=True, channels=64).to(torch.float64, "cuda")
+    assert max(conv_errors(backend_or_skip(name), case, torch.bfloat16)) <= BFLOAT16
+
+
+def test_flashqla_without_splitting_has_the_same_bits_with_and_without_gradient() -> None:
+    backend = backend_or_skip("flashqla")
+    case = make_case(Shape((4096,), heads=2, key=128, value=128, state=False), decay=0.3).to(torch.bfloat16, "cuda")
+    bounds = case.bounds.cuda()
+    arguments = (case.q, case.k, case.v, case.g, case.beta)
+    update = backend.chunk_rule(*arguments, cu_seqlens=bounds, cu_seqlens_cpu=case.bounds)[0]
+    with torch.no_grad():
+        scored = backend.chunk_rule(*arguments, cu_seqlens=bounds, cu_seqlens_cpu=case.bounds)[0]
+    assert torch.equal(update, scored)
