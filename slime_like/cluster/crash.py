@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+from slime_like.cluster.plan_guard import ring_folder
 from slime_like.cluster.stacks import request_stacks
+from slime_like.distributed import forensics
 
 LIBRARIES = ("torch", "sglang", "megatron-core", "ray", "transformers", "numpy")
 TAIL_LINES = 60
@@ -19,7 +21,7 @@ STACKS_WAIT_S = 1.0
 
 
 def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (), ray_logs: Path | None = None) -> Path:
-    """Write ``run_dir/crash-<time>``: cause, traceback, stacks of the run's processes, log tails, config, versions."""
+    """Write ``run_dir/crash-<time>``: cause, traceback, stacks, who was in which collective, log tails, config, versions."""
     bundle = run_dir / f"crash-{time.strftime('%Y%m%d-%H%M%S')}"
     bundle.mkdir(parents=True, exist_ok=True)
     (bundle / "cause.txt").write_text("\n".join([one_line(error), *extra]) + "\n")
@@ -34,6 +36,8 @@ def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (),
         (bundle / f"{log.stem}.tail.txt").write_text(_tail(log))
     for name, log in _worker_logs(stacks, ray_logs):
         (bundle / f"{name}.tail.txt").write_text(_tail(log))
+    if text := forensics.dump(ring_folder(str(run_dir))):
+        (bundle / "collectives.txt").write_text(text)
     config = run_dir / "config.yaml"
     if config.exists():
         shutil.copy(config, bundle / "config.yaml")

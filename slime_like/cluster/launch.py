@@ -39,6 +39,7 @@ from slime_like.config.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.data.overlong import Overlong
 from slime_like.deadline import Deadline
+from slime_like.distributed import forensics
 from slime_like.errors import DeadlineExceeded, EngineError, SlimeLikeError, WorkerError
 from slime_like.interfaces import MetricSink, Trainer
 from slime_like.metrics.sinks import open_sinks
@@ -75,7 +76,10 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
             yield run
         except Exception as error:
             deaths = cluster.causes_of_death(suspected=isinstance(error, EngineError))
-            raise _with_context(error, deaths, _bundle(run_dir, error, deaths, cluster.log_dir)) from error
+            who = (
+                forensics.report(ring_folder(cfg.run.dir)) if isinstance(error, (WorkerError, DeadlineExceeded)) else ""
+            )
+            raise _with_context(error, deaths, who, _bundle(run_dir, error, deaths, cluster.log_dir)) from error
         finally:
             stop.hold()
             with ExitStack() as teardown:  # each happens, whatever becomes of the others; processes first
@@ -301,10 +305,10 @@ def _bundle(run_dir: Path, error: Exception, deaths: list[str], ray_logs: Path |
         return f"could not be written ({failure})"
 
 
-def _with_context(error: Exception, deaths: list[str], bundle: str) -> Exception:
-    """The same error, its message completed by dead engines and the bundle's path."""
+def _with_context(error: Exception, deaths: list[str], who: str, bundle: str) -> Exception:
+    """The same error, its message completed by dead engines, who waited in which collective, and the bundle's path."""
     kind = type(error) if isinstance(error, SlimeLikeError) else SlimeLikeError
     text = str(error) if isinstance(error, SlimeLikeError) else one_line(error)
     if deaths and isinstance(error, (EngineError, DeadlineExceeded, WorkerError)):
         kind, text = EngineError, f"{text}\n" + "\n".join(deaths)
-    return kind(f"{text}\ncrash bundle: {bundle}")
+    return kind("\n".join(part for part in (text, who, f"crash bundle: {bundle}") if part))

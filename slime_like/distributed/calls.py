@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from slime_like.config.collectives import Kind, Op
-from slime_like.distributed.ring import ENDED, HEAD, NO_PEER, RECORD
+from slime_like.distributed.ring import NO_PEER, RECORD
 
 if TYPE_CHECKING:
     from slime_like.distributed.wrapper import Wrapper
@@ -35,7 +35,7 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
     """Ops of all ranks of a group. torch gives ``ops, opts`` or ``out, in, opts``; whatever else comes is passed on."""
     table, check, await_ = w.tables[op.name], w.guard.check, w.await_
     pack, memory, words, tick = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.ticks.__next__
-    mask, record, payload = w.ring.slots - 1, RECORD.size, op.payload
+    mask, places, payload = w.ring.slots - 1, w.ring.offsets, op.payload
 
     def call(group: Any, a: Any = NONE, b: Any = NONE, c: Any = NONE, *rest: Any, **kw: Any) -> Any:
         try:
@@ -53,11 +53,9 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
             many = given.__class__ is list and len(given) == 1 and given[0].__class__ is Tensor
             size = given.nbytes if given.__class__ is Tensor else given[0].nbytes if many else _size(given)
             counter.bytes += size
-        members = counter.group
-        members.sequence = sequence = members.sequence + 1
         index = tick()
-        offset = HEAD + (index & mask) * record
-        pack(memory, offset, index, started, 0, size, counter.code, sequence, NO_PEER)
+        offset, end = places[index & mask]
+        pack(memory, offset, index, started, 0, size, counter.code, counter.next(), NO_PEER)
         try:
             if rest or kw or b is NONE:
                 opts, work = _issue(raw, counter.target, [x for x in (a, b, c, *rest) if x is not NONE], kw)
@@ -69,9 +67,10 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
                 if getattr(opts, "asyncOp", True):
                     return w.outstanding(work, counter, index, started)
                 await_(work)
-        except RuntimeError as error:
-            raise w.failed(counter, index, error) from error
-        words[offset // 8 + ENDED] = ended = clock()
+        except BaseException as error:  # noqa: BLE001 (fault boundary: whatever it is ends the op, and goes on)
+            failed = w.failed(counter, index, error)
+            raise failed from failed.__cause__
+        words[end] = ended = clock()
         counter.ns += ended - started
         return None  # torch takes it for a backend that has waited itself
 
@@ -106,8 +105,9 @@ def _point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[.
         RECORD.pack_into(w.ring.memory, offset, index, started, 0, size, counter.code, sequence, peer)
         try:
             work = raw(counter.target, *args, **kwargs)
-        except RuntimeError as error:
-            raise w.failed(counter, index, error) from error
+        except BaseException as error:  # noqa: BLE001 (fault boundary: whatever it is ends the op, and goes on)
+            failed = w.failed(counter, index, error)
+            raise failed from failed.__cause__
         if work is None:
             w.ended(index, clock())
             counter.ns += clock() - started
@@ -129,8 +129,9 @@ def wait(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
         started = clock()
         try:
             done = raw(work, *args, **kwargs)
-        except RuntimeError as error:
-            raise w.failed(counter, index, error) from error
+        except BaseException as error:  # noqa: BLE001 (fault boundary: whatever it is ends the op, and goes on)
+            failed = w.failed(counter, index, error)
+            raise failed from failed.__cause__
         ended = clock()
         counter.ns += ended - started
         w.ended(index, ended)
@@ -147,7 +148,8 @@ def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(raw)
     def call(*args: Any, **kwargs: Any) -> Any:
         group = _group_of(place, args, kwargs)
-        if not isinstance(group, dist.ProcessGroup) or group not in c10d._world.pg_map:
+        removed = not w.placed  # a name that was bound meanwhile
+        if removed or not isinstance(group, dist.ProcessGroup) or group not in c10d._world.pg_map:
             return raw(*args, **kwargs)
         counter = w.tables[op.name].get(group) or w.adopt(op, group)
         counter.calls += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,13 +15,12 @@ from slime_like.metrics.types import Metric, Min, Sum
 class Group:
     """A process group on this rank. Mutable and bare: it changes with every op."""
 
-    __slots__ = ("info", "live", "peers", "sequence")
+    __slots__ = ("info", "next", "peers")
 
     def __init__(self, info: GroupInfo) -> None:
         self.info = info
-        self.sequence = 0  # collectives so far
+        self.next = itertools.count(1).__next__  # the number of its next collective
         self.peers: dict[tuple[str, int], int] = {}  # sends to and receives from each peer so far
-        self.live: Any = None  # the group that carries its ops in its place, after a rebuild
 
 
 class Counter:
@@ -37,6 +37,7 @@ class Counter:
         "due",
         "freed",
         "group",
+        "next",
         "ns",
         "op",
         "policy",
@@ -47,6 +48,7 @@ class Counter:
 
     def __init__(self, op: Op, group: Group, policy: Policy, code: int) -> None:
         self.op, self.group, self.policy, self.code = op, group, policy, code
+        self.next = group.next
         self.due: float = 0  # when the guard wants to be called, in ns of perf_counter_ns
         self.calls = self.bytes = self.ns = 0  # ns: in the op and in waiting for it, on this rank's thread
         self.checks = self.check_ns = self.shortages = self.clears = self.clear_ns = self.freed = 0

@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from slime_like.distributed.counters import Counter
+from slime_like.distributed.forensics import Finding, findings
+from slime_like.distributed.ring import read_rings
 from slime_like.errors import CollectiveError
 
 if TYPE_CHECKING:
     from slime_like.distributed.wrapper import Wrapper
 
+PATIENCE_S = 2.0  # an op that fails at once may do so before its peers have arrived
+POLL_S = 0.1
+
 
 def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> CollectiveError:
-    """``error`` of the op with number ``index`` in the ring, with everything that this rank knows of it."""
-    size = w.ring.words[w.ring.place(index) + 3]
+    """``error`` of the op with number ``index`` in the ring, with everything that the node's ranks know of it."""
+    place = w.ring.place(index)
+    size, sequence = w.ring.words[place + 3], w.ring.words[place + 5]
+    waited = (time.perf_counter_ns() - w.ring.words[place + 1]) / 1e9
     info = counter.group.info
     rank = dist.get_rank() if dist.is_initialized() else "?"
-    first = str(error).strip().splitlines()
-    return CollectiveError(
-        f"{counter.op.name} failed on rank {rank} in group {info.label} (ranks {', '.join(map(str, info.ranks))}), phase "
-        f"{w.phase_name}, call {counter.calls}, {size} bytes, {memory(w)}: {first[0] if first else type(error).__name__}"
-    )
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    found = _findings(w, patient=waited < PATIENCE_S)
+    cause = f"; {found[0].headline}" if found else ""
+    lines = [
+        f"{counter.op.name} #{sequence} of {size} bytes failed on rank {rank} after {waited:.1f} s, phase {w.phase_name}, "
+        f"in group {info.label} (ranks {', '.join(map(str, info.ranks))}){cause}",
+        *(str(one) for one in found),
+        memory(w),
+        f"{type(error).__name__}: {first}",
+    ]
+    return CollectiveError("\n".join(lines))
+
+
+def _findings(w: Wrapper, *, patient: bool) -> list[Finding]:
+    """What the rings say; ``patient``: once every living rank has arrived, or after a moment."""
+    if w.ring.folder is None:
+        return []
+    until = time.monotonic() + (PATIENCE_S if patient else 0.0)
+    while True:
+        found = findings(read_rings(w.ring.folder))
+        late = any("running" in who for one in found for who in one.absent)
+        if not late or time.monotonic() >= until:
+            return found
+        time.sleep(POLL_S)
 
 
 def memory(w: Wrapper) -> str:
     """Memory of this rank in a few words."""
     source = w.guard.source
     return (
-        f"{source.free() / 2**30:.2f} of {source.total / 2**30:.2f} GiB {source.name} memory free, this rank holds "
+        f"memory: {source.free() / 2**30:.2f} of {source.total / 2**30:.2f} GiB ({source.name}) free, this rank holds "
         f"{source.held() / 2**30:.2f}"
     )

@@ -8,21 +8,24 @@ from pathlib import Path
 
 import torch
 
+from slime_like import deadline
 from slime_like.config.guard_policy import GuardSpec
 from slime_like.distributed import counters
 from slime_like.distributed.errors import explain
 from slime_like.distributed.guard import Guard, Requests
 from slime_like.distributed.memory import MemorySource, make_source
 from slime_like.distributed.ring import Ring, sweep
+from slime_like.distributed.watchdog import Watchdog
 from slime_like.distributed.wrapper import Wrapper
 from slime_like.metrics.types import Metric
 
 _current: Wrapper | None = None
+_watchdog: Watchdog | None = None
 
 
 def install(spec: GuardSpec, device: torch.device, rank: int, source: MemorySource | None = None) -> Wrapper | None:
     """Wrap the collectives of this process as ``spec`` says; the wrapper that was there goes. ``source``: for tests."""
-    global _current
+    global _current, _watchdog
     remove()
     if spec.wrap:
         folder = None if spec.folder is None else Path(spec.folder)
@@ -32,15 +35,18 @@ def install(spec: GuardSpec, device: torch.device, rank: int, source: MemorySour
         guard = Guard(source or make_source(spec.memory, device), requests)
         _current = Wrapper(spec, ring, guard, explain)
         _current.place()
+        _watchdog = Watchdog(_current, spec.deadline_s * deadline.scale())
     return _current
 
 
 def remove() -> None:
     """Torch's own methods and functions again, and no trace in shared memory."""
-    global _current
+    global _current, _watchdog
+    if _watchdog is not None:
+        _watchdog.stop()
     if _current is not None:
         _current.remove()
-        _current = None
+    _current = _watchdog = None
 
 
 def current() -> Wrapper | None:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import gc
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,6 +85,8 @@ class HostMemory:
         self._statm = os.open(proc / "self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._page = os.sysconf("SC_PAGE_SIZE")
         self._limits = list(_limits(proc, groups))
+        files = [self._meminfo, self._statm, *(file for _, *pair in self._limits for file in pair)]
+        weakref.finalize(self, _close, files)
         physical = _kilobytes(_text(self._meminfo), "MemTotal:")
         self.total = min([physical, *(limit for limit, _, _ in self._limits)])
 
@@ -109,6 +112,11 @@ class HostMemory:
         """Collect garbage, then trim."""
         gc.collect()
         self.trim()
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
 _INACTIVE = ("inactive_file", "total_inactive_file")

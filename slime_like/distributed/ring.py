@@ -79,6 +79,8 @@ class Ring:
         self.words[1], self.words[2], self.words[3] = os.getpid(), start_time(os.getpid()), self.slots
         self.words[0] = MAGIC
         self.ticks = itertools.count()
+        # Of each slot: where its record begins, in bytes, and the word that says when its op ended.
+        self.offsets = [(self.place(slot) * 8, self.place(slot) + ENDED) for slot in range(self.slots)]
         self._groups: list[GroupInfo] = []
         self._phases: dict[str, int] = {}
 

@@ -52,6 +52,7 @@ class Wrapper:
     )  # asynchronous, by id(Work)
     await_: Callable[[Any], Any] = c10d.Work.wait  # torch's own
     labels: dict[str, str] = field(default_factory=dict[str, str])  # of groups made elsewhere, by name
+    placed: bool = False
     composing: int = 0  # thread that is in a composite
     phase: int = 0  # of the step, as the ring's code has it
     phase_name: str = ""
@@ -61,6 +62,7 @@ class Wrapper:
     def place(self) -> None:
         """Put the wrapper in the place of torch's methods and composite functions."""
         self.set_phase("start")
+        self.placed = True
         for op in OPS:
             self.tables[op.name] = {}
             for name in op.methods:
@@ -72,6 +74,7 @@ class Wrapper:
 
     def remove(self) -> None:
         """Torch's own methods and functions again."""
+        self.placed = False
         for owner, name, stock in reversed(self._stock):
             setattr(owner, name, stock)
         self._stock.clear()
@@ -96,18 +99,23 @@ class Wrapper:
     # ---- groups and counters -------------------------------------------------------------------------------------
     def adopt(self, op: Op, group: Any) -> Counter:
         """The counter of ``op`` in a group that has not called it before."""
+        known = self.know(group)
+        code = CODES[op.name] | self.phase | known.info.number << (OP_BITS + PHASE_BITS)
+        counter = Counter(op, known, self.spec.policy(op.name, known.info.label), code)
+        counter.target = group
+        self.guard.adopt(counter)
+        self.tables[op.name][group] = counter
+        return counter
+
+    def know(self, group: Any) -> Group:
+        """What is known of a group, which may be new."""
         known = self.groups.get(group)
         if known is None:
             for gone in [g for g in self.groups if g not in c10d._world.pg_map]:
                 self.forget(gone)
             known = self.groups[group] = Group(self._info(group))
             self.ring.add_group(known.info)
-        code = CODES[op.name] | self.phase | known.info.number << (OP_BITS + PHASE_BITS)
-        counter = Counter(op, known, self.spec.policy(op.name, known.info.label), code)
-        counter.target = group if known.live is None else known.live
-        self.guard.adopt(counter)
-        self.tables[op.name][group] = counter
-        return counter
+        return known
 
     def _info(self, group: Any) -> GroupInfo:
         name, desc = str(group.group_name), str(group.group_desc)
@@ -138,6 +146,9 @@ class Wrapper:
     # ---- asynchronous ops, and ends of all ---------------------------------------------------------------------------------------------
     def outstanding(self, work: Any, counter: Counter, index: int, started: int) -> Any:
         """An asynchronous op was issued: ``work`` may be waited for at any time, or never."""
+        gone = self.loose.get(id(work))  # a work that was dropped, in whose place this one is
+        if gone is not None:
+            self.ended(gone[1][1], started)
         self.loose[id(work)] = (weakref.ref(work), (counter, index, started))
         if len(self.loose) > PURGE_AT:
             self.settle()
@@ -151,9 +162,13 @@ class Wrapper:
             self.ring.words[place + ENDED] = when
 
     def failed(self, counter: Counter, index: int, error: BaseException) -> BaseException:
-        """Mark an op as failed; the error to raise in the place of ``error``."""
+        """Mark an op as failed; the error to raise: ``error`` itself, unless it is the backend's."""
         self.ended(index, FAILED)
-        return error if isinstance(error, CollectiveError) else self.explain(self, counter, index, error)
+        if isinstance(error, CollectiveError) or not isinstance(error, RuntimeError):
+            return error
+        explained = self.explain(self, counter, index, error)
+        explained.__cause__ = error
+        return explained
 
     def settle(self) -> None:
         """Note the end of asynchronous ops that nobody waited for, though they are complete or were dropped."""
@@ -171,8 +186,9 @@ class Wrapper:
         try:
             yield
             self.ended(index, clock())
-        except RuntimeError as error:
-            raise self.failed(counter, index, error) from error
+        except BaseException as error:  # noqa: BLE001 (fault boundary: whatever it is ends the op, and goes on)
+            failed = self.failed(counter, index, error)
+            raise failed from failed.__cause__
         finally:
             self.composing = outer
             counter.ns += clock() - started

@@ -13,7 +13,7 @@ from slime_like.config.collectives import GROUP_LABELS, OPS, SLIME_SKIPS, Kind, 
 from slime_like.config.resolved import Layout
 from slime_like.errors import ConfigError
 from tests.distributed.wrapped import TRACED, Compared
-from tests.train.models import make_qwen3
+from tests.train.models import make_model
 from tests.train.ranks import run_ranks
 
 OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5_000}
@@ -26,14 +26,16 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "dp2 overlap": (Layout(dp=2, **OVERLAP), {"optim": {"clip_grad": 0.0}}),
     "dp2 plain optimizer": (Layout(dp=2, distributed_optimizer=False), {}),
     "cp2": (Layout(cp=2), {}),
+    "ep2": (Layout(dp=2, ep=2), {"family": "qwen3_moe"}),
+    "tp2 sp ep2": (Layout(tp=2, ep=2, sequence_parallel=True), {"family": "qwen3_moe"}),
 }
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Compared]]:
     folder = tmp_path_factory.mktemp("wrapped")
-    model = make_qwen3(folder / "model", tied=False)
-    return run_ranks("tests.distributed.wrapped:compare", 2, model, folder, LAYOUTS)
+    models = {name: make_model(folder / name, name, tied=False) for name in ("qwen3", "qwen3_moe")}
+    return run_ranks("tests.distributed.wrapped:compare", 2, models, folder, LAYOUTS)
 
 
 @pytest.mark.ranks
@@ -62,6 +64,7 @@ def test_the_layouts_use_what_they_are_there_for(compared: list[dict[str, Compar
     assert any(name.endswith("_coalesced") for name in used["dp2 overlap"])  # megatron's manager, bound at its import
     assert any("reduce_scatter" in name for name in used["dp2"])
     assert "all_gather_object" in used["dp2"]  # checkpoints
+    assert any(name.startswith("all_to_all") for name in used["ep2"])
 
 
 @pytest.fixture(scope="module")

@@ -91,13 +91,17 @@ class Compared:
 WRAPPED = GuardSpec(wrap=True, default=Policy(checks="never"))
 
 
-def compare(world: World, model: Path, scratch: Path, layouts: dict[str, tuple[Layout, dict[str, Any]]]) -> Any:
+def compare(
+    world: World, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, dict[str, Any]]]
+) -> Any:
     """Every layout in one process group."""
     from slime_like.train.megatron import host
 
     host.install("cpu")
     out: dict[str, Compared] = {}
-    for name, (layout, spec) in layouts.items():
+    for name, (layout, given) in layouts.items():
+        spec = {key: value for key, value in given.items() if key != "family"}
+        model = models[given.get("family", "qwen3")]
         plain = _run(world, model, scratch / f"{name} plain", layout, spec)
         actor = make_actor(world, model, layout, guard=WRAPPED, **spec)
         install.install(WRAPPED, torch.device("cpu"), world.rank)  # counts from here on

@@ -1,0 +1,182 @@
+"""What the wrapper round collectives costs, and a simulation of what asking for memory costs where that is slow.
+
+python scripts/bench_guard.py cost        each op raw and wrapped, without communication (torch's fake backend), in us
+python scripts/bench_guard.py simulate    steps of an imagined trainer under every preset, a question taking 8 ms, by a clock
+                                          that only computation, questions and ops move on
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY)]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+from slime_like.cluster.plan_guard import guard_spec  # noqa: E402
+from slime_like.config.guard_policy import GuardSpec, Policy  # noqa: E402
+from slime_like.config.load import load_config  # noqa: E402
+from slime_like.distributed import calls as calls_module  # noqa: E402
+from slime_like.distributed import install  # noqa: E402
+from slime_like.distributed import wrapper as wrapper_module  # noqa: E402
+
+CALLS, ROUNDS = 50, 150
+CPU = torch.device("cpu")
+# The imagined trainer: calls per step of a pipeline stage with tensor and sequence parallelism, and its computation.
+LAYERS, MICRO_BATCHES, COMPUTE_S, OP_S, QUESTION_S = 28, 8, 8.0, 100e-6, 0.008
+PER_LAYER = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}
+PER_MICRO_BATCH = {"isend": 2, "irecv": 2, "all_reduce": 6}
+PER_STEP = {"all_reduce": 12, "barrier": 2, "broadcast": 2}
+
+
+@dataclass(slots=True)
+class Clock:
+    """Imagined time."""
+
+    ns: int = 1
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def pass_(self, seconds: float) -> None:
+        """Time goes on."""
+        self.ns += int(seconds * 1e9)
+
+
+class Slow:
+    """Plenty of memory, asked by way of a driver that takes its time: SGLang's issue 25225 reports 8 ms."""
+
+    name = "imagined"
+    total = 80 * 2**30
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def free(self) -> int:
+        """40 GiB, later."""
+        self._clock.pass_(QUESTION_S)
+        return 40 * 2**30
+
+    def held(self) -> int:
+        """The rest."""
+        return 40 * 2**30
+
+    def trim(self) -> None:
+        """Never needed."""
+
+    def clear(self) -> None:
+        """Never needed."""
+
+
+def ops() -> dict[str, Callable[[], object]]:
+    """Calls by name, as megatron-core makes them."""
+    small, large = torch.zeros(8), torch.zeros(16)
+    gather, scatter = getattr(dist, "all_gather_into_tensor"), getattr(dist, "reduce_scatter_tensor")  # noqa: B009
+    return {
+        "all_reduce": lambda: dist.all_reduce(small),
+        "all_gather_into_tensor": lambda: gather(large, small),
+        "reduce_scatter_tensor": lambda: scatter(small, large),
+        "broadcast": lambda: dist.broadcast(small, 0),
+        "barrier": lambda: dist.barrier(),
+        "isend": lambda: dist.isend(small, 1),
+        "irecv": lambda: dist.irecv(small, 1),
+    }
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Of one call, over ``CALLS``."""
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    return (time.perf_counter() - start) / CALLS * 1e6
+
+
+def cost() -> Iterator[str]:
+    """Medians over rounds that take turns."""
+    yield "| op | raw us | never, over raw | auto, over raw |"
+    yield "|---|---|---|---|"
+    for name, call in ops().items():
+        found: dict[str, list[float]] = {"raw": [], "never": [], "auto": []}
+        for _ in range(ROUNDS):
+            for checks, values in found.items():
+                if checks != "raw":
+                    install.install(GuardSpec(wrap=True, default=Policy(checks=checks)), CPU, 0)
+                call()
+                values.append(microseconds(call))
+                install.remove()
+        over = {
+            checks: statistics.median(a - b for a, b in zip(found[checks], found["raw"], strict=True))
+            for checks in ("never", "auto")
+        }
+        yield f"| {name} | {statistics.median(found['raw']):.2f} | {over['never']:.2f} | {over['auto']:.2f} |"
+
+
+def simulate(steps: int) -> Iterator[str]:
+    """Every preset on the imagined trainer."""
+    calls = ops()
+    plan = [name for name, n in PER_STEP.items() for _ in range(n)]
+    for _ in range(MICRO_BATCHES):
+        plan += [name for name, n in PER_MICRO_BATCH.items() for _ in range(n)]
+        plan += [name for name, n in PER_LAYER.items() for _ in range(n * LAYERS)]
+    yield (
+        f"{len(plan)} collectives of {OP_S * 1e6:.0f} us, {COMPUTE_S:g} s of computation and {QUESTION_S * 1e3:g} ms per "
+        f"question; {steps} steps"
+    )
+    yield ""
+    yield "| guard | questions per step | guard time per step, ms | share | step time, s | against off |"
+    yield "|---|---|---|---|---|---|"
+    rows: dict[str, tuple[float, float, float]] = {}
+    for preset in ("off", "auto", "slime", "always"):
+        spec = guard_spec(load_config(["+recipe=quickstart", f"guard={preset}"], files=False), "simulated")
+        clock = Clock()
+        with imagined(clock):
+            wrapper = install.install(replace(spec, folder=None), CPU, 0, Slow(clock))
+            for _ in range(steps):
+                for name in plan:
+                    calls[name]()
+                    clock.pass_(OP_S + COMPUTE_S / len(plan))
+        seconds = clock.ns / 1e9 / steps
+        counters = wrapper.counters() if wrapper is not None else []
+        asked = sum(c.checks for c in counters) / steps
+        rows[preset] = (asked, sum(c.check_ns + c.clear_ns for c in counters) / 1e6 / steps, seconds)
+        install.remove()
+    for preset, (asked, spent, seconds) in rows.items():
+        share, ratio = spent / 1e3 / seconds, seconds / rows["off"][2]
+        yield f"| {preset} | {asked:.1f} | {spent:.2f} | {share:.2%} | {seconds:.3f} | {ratio:.2f} |"
+
+
+@contextlib.contextmanager
+def imagined(clock: Clock) -> Generator[None]:
+    """The wrapper and its guard live by ``clock``."""
+    stock = time.perf_counter_ns
+    calls_module.clock = wrapper_module.clock = time.perf_counter_ns = clock
+    try:
+        yield
+    finally:
+        calls_module.clock = wrapper_module.clock = time.perf_counter_ns = stock
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("cost", "simulate"))
+    parser.add_argument("--steps", type=int, default=20)
+    given = parser.parse_args()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    for line in cost() if given.what == "cost" else simulate(given.steps):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What ranks do for test_forensics: one of three fails the others, each in a world of its own."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from slime_like.config.guard_policy import GuardSpec, Policy
+from slime_like.deadline import scale
+from slime_like.distributed import install
+from slime_like.distributed.forensics import report
+from slime_like.distributed.ring import read_rings
+from slime_like.distributed.watchdog import Watchdog
+from slime_like.distributed.wrapper import Wrapper
+from slime_like.errors import CollectiveError
+from tests.train.ranks import World
+
+SECONDS = 1.5
+
+
+def spec(folder: Path, seconds: float = SECONDS) -> GuardSpec:
+    return GuardSpec(wrap=True, default=Policy(checks="never"), deadline_s=seconds, folder=str(folder), name="trainer")
+
+
+def cases(world: World, folder: Path) -> dict[str, tuple[str, float]]:
+    """Case -> what this rank's collective said and how long it took; nothing where it was content."""
+    store = dist.TCPStore(world.host, world.port, world.size, is_master=world.rank == 0)
+    out: dict[str, tuple[str, float]] = {}
+    for name, fault in {"stopped": _stopped, "skips": _skips, "no send": _no_send}.items():
+        rings = folder / name
+        install.install(spec(rings), torch.device("cpu"), world.rank)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(name, store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=datetime.timedelta(seconds=SECONDS * scale()),
+        )
+        for _ in range(3):
+            dist.all_reduce(torch.zeros(4))
+        started = time.monotonic()
+        try:
+            with install.phase("step"):
+                fault(world.rank, rings)
+            message = ""
+        except CollectiveError as error:
+            message = str(error)
+        out[name] = (message, time.monotonic() - started)
+        store.set(f"{name}{world.rank}", "done")
+        store.wait([f"{name}{rank}" for rank in range(world.size)])
+        dist.destroy_process_group()
+        install.remove()
+    return out
+
+
+def _stopped(rank: int, folder: Path) -> None:
+    """Rank 1 is stopped, and woken by rank 0 when that has found out."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        dist.all_reduce(torch.zeros(8))
+    finally:
+        if rank == 0:
+            os.kill(read_rings(folder)["trainer_rank1"].pid, signal.SIGCONT)
+
+
+def _skips(rank: int, folder: Path) -> None:
+    """Rank 1 leaves one out and computes on."""
+    if rank != 1:
+        dist.all_reduce(torch.zeros(16))
+
+
+def _no_send(rank: int, folder: Path) -> None:
+    """Rank 0 waits for what rank 1 does not send."""
+    if rank == 0:
+        dist.recv(torch.zeros(4), src=1)
+
+
+# ---- what gloo aborts the process for ---------------------------------------------------------------------------------
+def mismatch(world: World, folder: Path, kind: str) -> None:
+    """Rank 1 passes another size, or calls another op: gloo ends whichever process notices; the rings stay."""
+    install.install(spec(folder), torch.device("cpu"), world.rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{world.host}:{world.port}",
+        rank=world.rank,
+        world_size=world.size,
+        timeout=datetime.timedelta(seconds=SECONDS * scale()),
+    )
+    dist.all_reduce(torch.zeros(4))
+    if world.rank == 1 and kind == "op":
+        dist.broadcast(torch.zeros(32), src=0)
+    else:
+        dist.all_reduce(torch.zeros(64 if world.rank == 1 and kind == "size" else 32))
+    c10d._get_default_store().wait(["never"])  # so that a rank that was content does not take its ring with it
+
+
+# ---- hangs that the process group does not notice ---------------------------------------------------------------------
+def unnoticed(world: World, folder: Path) -> str:
+    """A process group whose own deadline is far away: the watchdog ends rank 0, which says why."""
+
+    told: list[str] = []
+    wrapper = install.install(spec(folder, 3600.0), torch.device("cpu"), world.rank)
+    assert wrapper is not None
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{world.host}:{world.port}", rank=world.rank, world_size=world.size
+    )
+    dist.all_reduce(torch.zeros(4))
+    if world.rank == 0:
+        ended = watchdog_event(wrapper, lambda: told.append(report(folder)))
+        work = dist.all_reduce(torch.zeros(4), async_op=True)
+        assert ended.wait(60 * scale())
+        c10d._get_default_store().set("told", "")
+        assert work is not None
+        work.wait()
+        return told[0]
+    c10d._get_default_store().wait(["told"])
+    dist.all_reduce(torch.zeros(4))
+    return ""
+
+
+def watchdog_event(wrapper: Wrapper, act: Callable[[], None]) -> threading.Event:
+    """Set when a watchdog with a deadline of a tenth of a second would have ended the process."""
+    ended = threading.Event()
+
+    def die() -> None:
+        act()
+        ended.set()
+
+    Watchdog(wrapper, 0.1, die)
+    return ended
+
+
+def killed(world: World, folder: Path) -> None:
+    """Die as a rank that is killed: the ring stays."""
+    install.install(spec(folder), torch.device("cpu"), world.rank)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.zeros(4))
+    os.kill(os.getpid(), signal.SIGKILL)

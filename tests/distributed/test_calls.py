@@ -1,0 +1,91 @@
+"""What the wrapper does in one process, without communication: errors that are not the backend's, works nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from slime_like.config.guard_policy import GuardSpec, Policy
+from slime_like.distributed import install
+from slime_like.distributed.watchdog import oldest_in_flight
+from slime_like.distributed.wrapper import PURGE_AT, Wrapper
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def wrapper() -> Generator[Wrapper]:
+    made = install.install(GuardSpec(wrap=True, default=Policy(checks="never"), ring=64), CPU, 0)
+    assert made is not None
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield made
+    finally:
+        dist.destroy_process_group()
+        install.remove()
+
+
+def test_a_callers_mistake_stays_what_it_is_and_is_not_in_flight(wrapper: Wrapper) -> None:
+    dist.all_reduce(torch.zeros(2))
+    group = dist.group.WORLD
+    assert group is not None
+    with pytest.raises(TypeError):
+        group.allreduce("nothing")  # pyright: ignore[reportArgumentType, reportCallIssue]
+    with pytest.raises(TypeError):
+        group.send("nothing", 1, 0)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    with pytest.raises((TypeError, ValueError, AttributeError, IndexError)):
+        dist.broadcast_object_list(3, src=0)  # pyright: ignore[reportArgumentType]
+    assert oldest_in_flight(wrapper) is None
+
+
+def test_works_that_nobody_waits_for_are_forgotten(wrapper: Wrapper) -> None:
+    for _ in range(2 * PURGE_AT):
+        dist.all_reduce(torch.zeros(2), async_op=True)
+    assert len(wrapper.loose) <= PURGE_AT + 1
+    wrapper.settle()
+    assert oldest_in_flight(wrapper) is None
+
+
+def test_a_destroyed_group_is_forgotten(wrapper: Wrapper) -> None:
+    group: Any = dist.new_group([0, 1])
+    dist.all_reduce(torch.zeros(2), group=group)
+    before = len(wrapper.counters())
+    dist.destroy_process_group(group)
+    assert len(wrapper.counters()) == before - 1
+
+
+def test_phases_nest_and_reach_every_counter(wrapper: Wrapper) -> None:
+    dist.all_reduce(torch.zeros(2))
+    with install.phase("step"):
+        dist.all_reduce(torch.zeros(2))
+        with install.phase("save"):
+            assert wrapper.phase_name == "save"
+        assert wrapper.phase_name == "step"
+    assert wrapper.phase_name == "start"
+    (counter,) = wrapper.counters()
+    assert counter.code == counter.code & ~(0xFF << 8) | wrapper.phase
+
+
+def test_a_name_bound_while_it_was_wrapped_is_torchs_afterwards(wrapper: Wrapper) -> None:
+    bound = dist.batch_isend_irecv
+    install.remove()
+    assert bound is not dist.batch_isend_irecv
+    bound([dist.P2POp(dist.isend, torch.zeros(1), 1)])
+    assert install.current() is None
+
+
+def test_drained_metrics_are_of_the_time_since(wrapper: Wrapper) -> None:
+    for _ in range(3):
+        dist.all_reduce(torch.zeros(4))
+    first = {m.name: m.value for m in install.drain()}
+    dist.all_reduce(torch.zeros(4))
+    second = {m.name: m.value for m in install.drain()}
+    assert (first["comm/world/all_reduce/calls"], second["comm/world/all_reduce/calls"]) == (3, 1)
+    assert second["comm/world/all_reduce/bytes"] == 16
+    assert second["guard/checks"] == 0
+    assert "comm/world/all_reduce/calls" not in {m.name for m in install.drain()}

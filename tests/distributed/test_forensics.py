@@ -1,0 +1,193 @@
+"""A rank that stops, skips, or passes something else is named by the others within the deadline; nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime_like.config.collectives import canonical
+from slime_like.deadline import scale
+from slime_like.distributed.forensics import dump, findings
+from slime_like.distributed.ring import (
+    CODES,
+    FAILED,
+    NO_PEER,
+    OP_BITS,
+    PHASE_BITS,
+    PREFIX,
+    RECORD,
+    GroupInfo,
+    Reading,
+    Ring,
+    read_rings,
+    sweep,
+)
+from tests.distributed.hangs import SECONDS
+from tests.train.ranks import ROOT, run_ranks
+
+GROUP = GroupInfo(0, "7", "dp", (0, 1, 2))
+
+
+# ---- real ranks ------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rings")
+
+
+@pytest.fixture(scope="module")
+def cases(folder: Path) -> list[dict[str, tuple[str, float]]]:
+    return run_ranks("tests.distributed.hangs:cases", 3, folder)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        (
+            "stopped",
+            r"all_reduce #4 in group world: did not arrive: rank 1 \(process \d+ stopped, last op all_reduce #3",
+        ),
+        ("skips", r"all_reduce #4 in group world: did not arrive: rank 1 \(process \d+ running, last op all_reduce #3"),
+        ("no send", r"irecv #1 in group world: did not arrive: rank 1, which is to send \(process \d+ running"),
+    ],
+)
+def test_the_rank_at_fault_is_named(case: str, named: str, cases: list[dict[str, tuple[str, float]]]) -> None:
+    hurt = [rank[case] for rank in (cases[0], cases[2]) if rank[case][0]]
+    assert hurt
+    message, seconds = hurt[0]
+    first = message.splitlines()[0]
+    assert re.search(named, first), message
+    assert "failed on rank" in first
+    assert "phase step, in group world (ranks 0, 1, 2)" in first
+    assert re.search(r"memory: [\d.]+ of [\d.]+ GiB \(host\) free", message)
+    assert seconds < SECONDS * scale() + 10 * scale()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("size", "rank 1 issued all_reduce of 256 bytes; ranks 0, 2 all_reduce of 128 bytes"),
+        ("op", "rank 1 issued broadcast of 128 bytes; ranks 0, 2 all_reduce of 128 bytes"),
+    ],
+)
+def test_a_mismatch_is_read_from_the_rings_of_the_dead(kind: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="ended with"):
+        run_ranks("tests.distributed.hangs:mismatch", 3, tmp_path, kind)
+    first = findings(read_rings(tmp_path))[0]
+    assert first.headline.endswith(f"#2 in group world: {named}")
+    assert f"#2 in group world: {named}" in dump(tmp_path).splitlines()[0]
+
+
+@pytest.mark.ranks
+def test_rings_go_with_their_ranks(folder: Path, cases: list[dict[str, tuple[str, float]]]) -> None:
+    assert len(cases) == 3
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.ranks
+def test_what_the_process_group_does_not_notice_the_watchdog_does(tmp_path: Path) -> None:
+    told, _ = run_ranks("tests.distributed.hangs:unnoticed", 2, tmp_path)
+    assert re.search(r"all_reduce #2 in group world: did not arrive: rank 1 \(process \d+ running", told)
+
+
+@pytest.mark.ranks
+def test_a_killed_ranks_ring_is_read_and_then_swept(tmp_path: Path) -> None:
+    folder = tmp_path / f"{PREFIX}killed"
+    code = "from tests.distributed.hangs import *; killed(World(0, 1, '', 0), Path(__import__('sys').argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, timeout=120 * scale(), check=False)
+    assert done.returncode == -9
+    text = dump(folder)
+    assert "trainer_rank0: process" in text
+    assert "dead, oldest first" in text
+    assert "all_reduce #1 in world, phase start: 16 bytes" in text
+    living = Ring(tmp_path / f"{PREFIX}living", "trainer_rank0", 8)
+    assert sweep(tmp_path) == [folder]
+    assert not folder.exists()
+    living.close()
+    assert not (tmp_path / f"{PREFIX}living").exists()
+
+
+# ---- rings made by hand ----------------------------------------------------------------------------------------------
+def write(ring: Ring, op: str, sequence: int, size: int, *, ended: int = 5, peer: int = NO_PEER, at: int = 1) -> None:
+    index = next(ring.ticks)
+    code = CODES[op] | ring.phase("step") << OP_BITS | GROUP.number << (OP_BITS + PHASE_BITS)
+    RECORD.pack_into(ring.memory, ring.place(index) * 8, index, at, ended, size, code, sequence, peer)
+
+
+def rings(folder: Path, size: int = 3, slots: int = 8) -> list[Ring]:
+    made = [Ring(folder, f"trainer_rank{rank}", slots) for rank in range(size)]
+    for ring in made:
+        ring.add_group(GROUP)
+    return made
+
+
+def test_the_newest_ops_are_kept(tmp_path: Path) -> None:
+    (ring,) = rings(tmp_path, 1, slots=5)
+    for number in range(1, 21):
+        write(ring, "all_reduce", number, 4 * number)
+    reading = read_rings(tmp_path)["trainer_rank0"]
+    assert ring.slots == 8
+    assert [record.sequence for record in reading.records] == list(range(13, 21))
+    assert (reading.pid, reading.state) == (os.getpid(), "running")
+    assert reading.records[-1].op is canonical("k", "all_reduce")
+    assert (reading.records[-1].phase, reading.records[-1].group, reading.records[-1].num_bytes) == ("step", GROUP, 80)
+
+
+def test_ranks_that_agree_leave_nothing_to_find(tmp_path: Path) -> None:
+    for ring in rings(tmp_path):
+        for number in range(1, 30):
+            write(ring, "all_reduce", number, 8)
+    assert findings(read_rings(tmp_path)) == []
+    assert "none waits in one" in dump(tmp_path)
+
+
+def test_a_rank_that_skipped_one_of_many_is_found_where_it_parted(tmp_path: Path) -> None:
+    """Equal ops pair up wrongly and hang only at the end; different ones show where."""
+    for rank, ring in enumerate(rings(tmp_path)):
+        ops = [("all_reduce", 8), ("broadcast", 4), ("all_reduce", 16)]
+        for number, (op, size) in enumerate(ops if rank != 1 else ops[:1] + ops[2:], start=1):
+            write(ring, op, number, size, ended=0 if number > 1 else 5)
+    (found,) = findings(read_rings(tmp_path))
+    assert found.sequence == 2
+    assert found.different == ("rank 1 issued all_reduce of 16 bytes", "ranks 0, 2 broadcast of 4 bytes")
+
+
+def test_the_first_wait_goes_first(tmp_path: Path) -> None:
+    """Rank 2 waits for rank 0, which waits for rank 1."""
+    made = rings(tmp_path)
+    write(made[0], "irecv", 1, 8, ended=0, peer=1, at=10)
+    write(made[2], "irecv", 1, 8, ended=0, peer=0, at=20)
+    first, second = findings(read_rings(tmp_path))
+    assert first.headline.startswith("irecv #1 in group dp: did not arrive: rank 1, which is to send")
+    assert "rank 0, which is to send" in second.headline
+    assert "in irecv #1 of group dp" in second.headline
+    write(made[1], "isend", 1, 8, peer=0)
+    assert [found.since_ns for found in findings(read_rings(tmp_path))] == [20]
+
+
+def test_a_rank_that_died_in_an_op_is_lost(tmp_path: Path) -> None:
+    for ring in rings(tmp_path):
+        write(ring, "barrier", 1, 0, ended=FAILED)
+    readings = read_rings(tmp_path)
+    dead = readings["trainer_rank2"]
+    readings["trainer_rank2"] = Reading(dead.name, dead.pid, "dead", dead.records)
+    (found,) = findings(readings)
+    assert found.headline == f"barrier #1 in group dp: arrived, but then: rank 2 (process {dead.pid} dead)"
+
+
+def test_groups_with_other_worlds_and_other_roles_do_not_mix(tmp_path: Path) -> None:
+    foreign = GroupInfo(1, "weights_rank0", "weights", (0, 1), foreign=True)
+    trainers, critic = rings(tmp_path, 2), Ring(tmp_path, "critic_rank0", 8)
+    critic.add_group(GroupInfo(0, GROUP.name, "dp", (0,)))
+    write(critic, "all_reduce", 1, 999)
+    trainers[0].add_group(foreign)
+    index = next(trainers[0].ticks)
+    code = CODES["broadcast"] | foreign.number << (OP_BITS + PHASE_BITS)
+    RECORD.pack_into(trainers[0].memory, trainers[0].place(index) * 8, index, 1, 0, 4, code, 1, NO_PEER)
+    assert findings(read_rings(tmp_path)) == []
