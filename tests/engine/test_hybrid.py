@@ -25,12 +25,13 @@ from tests.engine.hybrid_models import FAMILIES, build
 pytestmark = pytest.mark.engine
 TOLERANCE = 1e-4
 CHUNK = 48
-ENGINES = dict.fromkeys(FAMILIES, 1) | {"qwen3_next tp2": 2, "qwen3_5_text tp2": 2}
+VISION = "qwen3_5"  # whose text part is served
+ENGINES = dict.fromkeys([*FAMILIES, VISION], 1) | {"qwen3_next tp2": 2, "qwen3_5_text tp2": 2}
 
 
 @pytest.fixture(scope="module")
 def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Models]:
-    return {family: build(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+    return {family: build(tmp_path_factory.mktemp(family), family) for family in [*FAMILIES, VISION]}
 
 
 @pytest.fixture(scope="module")
