@@ -29,7 +29,16 @@ from slime_like.ports import PortLease  # noqa: E402
 from slime_like.quickstart.model import ModelSpec, write_model  # noqa: E402
 
 HOST = "127.0.0.1"
-SHAPE = ModelSpec(384, 1792, 8, 6, 2, 64, 1024, 2048)
+SHAPE = ModelSpec(
+    hidden_size=384,
+    intermediate_size=1792,
+    num_hidden_layers=8,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=1024,
+    max_position_embeddings=2048,
+)
 KINDS = {"no checkpoint": None, "in line": False, "beside": True}  # -> run.async_save
 
 

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from slime_like.config import names
@@ -33,10 +35,15 @@ def test_nothing_near_lists_what_is_known() -> None:
 
 
 # These import megatron, which must stay out of this process: tests/train resolves them.
-OF_MEGATRON = ("FAMILIES", "ATTENTIONS", "MIXERS", "EXACT_LAYERS")
+OF_MEGATRON = ("FAMILIES", "ATTENTIONS", "MIXERS", "EXACT_LAYERS", "CPU_KERNELS")
 TABLES = {name: table for name, table in vars(names).items() if name.isupper() and name not in OF_MEGATRON}
 
 
 @pytest.mark.parametrize(("table", "entry"), [(table, entry) for table, entries in TABLES.items() for entry in entries])
 def test_every_name_resolves(table: str, entry: str) -> None:
     assert callable(resolve(table, entry, TABLES[table]))
+
+
+def test_megatron_stays_out_of_this_process() -> None:
+    """It would be there unadapted, and replaces how torch loads tensors, for every later test of the session."""
+    assert not [name for name in sys.modules if name.startswith("megatron.core")]

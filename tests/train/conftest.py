@@ -11,6 +11,7 @@ from tests.train.jobs import Job, Results, Shared
 from tests.train.models import SHARED, make_model, make_qwen3, make_vision
 from tests.train.ranks import run_ranks
 
+SECONDS_PER_JOB = 4
 BALANCE = {"qwen3_moe balanced": 0.05}  # coefficient of the routers' auxiliary loss, where there is one
 
 
@@ -55,6 +56,6 @@ def results(request: pytest.FixtureRequest, models: dict[str, Path], scratch: Pa
     shared = Shared(models, references, scratch)
     out = Results()
     for size, jobs in sorted(by_size.items()):  # what one rank saved, two may read
-        ranks = run_ranks("tests.train.jobs:run_jobs", size, shared, jobs)
+        ranks = run_ranks("tests.train.jobs:run_jobs", size, shared, jobs, seconds=60 + SECONDS_PER_JOB * len(jobs))
         out.update({job.name: [rank[job.name] for rank in ranks] for job in jobs})
     return out
