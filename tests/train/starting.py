@@ -112,7 +112,7 @@ def start_from(world: World, shared: Shared, folder: str, layout: Layout, kind: 
     import numpy as np
 
     path = str(shared.scratch.with_name(folder))
-    model = {"megatron_checkpoint": path}
+    model = {"megatron_checkpoint": path, "cpu_kernels": "torch"}  # attention as the model that wrote it has it
     actor = make_actor(world, shared.models[kind], layout, model=model, algo=GrpoConfig(kl_loss_coef=0.1))
     ids = np.arange(3, 23, dtype=np.int32)
     rows = dataclasses.replace(
