@@ -1,6 +1,6 @@
-"""+recipe=quickstart_gdn, shortened: it learns, engine and trainer agree, the export is the model.
+"""+recipe=quickstart_gdn and quickstart_next, shortened: they learn, engine and trainer agree, the export is the model.
 
-Also on a trainer of two tensor parallel ranks and of two context parallel ones.
+The first also on a trainer of two tensor parallel ranks and of two context parallel ones.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.e2e.conftest import Warm, warm_start
 from tests.e2e.runs import REPOSITORY, metrics, train
 
 pytestmark = pytest.mark.e2e
-SFT_STEPS = 100
+SFT_STEPS = 160
 ROLLOUTS = 10
 SMALL = ("rollout.batch_size=16", "rollout.n_samples_per_prompt=8")
 # The learning rate is 0 after the last but one step: the weights that sampled the last rollout are those of the export.
 SHAPE = ("optim.schedule=linear", "optim.min_lr=0", "optim.warmup_steps=0", f"optim.decay_steps={ROLLOUTS - 1}")
 RISE = 0.2  # of 100 held-out problems: four times the standard error
-RECIPES = ("quickstart_gdn",)
+RECIPES = ("quickstart_gdn", "quickstart_next")
 LAYERS = {"attention", "gdn", "mlp", "all"}
 
 
