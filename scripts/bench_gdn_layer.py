@@ -22,10 +22,9 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from slime_like.config.algo import SftConfig
-from slime_like.config.model import ModelConfig, OptimConfig
-from slime_like.config.resolved import ActorSpec, Layout
+from slime_like.config.resolved import Layout
 from slime_like.ports import PortLease
+from slime_like.train.megatron.convert import untrained_spec
 
 LAYOUTS = {
     "tp1": Layout(),
@@ -47,31 +46,13 @@ class Cost:
     seconds: float  # CPU time of forward and backward
 
 
-def spec_of(layout: Layout, dtype: str) -> ActorSpec:
-    """Of a trainer without a model folder: only its layout and dtype are read here."""
-    return ActorSpec(
-        model=ModelConfig(hf_checkpoint="none"),
-        optim=OptimConfig(),
-        algo=SftConfig(),
-        layout=layout,
-        device="cpu",
-        dtype=dtype,
-        temperature=1.0,
-        num_steps=1,
-        steps_per_rollout=1,
-        max_tokens_per_rank=1,
-        seed=0,
-        deadline_s=300.0,
-    )
-
-
 def run_rank(rank: int, port: int, layout: Layout, args: argparse.Namespace, folder: str) -> None:
     """Measure, and leave the costs in ``folder``."""
     torch.set_num_threads(1)
     from slime_like.train.megatron import groups
 
     place = groups.enter(
-        spec_of(layout, args.dtype), rank=rank, world_size=layout.world_size, master=("127.0.0.1", port)
+        untrained_spec("none", layout, args.dtype), rank=rank, world_size=layout.world_size, master=("127.0.0.1", port)
     )
     layer, hidden, packed = build(place, layout, args)
     parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
@@ -105,7 +86,7 @@ def build(place: Any, layout: Layout, args: argparse.Namespace) -> tuple[Any, to
         linear_key_head_dim=args.head_dim,
         linear_value_head_dim=args.head_dim,
     )
-    spec = spec_of(layout, args.dtype)
+    spec = untrained_spec("none", layout, args.dtype)
     family = Qwen35(hf, layout.tp)
     config = transformer_config(spec, family)
     parts: Any = layer_parts(config, family, place, spec.model).mixers["G"].submodules

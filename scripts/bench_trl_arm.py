@@ -27,32 +27,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Train and write the record."""
-    args = parse()
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from transformers.trainer_callback import PrinterCallback
-    from trl import GRPOConfig, GRPOTrainer
+def configuration(args: argparse.Namespace) -> Any:
+    """The job in TRL's terms: all of a step's samples in one batch, on-policy, no KL term."""
+    from trl import GRPOConfig
 
-    torch.set_num_threads(args.threads)
-    record: dict[str, Any] = {"ends": [], "rollout_s": [], "tokens": [], "rewards": []}
-    generating = [0.0]
-
-    def digits(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        record["tokens"].append(sum(len(ids) for ids in completion_ids))
-        found = [min(1.0, sum(c.isdigit() for c in text) / args.new_tokens) for text in completions]
-        record["rewards"].append(sum(found) / len(found))
-        return found
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            record["ends"].append(time.time())
-            record["rollout_s"].append(generating[0])
-            generating[0] = 0.0
-
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir=str(args.work),
         use_cpu=True,
         bf16=args.dtype == "bfloat16",
@@ -73,10 +52,37 @@ def main() -> None:
         beta=0.0,
         seed=0,
     )
+
+
+def main() -> None:
+    """Train and write the record."""
+    args = parse()
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers.trainer_callback import PrinterCallback
+    from trl import GRPOTrainer
+
+    torch.set_num_threads(args.threads)
+    record: dict[str, Any] = {"ends": [], "rollout_s": [], "tokens": [], "rewards": []}
+    generating = [0.0]
+
+    def digits(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        record["tokens"].append(sum(len(ids) for ids in completion_ids))
+        found = [min(1.0, sum(c.isdigit() for c in text) / args.new_tokens) for text in completions]
+        record["rewards"].append(sum(found) / len(found))
+        return found
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            record["ends"].append(time.time())
+            record["rollout_s"].append(generating[0])
+            generating[0] = 0.0
+
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
         reward_funcs=digits,
-        args=config,
+        args=configuration(args),
         train_dataset=Dataset.from_list([json.loads(line) for line in args.rows.read_text().splitlines()]),
         processing_class=AutoTokenizer.from_pretrained(args.model),
         callbacks=[Clock()],

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slime_like.config.load import load_config
-from slime_like.errors import CheckpointError, ConfigError, DataError, SlimeLikeError
-from tests.config.model_folder import write_model, write_safetensors
+from slime_like.errors import SlimeLikeError
+from tests.config.bad_input import message
 
 # extra arguments, what the message must hold
 KEYS = {
@@ -299,12 +296,6 @@ LAYOUTS = {
 }
 
 
-def message(argv: list[str], extra: str, *, files: bool, error: type[SlimeLikeError] = ConfigError) -> str:
-    with pytest.raises(error) as caught:
-        load_config([*argv, *extra.split()], files=files)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("case", (KEYS | RULES).values(), ids=list(KEYS | RULES))
 def test_the_message_names_key_value_and_fix(case: tuple[str, ...], argv: list[str]) -> None:
     extra, *words = case
@@ -342,115 +333,3 @@ def test_a_recipe_with_a_mistake_is_named(tmp_path: Path, argv: list[str]) -> No
         (tmp_path / "recipe" / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
         told = message(argv, f"--config-dir={tmp_path} +recipe={name}", files=False)
         assert all(word in told for word in words), told
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("config.json", None, ["config.json is missing", "Hugging Face format"]),
-        ("config.json", b"{", ["config.json cannot be read as JSON", "download"]),
-        ("config.json", b"[]", ["config.json holds no JSON object", "download"]),
-        ("config.json", b'{"model_type": "qwen3"}', ["config.json has no", "causal language model"]),
-        ("tokenizer.json", None, ["no tokenizer", "tokenizer.json"]),
-        ("model.safetensors", None, ["neither model.safetensors nor", "safetensors"]),
-        ("model.safetensors", b"\x05", ["model.safetensors is cut off", "download"]),
-        ("model.safetensors", (2).to_bytes(8, "little") + b"[]", ["no readable safetensors header", "download"]),
-    ],
-)
-def test_a_damaged_checkpoint_is_named(
-    name: str, content: bytes | None, words: list[str], tmp_path: Path, data: Path
-) -> None:
-    path = write_model(tmp_path / "m") / name
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-    text = message([f"model.hf_checkpoint={tmp_path}/m", f"data.train={data}"], "", files=True, error=CheckpointError)
-    assert "model.hf_checkpoint" in text
-    assert all(word in text for word in words), text
-
-
-def test_a_truncated_shard_is_named(tmp_path: Path, data: Path) -> None:
-    folder = write_model(tmp_path / "m")
-    argv = [f"model.hf_checkpoint={folder}", f"data.train={data}"]
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[:-1])
-    text = message(argv, "", files=True, error=CheckpointError)
-    assert f"{len(whole) - 1} bytes where its header needs {len(whole)}" in text
-
-
-def test_an_index_that_does_not_match_its_shards_is_named(tmp_path: Path, data: Path) -> None:
-    folder = write_model(tmp_path / "m")
-    argv = [f"model.hf_checkpoint={folder}", f"data.train={data}"]
-    shutil.move(folder / "model.safetensors", folder / "model-1.safetensors")
-    index = folder / "model.safetensors.index.json"
-    index.write_text(
-        json.dumps({"weight_map": {"model.norm.weight": "model-1.safetensors", "x": "model-2.safetensors"}})
-    )
-    assert "model-2.safetensors is missing" in message(argv, "", files=True, error=CheckpointError)
-    write_safetensors(folder / "model-2.safetensors", {"y": (2,)})
-    assert "places 'x' in model-2.safetensors" in message(argv, "", files=True, error=CheckpointError)
-    write_safetensors(folder / "model-2.safetensors", {"x": (2,)})
-    assert load_config(argv).model.hf_checkpoint == str(folder)
-
-
-def test_an_unknown_architecture_and_a_foreign_reference_are_named(tmp_path: Path, argv: list[str]) -> None:
-    other = write_model(tmp_path / "other", model_type="qwen4")
-    text = message(argv, f"model.hf_checkpoint={other}", files=True)
-    assert "model_type 'qwen4'" in text
-    assert "'qwen3'" in text
-    wide = write_model(tmp_path / "wide", hidden_size=128)
-    text = message(argv, f"model.ref_checkpoint={wide}", files=True, error=CheckpointError)
-    assert "hidden_size 128" in text
-    assert "has 64" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.jsonl", "", ["a.jsonl is empty"]),
-        ("a.csv", "x", [".jsonl or .parquet"]),
-        ("tran.jsonl", None, ["'train.jsonl'"]),
-    ],
-)
-def test_bad_data_files_are_named(
-    name: str, content: str | None, words: list[str], data: Path, argv: list[str]
-) -> None:
-    path = data.parent / name
-    if content is not None:
-        path.write_text(content)
-    text = message(argv, f"data.train={path}@[0:10]", files=True, error=DataError)
-    assert str(path) in text
-    assert all(word in text for word in words), text
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            ["rope_scaling.rope_type='yarn'", "default, linear, llama3"],
-        ),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling.rope_type='dynamic'"]),
-        (
-            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-            ["rope_parameters.rope_type='longrope'", "not supported"],
-        ),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
-            ["rope_scaling.rope_type='llama3'", "high_freq_factor, original_max_position_embeddings"],
-        ),
-    ],
-)
-def test_a_rotary_scaling_that_is_not_supported_is_named(
-    changes: dict[str, Any], words: list[str], tmp_path: Path, argv: list[str]
-) -> None:
-    folder = write_model(tmp_path / "scaled", model_type="llama", **changes)
-    text = message(argv, f"model.hf_checkpoint={folder}", files=True, error=CheckpointError)
-    assert all(word in text for word in [str(folder), *words]), text
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_family_with_a_supported_scaling_passes(family: str, tmp_path: Path, argv: list[str]) -> None:
-    rope = {"type": "linear", "factor": 2.0}
-    folder = write_model(tmp_path / family, model_type=family, rope_scaling=rope)
-    assert load_config([*argv, f"model.hf_checkpoint={folder}"]).model.hf_checkpoint == str(folder)

@@ -20,7 +20,7 @@ EXACT = 1e-12
 TORCH = TorchGDN()
 
 
-def check(case: Case, tolerance: float = EXACT) -> None:
+def assert_equals_recurrence(case: Case, tolerance: float = EXACT) -> None:
     found = errors(of_backend(TORCH, case), oracle(case))
     assert max(found.values()) <= tolerance, found
 
@@ -40,7 +40,7 @@ SHAPES = st.builds(
 @settings(max_examples=25)
 @given(SHAPES, st.sampled_from([1e-3, 0.1, 3.0]), st.integers(0, 99))
 def test_any_lengths_heads_and_padding(shape: Shape, decay: float, seed: int) -> None:
-    check(make_case(shape, seed=seed, decay=decay))
+    assert_equals_recurrence(make_case(shape, seed=seed, decay=decay))
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_any_lengths_heads_and_padding(shape: Shape, decay: float, seed: int) ->
     ids=["all empty", "one token each", "whole chunks", "weak decay", "no decay", "same keys", "same keys, no decay"],
 )
 def test_edges(shape: Shape, decay: float, same_keys: bool) -> None:
-    check(make_case(shape, decay=decay, same_keys=same_keys))
+    assert_equals_recurrence(make_case(shape, decay=decay, same_keys=same_keys))
 
 
 def test_strong_decay() -> None:
     # exp of a chunk's whole decay, e^-1000, is no number of float64: only differences within the lower half may be taken.
-    check(make_case(Shape((2 * CHUNK + 3, 5)), decay=16.0), tolerance=1e-12)
+    assert_equals_recurrence(make_case(Shape((2 * CHUNK + 3, 5)), decay=16.0), tolerance=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])

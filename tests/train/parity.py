@@ -19,7 +19,7 @@ from slime_like.batch import Rows
 from slime_like.config.algo import GrpoConfig
 from slime_like.config.resolved import Layout
 from slime_like.metrics.types import reduce_metrics
-from tests.train.jobs import Shared, make_actor
+from tests.train.jobs import Results, Shared, make_actor
 from tests.train.models import count_tokens, joined, make_rows, normalised
 from tests.train.ranks import World
 
@@ -140,6 +140,13 @@ class Comparison:
     def worst(self) -> float:
         """The number that has a bound."""
         return max(self.loss, self.grad_norm, self.grad)
+
+
+def comparison(results: Results, name: str) -> Comparison:
+    """What a job of ``compare`` found: exactly one of its ranks reports."""
+    (found,) = [result for result in results[name] if result is not None]
+    assert isinstance(found, Comparison)
+    return found
 
 
 def compare(

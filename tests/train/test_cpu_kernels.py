@@ -39,7 +39,7 @@ def random(seed: int, *shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tens
     return [torch.randn(shape, generator=numbers).to(dtype).requires_grad_() for shape in shapes]
 
 
-def agree(mine: Callable[..., object], definition: Callable[..., object], inputs: Sequence[Tensor]) -> None:
+def assert_agree(mine: Callable[..., object], definition: Callable[..., object], inputs: Sequence[Tensor]) -> None:
     """Outputs and gradients of random directions, each within the rounding of its dtype of its largest value."""
     found, expected = _outputs_and_gradients(mine, inputs), _outputs_and_gradients(definition, _wide(inputs))
     for a, b in zip(found, expected, strict=True):
@@ -68,7 +68,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 @given(rows=ROWS, width=st.integers(8, 200), dtype=DTYPES, seed=SEEDS)  # the norm of one number has no gradient
 def test_rms_norm(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
     inputs = random(seed, (rows, 1, width), (width,), dtype=dtype)
-    agree(lambda x, w: RMSNormFunction.apply(x, w, EPS, C()), rms, inputs)
+    assert_agree(lambda x, w: RMSNormFunction.apply(x, w, EPS, C()), rms, inputs)
 
 
 @settings(deadline=None, max_examples=60)
@@ -80,7 +80,7 @@ def test_swiglu(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
-    agree(lambda x: SwiGLUFunction.apply(x, C()), definition, inputs)
+    assert_agree(lambda x: SwiGLUFunction.apply(x, C()), definition, inputs)
 
 
 def test_swiglu_far_from_zero() -> None:
@@ -121,7 +121,7 @@ def test_split_norm_rotate(
         return columns
 
     weights = ((heads.dim,), (heads.dim,)) if normed else ()
-    agree(fused, definition, random(seed, (rows, heads.width), *weights, dtype=dtype))
+    assert_agree(fused, definition, random(seed, (rows, heads.width), *weights, dtype=dtype))
 
 
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=6)
@@ -150,7 +150,7 @@ def test_attention(lengths: list[int], groups: int, queries: int, lanes: int, dt
         return torch.cat(parts)
 
     inputs = random(seed, (n, h, d), (n, groups, d), (n, groups, d), dtype=torch.float32)
-    agree(lambda *x: AttentionFunction.apply(*x, cu_seqlens, 0.3, dtype, C()), definition, inputs)
+    assert_agree(lambda *x: AttentionFunction.apply(*x, cu_seqlens, 0.3, dtype, C()), definition, inputs)
 
 
 def test_attention_gives_the_same_bits_on_any_number_of_threads() -> None:

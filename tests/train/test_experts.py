@@ -18,7 +18,7 @@ from slime_like.train.megatron.families.base import Family
 from slime_like.train.megatron.families.experts import ExpertMatrix, global_key, keys_of_peers
 from slime_like.train.megatron.hf import HFFolder
 from tests.train.jobs import SP, Job, Results
-from tests.train.parity import Comparison
+from tests.train.parity import comparison
 
 pytestmark = pytest.mark.ranks
 
@@ -108,11 +108,6 @@ JOBS[2] += [
     ),
 ]
 NAMES = [*(name for cases in CASES.values() for name in cases), *RECOMPUTE, *BALANCED]
-
-
-def comparison(results: Results, name: str) -> Comparison:
-    (found,) = [result for result in results[name] if result is not None]
-    return found
 
 
 @pytest.mark.parametrize("name", NAMES)

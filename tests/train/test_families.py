@@ -17,7 +17,7 @@ from slime_like.registry import resolve
 from slime_like.train.megatron.families.base import Family
 from slime_like.train.megatron.hf import HFFolder
 from tests.train.jobs import SP, Job, Results
-from tests.train.parity import Comparison
+from tests.train.parity import comparison
 
 pytestmark = pytest.mark.ranks
 
@@ -40,11 +40,6 @@ JOBS[2] += [Job(name, "tests.train.lifecycle:round_trip", case) for name, case i
 FAULT = "biases in the wrong order"
 JOBS[2] += [Job(FAULT, "tests.train.parity:compare", ("qwen2", Layout(pp=2), {}, "shuffled_biases"))]
 NAMES = [name for cases in CASES.values() for name in cases]
-
-
-def comparison(results: Results, name: str) -> Comparison:
-    (found,) = [result for result in results[name] if result is not None]
-    return found
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,7 +20,7 @@ from slime_like.train.megatron.hf import HFFolder
 from tests.train.jobs import SP, Job, Results
 from tests.train.lifecycle import Exported
 from tests.train.options import OVERLAP
-from tests.train.parity import Comparison, without_fla
+from tests.train.parity import comparison, without_fla
 
 pytestmark = pytest.mark.ranks
 
@@ -100,11 +100,6 @@ def jobs() -> dict[int, list[Job]]:
 
 JOBS = jobs()
 NAMES = [job.name for size in CASES for job in JOBS[size] if job.target.endswith("compare") and job.name not in FAULTS]
-
-
-def comparison(results: Results, name: str) -> Comparison:
-    (found,) = [result for result in results[name] if result is not None]
-    return found
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,7 @@ import pytest
 
 from slime_like.config.resolved import Layout
 from tests.train.jobs import SP, Job, Results
-from tests.train.parity import Comparison
+from tests.train.parity import comparison
 
 pytestmark = pytest.mark.ranks
 
@@ -72,12 +72,6 @@ JOBS[2] += [job(name, "tied", Layout(**SP), keys) for name, keys in RECOMPUTE.it
 JOBS[2].append(job("full recompute vpp2", "tied", Layout(pp=2, vpp=2), RECOMPUTE["full recompute"]))
 JOBS[2] += [job(fault, "tied", layout, fault=fault) for fault, layout in FAULTS.items()]
 NAMES = [job.name for jobs in JOBS.values() for job in jobs if job.name not in FAULTS]
-
-
-def comparison(results: Results, name: str) -> Comparison:
-    (found,) = [result for result in results[name] if result is not None]  # exactly one rank reports
-    assert isinstance(found, Comparison)
-    return found
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,7 +7,8 @@ import pytest
 from slime_like.config.gdn import GDNConfig
 from slime_like.config.resolved import Layout
 from tests.train.jobs import SP, Job, Results
-from tests.train.test_hybrid import BOUND, DECAY_BOUND, comparison
+from tests.train.parity import comparison
+from tests.train.test_hybrid import BOUND, DECAY_BOUND
 
 pytestmark = pytest.mark.ranks
 

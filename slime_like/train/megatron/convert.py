@@ -20,7 +20,7 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     ``dtype`` is float32 or bfloat16; files are at most ``max_bytes`` (or one tensor) large. ``out`` is complete or absent.
     Raises ``CheckpointError`` where the checkpoint is torn or of another model than ``hf``.
     """
-    spec = _spec(hf, dtype)
+    spec = untrained_spec(hf, Layout(), dtype)
     host.install(spec.device)
     with PortLease(LOOPBACK) as port:
         device = groups.join_world(spec, 0, 1, (LOOPBACK, port), 0)
@@ -42,12 +42,13 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     write_hf(HFExport(model, family, place), folder, out, place, max_bytes)
 
 
-def _spec(hf: str, dtype: str) -> ActorSpec:
+def untrained_spec(hf: str, layout: Layout, dtype: str) -> ActorSpec:
+    """Of ranks on the host that hold a model and take no optimizer step."""
     return ActorSpec(
         model=ModelConfig(hf_checkpoint=hf),
         optim=OptimConfig(),
         algo=SftConfig(),
-        layout=Layout(),
+        layout=layout,
         device="cpu",
         dtype=dtype,
         temperature=1.0,

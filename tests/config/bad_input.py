@@ -1,0 +1,15 @@
+"""What the tests of bad input share."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.config.load import load_config
+from slime_like.errors import ConfigError, SlimeLikeError
+
+
+def message(argv: list[str], extra: str, *, files: bool, error: type[SlimeLikeError] = ConfigError) -> str:
+    """What a command line that cannot work is told."""
+    with pytest.raises(error) as caught:
+        load_config([*argv, *extra.split()], files=files)
+    return str(caught.value)
