@@ -117,8 +117,9 @@ class Placement:
         """One worker per rank, and each rank's device index in its own process."""
         world = self._plan.actor.layout.world_size
         remote: Any = ray.remote(TrainerWorker)
+        env = self._env(self._plan.trainer_threads)
         workers = [
-            remote.options(**self._trainer_options(rank)).remote(rank, world, self._stacks_dir, self._env())
+            remote.options(**self._trainer_options(rank)).remote(rank, world, self._stacks_dir, env)
             for rank in range(world)
         ]
         self._actors += workers
@@ -130,7 +131,8 @@ class Placement:
         remote: Any = ray.remote(RoleWorker)
         workers: list[Any] = []
         for rank, own in enumerate(devices):
-            options, env = self._shared_options(own, name)
+            options, visible = self._shared_options(own, name)
+            env = self._env(self._plan.trainer_threads) | visible
             workers.append(remote.options(**options).remote(name, rank, len(devices), self._stacks_dir, env))
         self._actors += workers
         return workers
@@ -142,7 +144,8 @@ class Placement:
         actors: list[Any] = []
         for index, spec in enumerate(self._plan.engines):
             bundles = range(first + index * spec.tp, first + (index + 1) * spec.tp)
-            options, env = self._shared_options(tuple(bundles), "rollout")
+            options, visible = self._shared_options(tuple(bundles), "rollout")
+            env = self._env(self._plan.engine_threads) | visible
             actors.append(remote.options(**options).remote(f"engine {index}", spec, admin_key, self._stacks_dir, env))
         self._actors += actors
         return actors
@@ -161,8 +164,8 @@ class Placement:
         return options
 
     def _shared_options(self, bundles: tuple[int, ...], group: str) -> tuple[dict[str, Any], dict[str, str]]:
-        """Ray's options and the environment of what asks Ray for no GPU: the bundles reserve them, maybe for the trainer too."""
-        env = self._env()
+        """Ray's options of what asks Ray for no GPU, as the bundles reserve them, maybe for the trainer too; what it sees."""
+        env: dict[str, str] = {}
         options: dict[str, Any] = {"num_cpus": 0}
         if self._plan.device == "cuda":
             nodes = {self._gpus[i][0] for i in bundles}
@@ -170,13 +173,13 @@ class Placement:
                 raise ConfigError(
                     f"{group}.tp={len(bundles)} would spread one engine over {len(nodes)} nodes: lower it to the GPUs of one node"
                 )
-            env |= {VISIBLE_DEVICES: ",".join(self._gpus[i][1] for i in bundles)}
+            env = {VISIBLE_DEVICES: ",".join(self._gpus[i][1] for i in bundles)}
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(nodes.pop(), soft=False)
         return options, env
 
-    def _env(self) -> dict[str, str]:
+    def _env(self, threads: int) -> dict[str, str]:
         fixed = DETERMINISTIC_ENV if self._plan.actor.deterministic else {}
-        return CPU_ENV | fixed | {"OMP_NUM_THREADS": str(self._plan.threads_per_process)}
+        return CPU_ENV | fixed | {"OMP_NUM_THREADS": str(threads)}
 
     def _in_bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index)

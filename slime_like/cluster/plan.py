@@ -40,7 +40,8 @@ class Plan:
     needs_trainer: bool
     colocated: bool  # trainer and engines on the same devices; also where only one of them runs
     num_gpus: int
-    threads_per_process: int
+    trainer_threads: int  # of each rank, of whatever role
+    engine_threads: int  # of each rank of an engine
     max_context_len: int
     samples_per_rollout: int
     samples_per_step: int
@@ -88,6 +89,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     num_gpus = len({index for role in roles for devices in role.devices for index in devices})
     beside = role_bytes(critic, teacher, PROCESS_BYTES)
     check_fits(cfg, machine, model, roles, device=device, num_gpus=num_gpus, beside=beside)
+    trainer_threads, engine_threads = _threads(cfg, machine, roles, device, notes)
     return Plan(
         device=device,
         actor=actor,
@@ -98,7 +100,8 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         needs_trainer=needs_trainer,
         colocated=colocated,
         num_gpus=num_gpus,
-        threads_per_process=_threads(cfg, machine, roles, device, notes),
+        trainer_threads=trainer_threads,
+        engine_threads=engine_threads,
         max_context_len=context,
         samples_per_rollout=samples_per_rollout(cfg),
         samples_per_step=batch_identity(cfg),
@@ -170,17 +173,22 @@ def _transport(cfg: TrainConfig, device: str, notes: Notes) -> TransportSpec:
     return TransportSpec(kind, backend, int(cfg.weights.bucket_mb * 2**20), cfg.weights.push_deadline_s)
 
 
-def _threads(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: str, notes: Notes) -> int:
+def _threads(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: str, notes: Notes) -> tuple[int, int]:
+    """Of each rank that trains, and of each rank of an engine."""
     if cfg.run.deterministic and device == "cpu":
         notes.add("threads per process", 1, "run.deterministic: threads share sums out by shape")
-        return 1
+        return 1, 1
     engines = sum(len(role.devices) * cfg.rollout.tp for role in roles if role.name == "engine")
-    sizes = [engines, sum(len(role.devices) for role in roles if role.name != "engine")]
-    # Synchronous trainers and engines take turns; otherwise all processes are busy at once.
-    busy = max(sizes) if cfg.loop.max_staleness == 0 else sum(sizes)
-    threads = max(1, min(MAX_THREADS, machine.cpu_count // busy))
-    notes.add("threads per process", threads, f"{machine.cpu_count} cores, up to {busy} busy processes")
-    return threads
+    ranks = sum(len(role.devices) for role in roles if role.name != "engine")
+    if cfg.loop.max_staleness == 0:
+        how, busy = "engines and ranks take turns", (ranks, engines)
+    else:
+        how, busy = "all of them at once", (ranks + engines, ranks + engines)
+    threads = tuple(max(1, min(MAX_THREADS, machine.cpu_count // max(1, processes))) for processes in busy)
+    why = f"{machine.cpu_count} cores, {ranks} training ranks, {engines} engine ranks: {how}"
+    notes.add("threads per training rank", threads[0], why)
+    notes.add("threads per engine rank", threads[1], why)
+    return threads[0], threads[1]
 
 
 def _tolerance(cfg: TrainConfig, device: str, dtype: str, notes: Notes) -> float:

@@ -16,7 +16,7 @@ ON = "run.deterministic=true"
 
 def test_a_laptop_gets_one_thread_and_a_gate_of_zero(argv: list[str]) -> None:
     plan = make_plan(load_config([*argv, ON]), LAPTOP)
-    assert (plan.threads_per_process, plan.probe_tolerance) == (1, 0.0)
+    assert (plan.trainer_threads, plan.engine_threads, plan.probe_tolerance) == (1, 1, 0.0)
     assert plan.actor.deterministic and all(engine.deterministic for engine in plan.engines)
 
 

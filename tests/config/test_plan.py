@@ -109,12 +109,16 @@ def test_scores_follow_the_algorithm(plan) -> None:
 
 def test_threads_are_shared_by_processes_that_run_at_once(plan) -> None:
     machine = Machine(0, 8, 64 * 2**30, ())
-    assert plan(machine=machine).threads_per_process == 8
-    assert plan("placement.mode=split", "parallel.tp=2", machine=machine).threads_per_process == 4
+    turns = plan(machine=machine)
+    assert (turns.trainer_threads, turns.engine_threads) == (8, 8)
+    split = plan("placement.mode=split", "parallel.tp=2", machine=machine)
+    assert (split.trainer_threads, split.engine_threads) == (4, 8)
+    engines = plan("rollout.num_engines=4", machine=machine)
+    assert (engines.trainer_threads, engines.engine_threads) == (8, 2)
     overlap = plan(
         "placement.mode=split", "parallel.tp=2", "rollout.num_engines=2", "loop.max_staleness=1", machine=machine
     )
-    assert overlap.threads_per_process == 2
+    assert (overlap.trainer_threads, overlap.engine_threads) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_the_critic_is_a_role_with_the_actors_layout(plan) -> None:
     assert made.critic.rank.layout == replace(made.actor.layout, segments=())
     assert (made.critic.rank.optim.lr, made.actor.optim.lr) == (1e-5, 1e-6)
     assert (made.critic.rank.num_steps, made.actor.num_steps) == (100, 90)
-    assert made.threads_per_process == 1  # actor and critic train side by side
+    assert made.trainer_threads == 1  # actor and critic train side by side
     assert "critic rank" in made.summary
     assert plan("algo=grpo").critic is None
     assert plan("algo=ppo", "run.mode=rollout_only").critic is None

@@ -153,7 +153,7 @@ def test_a_commit_names_what_was_not_written(served: Mapping[str, tuple[Models, 
 
 
 @pytest.mark.parametrize("which", ENGINES)
-def test_the_fused_decode_forward_stays_out_of_it(which: str, served: Mapping[str, tuple[Models, Engine]]) -> None:
+def test_the_fused_forward_stays_out_of_it(which: str, served: Mapping[str, tuple[Models, Engine]]) -> None:
     says = served[which][1].server.decodes_with()
     assert "module by module, as Qwen3" in says and "is none of" in says
     assert "gated delta rule in torch" in says

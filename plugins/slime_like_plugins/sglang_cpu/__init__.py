@@ -1,4 +1,4 @@
-"""SGLang on a plain CPU: an out-of-tree platform with batched attention and a fused decode forward.
+"""SGLang on a plain CPU: an out-of-tree platform with batched attention and a fused forward.
 
 SGLang's in-tree CPU engine needs a kernel package built from source. On an out-of-tree platform every op takes its
 torch-native forward instead; this package supplies the rest. Decoding, where a run spends its time, has leaf kernels of

@@ -164,16 +164,14 @@ class BatchedAttention(AttentionBackend):
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if forward_batch.forward_mode.is_decode():
-            return self.attend_decode(q_THD, (keys, values), layer.scaling, forward_batch).reshape(len(q_THD), -1)
-        return self._attend_buckets(q_THD, keys, values, layer.scaling).reshape(len(q_THD), -1)
+        return self.attend(q_THD, (keys, values), layer.scaling, forward_batch).reshape(len(q_THD), -1)
 
-    def attend_decode(self, q_BHD: Tensor, pools: tuple[Tensor, Tensor], scale: float, forward_batch: Any) -> Tensor:
-        """One query per request over all its tokens, the new one included: [B, H, D]. ``pools``: keys, values."""
-        if self._c is None:
-            return self._attend_buckets(q_BHD, *pools, scale)
+    def attend(self, q_THD: Tensor, pools: tuple[Tensor, Tensor], scale: float, forward_batch: Any) -> Tensor:
+        """Each query over its request's tokens up to its own, which are in ``pools`` (keys, values): [T, H, D]."""
+        if self._c is None or not forward_batch.forward_mode.is_decode():
+            return self._attend_buckets(q_THD, *pools, scale)
         table, rows_B = self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices
-        return self._c.attention(q_BHD.contiguous(), pools, table, rows_B, forward_batch.seq_lens, scale)
+        return self._c.attention(q_THD.contiguous(), pools, table, rows_B, forward_batch.seq_lens, scale)
 
     def _attend_buckets(self, q_THD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """[T, H, D] -> [T, H, D], bucket by bucket."""

@@ -23,7 +23,7 @@ SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class Kernels(Protocol):
-    """What a decode forward is made of, besides matrix products and attention."""
+    """What a forward is made of, besides matrix products and attention."""
 
     def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
         """``x += delta`` in place; ``out = rms_norm(x) * weight``, of the sum before it is rounded."""

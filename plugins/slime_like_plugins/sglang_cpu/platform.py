@@ -77,7 +77,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         import torch
 
         from slime_like_plugins import rollout_sampling
-        from slime_like_plugins.sglang_cpu import decode
+        from slime_like_plugins.sglang_cpu import fused
         from slime_like_plugins.sglang_cpu.hybrid import install as hybrid
         from slime_like_plugins.sglang_cpu.selection import selected
 
@@ -89,7 +89,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             exact.check(model)
         linear_attention = hybrid.bind(model)
         selection = selected()
-        how = decode.bind(model, selection.leaf)
+        how = fused.bind(model, selection.leaf)
         if linear_attention is not None:
             how = f"{how}; {linear_attention}"
         if selection.leaf is not None:

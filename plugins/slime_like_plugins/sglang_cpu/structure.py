@@ -1,4 +1,4 @@
-"""What the fused decode forward must find in a model to stand in for its own; anything else keeps SGLang's."""
+"""What the fused forward must find in a model to stand in for its own; anything else keeps SGLang's."""
 
 from __future__ import annotations
 

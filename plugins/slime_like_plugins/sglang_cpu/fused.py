@@ -1,9 +1,10 @@
-"""A whole decode forward of a dense model in few operations, in place of SGLang's modules.
+"""A whole forward of a dense model in few operations, in place of SGLang's modules.
 
-One token per request. Matrix products are torch's; everything between them is a leaf kernel over memory that is used
-again. Prefill, and every batch with something this forward does not handle, goes through SGLang's own forward.
+Matrix products are torch's; everything between them is a leaf kernel over memory that is used again. Prefill attends by
+torch and leaves the logits to SGLang. Every batch with something this forward does not handle goes through SGLang's own.
 
-Axes: B requests, T hidden, H query heads, D head dimension, V vocabulary.
+Axes: B rows (decode: one per request; prefill: the tokens of all requests, packed), T hidden, H query heads, D head
+dimension, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from slime_like_plugins.sglang_cpu.attention import BatchedAttention
 from slime_like_plugins.sglang_cpu.kernels import Kernels
 from slime_like_plugins.sglang_cpu.structure import Block, blocks, obstacle
 
+KEPT_ROWS = 1024  # most rows that memory is held for; a longer prefill takes its own and gives it back
 
-class FusedDecode:
-    """The decode forward of one model on one rank."""
+
+class FusedForward:
+    """The forward of one model on one rank."""
 
     def __init__(self, model: Any, kernels: Kernels) -> None:
         self._model, self._kernels = model, kernels
@@ -35,9 +38,11 @@ class FusedDecode:
         self._memory: tuple[Tensor, ...] = ()
 
     def handles(self, batch: Any, extra: tuple[Any, ...]) -> bool:
-        """Whether this is a plain decode batch on our attention backend."""
+        """Whether this is a plain batch, of decoding or of prefill, on our attention backend."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
         return (
-            batch.forward_mode.is_decode()
+            batch.forward_mode in (ForwardMode.DECODE, ForwardMode.EXTEND)
             and all(argument is None or argument is False for argument in extra)
             and batch.input_embeds is None
             and batch.replace_embeds is None
@@ -45,10 +50,10 @@ class FusedDecode:
         )
 
     def __call__(self, token_ids: Tensor, positions: Tensor, batch: Any) -> Any:
-        """The logits of the next token of each request."""
+        """The logits of the next token of each request, and of a prompt's tokens where they are asked for."""
         hidden_BT = self._hidden(token_ids, positions, batch)
         model = self._model
-        if batch.capture_hidden_mode.need_capture():
+        if not batch.forward_mode.is_decode() or batch.capture_hidden_mode.need_capture():
             return model.logits_processor(token_ids, hidden_BT, model.lm_head, batch, None)
         from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
@@ -73,7 +78,7 @@ class FusedDecode:
             project(h, block.qkv, qkv)
             pools = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
             kernels.rope_and_store(qkv, head_norms(block), angles, slots, pools, q, eps)
-            attended = backend.attend_decode(q, pools, block.attention.scaling, batch)
+            attended = backend.attend(q, pools, block.attention.scaling, batch)
             project(attended.view(size, -1), block.out, delta)
             kernels.add_rms_norm(x_BT, delta, block.mlp_norm.weight, h, eps)
             project(h, block.gate_up, gate_up)
@@ -96,12 +101,15 @@ class FusedDecode:
 
     def _buffers(self, size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """What a layer writes, for ``size`` rows: normed, qkv, queries, gate and up, their product, projected."""
-        if not self._memory or len(self._memory[0]) < size or self._memory[0].dtype is not dtype:
-            first = self._blocks[0]
-            hidden, width = first.out.weight.shape[0], first.gate_up.weight.shape[0]
-            widths = (hidden, first.qkv.weight.shape[0], self._heads * self._dim, width, width // 2, hidden)
-            self._memory = tuple(torch.empty(size, columns, dtype=dtype) for columns in widths)
-        return tuple(tensor[:size] for tensor in self._memory)
+        if self._memory and len(self._memory[0]) >= size and self._memory[0].dtype is dtype:
+            return tuple(tensor[:size] for tensor in self._memory)
+        first = self._blocks[0]
+        hidden, width = first.out.weight.shape[0], first.gate_up.weight.shape[0]
+        widths = (hidden, first.qkv.weight.shape[0], self._heads * self._dim, width, width // 2, hidden)
+        made = tuple(torch.empty(size, columns, dtype=dtype) for columns in widths)
+        if size <= KEPT_ROWS:
+            self._memory = made
+        return made
 
 
 def project(x: Tensor, linear: Any, out: Tensor) -> None:
@@ -125,13 +133,13 @@ def attention_backend() -> Any:
 
 
 def bind(model: Any, kernels: Kernels | None) -> str:
-    """Put the fused forward in front of ``model``'s. Returns what decodes, in words."""
+    """Put the fused forward in front of ``model``'s. Returns what computes, in words."""
     if kernels is None:
         return f"module by module for {type(model).__name__}"
     reason = obstacle(model)
     if reason is not None:
         return f"module by module, as {reason}"
-    fused, original = FusedDecode(model, kernels), model.forward
+    fused, original = FusedForward(model, kernels), model.forward
 
     @functools.wraps(original)  # SGLang looks at the signature
     def forward(input_ids: Tensor, positions: Tensor, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
