@@ -39,7 +39,7 @@ def critic_spec(cfg: TrainConfig, actor: ActorSpec, note: Note) -> CriticSpec | 
         decay_steps=cfg.optim.decay_steps,
         wsd_decay_steps=cfg.optim.wsd_decay_steps,
     )
-    optim = settle_schedule(optim, steps)
+    optim = settle_schedule(optim, steps, warmup_key="critic.lr_warmup_steps")
     optim.seal()
     rank = replace(
         _rank(actor, "critic", critic.hf_checkpoint, role_layout(cfg, critic, actor.layout, folder)),

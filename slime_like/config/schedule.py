@@ -17,11 +17,14 @@ def actor_steps(cfg: TrainConfig) -> tuple[int, str]:
     return (cfg.loop.num_rollout - warmup) * cfg.loop.steps_per_rollout, formula
 
 
-def settle_schedule(optim: OptimConfig, num_steps: int, formula: str = "") -> OptimConfig:
+def settle_schedule(
+    optim: OptimConfig, num_steps: int, formula: str = "", warmup_key: str = "optim.warmup_steps"
+) -> OptimConfig:
     """``optim`` with warmup_steps, decay_steps and, for wsd, wsd_decay_steps in whole optimizer steps.
 
-    ``num_steps`` are the run's, of the keys of ``formula``. Raises ``ConfigError`` on a schedule that is longer than the run, leaves nothing to
-    decay over, or is given steps that its shape does not read.
+    ``num_steps`` are the run's, of the keys of ``formula``; ``warmup_key`` is what the user set the warm-up by. Raises
+    ``ConfigError`` on a schedule that is longer than the run, leaves nothing to decay over, or is given steps that its
+    shape does not read.
     """
     if optim.min_lr > optim.lr:
         raise ConfigError(f"optim.min_lr={optim.min_lr:g} is above optim.lr={optim.lr:g}: lower it")
@@ -37,7 +40,7 @@ def settle_schedule(optim: OptimConfig, num_steps: int, formula: str = "") -> Op
             )
     decay = (optim.decay_steps if decays else None) or num_steps
     run = f"{num_steps} optimizer steps" + (f" ({formula})" if formula else "")
-    _fits("decay_steps", decay, num_steps, run, "the rate would stop short of optim.min_lr")
+    _fits("optim.decay_steps", decay, num_steps, run, "the rate would stop short of optim.min_lr")
     warmup = optim.warmup_steps
     if optim.warmup_fraction is not None:
         if warmup:
@@ -45,12 +48,12 @@ def settle_schedule(optim: OptimConfig, num_steps: int, formula: str = "") -> Op
                 f"optim.warmup_steps={warmup} and optim.warmup_fraction={optim.warmup_fraction:g}: give one of them"
             )
         warmup = round(optim.warmup_fraction * decay)
-    _fits("warmup_steps", warmup, num_steps, run, "the rate would never reach optim.lr")
+    _fits(warmup_key, warmup, num_steps, run, "the rate would never reach optim.lr")
     tail = (optim.wsd_decay_steps or max(1, decay // 10)) if is_wsd else 0
     if decays and warmup + tail >= decay + is_wsd:
         more = f" and optim.wsd_decay_steps={tail} leave" if is_wsd else " leaves"
         raise ConfigError(
-            f"optim.warmup_steps={warmup}{more} none of {decay} optimizer steps for "
+            f"{warmup_key}={warmup}{more} none of {decay} optimizer steps for "
             f"optim.schedule={optim.schedule}: lower it, or raise optim.decay_steps"
         )
     return replace(
@@ -62,9 +65,9 @@ def settle_schedule(optim: OptimConfig, num_steps: int, formula: str = "") -> Op
     )
 
 
-def _fits(name: str, value: int, num_steps: int, run: str, harm: str) -> None:
+def _fits(key: str, value: int, num_steps: int, run: str, harm: str) -> None:
     if value > num_steps:
         raise ConfigError(
-            f"optim.{name}={value} is longer than the run, which takes {run}: {harm}; set optim.{name}={num_steps} or less, "
+            f"{key}={value} is longer than the run, which takes {run}: {harm}; set {key}={num_steps} or less, "
             "or raise loop.num_rollout"
         )

@@ -51,6 +51,12 @@ def test_virtual_and_uneven_segments_are_the_actors_alone(plan) -> None:
         assert (layout.pp, layout.vpp, layout.segments) == (2, 1, ())
 
 
+def test_a_critics_warm_up_is_named_by_its_own_key(plan) -> None:
+    argv = ("algo=ppo", "critic.lr_warmup_steps=50", "optim.schedule=linear", "optim.decay_steps=40")
+    with pytest.raises(ConfigError, match=r"^critic.lr_warmup_steps=50 leaves none of 40 optimizer steps"):
+        plan(*argv)
+
+
 def test_a_critic_has_its_own_layout_and_devices(plan) -> None:
     made = plan("algo=ppo", "parallel.tp=4", "critic.tp=2", "critic.dp=2", "critic.placement=split", machine=SERVER)
     assert made.roles[-1].devices == ((4,), (5,), (6,), (7,))

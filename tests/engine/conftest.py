@@ -121,7 +121,7 @@ def launch(
         device="cpu",
         dtype="float32",
         tp=tp,
-        context_length=256,
+        context_length=512,
         seed=0,
         log_path=str(folder / f"engine_tp{tp}.log"),
         start_deadline_s=180,

@@ -161,7 +161,7 @@ def test_requests_in_flight_go_on_under_new_weights(engine: Engine, models: Mode
     ids = prompt(20, seed=9)
 
     async def push_in_flight() -> list[Completion]:
-        request = asyncio.create_task(engine.client.generate(ids, [1, 2, 3], sampled(tokens=220)))
+        request = asyncio.create_task(engine.client.generate(ids, [1, 2, 3], sampled(tokens=480)))
         for version in (1, 2):
             await engine.client.generate(ids, [9], sampled(tokens=8))  # by then the others have tokens too
             await engine.push(models.tensors("AB"[version % 2]), version)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_like.config.resolved import Layout
+from slime_like.imports import heavy_imports
 from tests.train.models import make_spec
 from tests.train.ranks import World
 
@@ -50,9 +51,11 @@ class Failed:
 
 def run_jobs(world: World, shared: Shared, jobs: Sequence[Job]) -> dict[str, Any]:
     """Every job in turn, in one process group; a failing one does not hide the others."""
-    from slime_like.train.megatron import host
+    with heavy_imports():  # as the trainer's ranks do: megatron collects garbage at every save and load
+        from slime_like.train.megatron import host
 
-    host.install("cpu")
+        host.install("cpu")
+        from slime_like.train.megatron import actor  # noqa: F401 (imported for what it imports)
     _reuse_groups()
     out: dict[str, Any] = {}
     for job in jobs:
