@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from slime_like.config.flags_without_key import MODEL_SHAPE, NOT_HERE
 from slime_like.errors import ConfigError
 
 Value = bool | int | float | str | list[str] | list[int]
@@ -117,6 +118,7 @@ VALUES: dict[str, tuple[str, Convert]] = {
     "--dynamic-sampling-filter-path": ("rollout.filters", group_filter),
     "--over-sampling-batch-size": ("rollout.over_sampling_batch_size", whole),
     "--custom-generate-function-path": ("rollout.generate", dotted),
+    "--sglang-max-running-requests": ("rollout.max_running_requests", whole),
     "--rm-type": ("reward.name", word),
     "--custom-rm-path": ("reward.name", dotted),
     "--eval-interval": ("evaluation.interval", whole),
@@ -236,6 +238,12 @@ ALWAYS: dict[str, tuple[str | None, str]] = {
     "--attention-softmax-in-fp32": (None, "attention computes its softmax in float32"),
     "--attention-dropout": ("0.0", "models are trained without dropout"),
     "--hidden-dropout": ("0.0", "models are trained without dropout"),
+    "--overlap-cpu-optimizer-d2h-h2d": (None, "an offloaded optimizer always overlaps its copies"),
+    "--use-precision-aware-optimizer": (None, "main weights and moments are float32, as by its defaults"),
+    "--loss-type": ("policy_loss", "supervised fine-tuning is algo=sft"),
+    "--no-offload-train": (None, "trainer and engines stay on their devices"),
+    "--no-offload-rollout": (None, "trainer and engines stay on their devices"),
+    "--rollout-skip-special-tokens": (None, "rewards read text without special tokens"),
     "--update-weight-mode": ("full", "every push sends all weights"),
     "--get-mismatch-metrics": (None, "the mismatch of trainer and engine is always measured"),
     "--update-weights-interval": ("1", "weights are pushed after every rollout that was trained on"),
@@ -250,6 +258,8 @@ REFUSED: dict[str, str] = {
     "--eval-config": "name the sets with --eval-prompt-data name path ...",
     "--num-epoch": "give the number of rollouts with --num-rollout",
     "--num-gpus-per-node": "the machine's GPUs are counted; --actor-num-gpus-per-node limits the trainer",
+    **MODEL_SHAPE,
+    **NOT_HERE,
     "--num-experts": "config.json of --hf-checkpoint says how many there are: remove the flag",
     "--micro-batch-size": "micro-batches are packed by tokens: --max-tokens-per-gpu",
     "--rollout-seed": "one seed serves the whole run: --seed",

@@ -23,6 +23,7 @@ from slime_like.config.flag_table import (
     one_of,
     whole,
 )
+from slime_like.config.flags_without_key import SGLANG_RENAMED
 from slime_like.config.names import GROUP_ADVANTAGES
 from slime_like.config.root import TrainConfig
 from slime_like.errors import ConfigError
@@ -191,6 +192,7 @@ def _foreign(flag: str, name: str, root: str, tokens: _Tokens) -> str:
     table = foreign.table(foreign.ROOTS[root])
     aliases = {alias: key for key, entry in table.items() for alias in entry.get("flags", [])}
     key = aliases.get(f"--{name}", name.replace("-", "_"))
+    key = SGLANG_RENAMED.get(key, key) if root == "rollout.sglang" else key
     if key not in table:
         hint = nearest(f"--sglang-{name}", [f"--sglang-{known.replace('_', '-')}" for known in table])
         hint = hint if hint.startswith("did you mean") else "no field has a similar name"

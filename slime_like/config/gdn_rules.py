@@ -24,12 +24,16 @@ INSTALL = "SLIME_LIKE_DEVICE=gpu bash scripts/setup.sh installs the versions of 
 ANYWHERE = "set model.gdn.backend=torch (--qwen-gdn-backend torch), which runs anywhere"
 
 
-def check_gdn(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` on ``model.gdn`` as far as it can be judged before the model is read."""
+def check_gdn(cfg: TrainConfig, *, machine: bool = True) -> None:
+    """Raise ``ConfigError`` on ``model.gdn`` as far as it can be judged before the model is read.
+
+    Without ``machine`` what this one offers is not asked: the run is for another.
+    """
     config = cfg.model.gdn
     check_options(config, deterministic=cfg.run.deterministic)
     # Nodes of a cluster are other machines than this one: each rank judges its own.
-    if config.backend == "auto" or cfg.run.mode == "rollout_only" or cfg.placement.ray_address is not None:
+    elsewhere = not machine or cfg.placement.ray_address is not None
+    if config.backend == "auto" or cfg.run.mode == "rollout_only" or elsewhere:
         return
     gpus = () if cfg.placement.device == "cpu" else visible_gpus()
     device = cfg.placement.device if cfg.placement.device != "auto" else "cuda" if gpus else "cpu"

@@ -39,14 +39,15 @@ class _Overrides(NamedTuple):
     config_dir: str | None
 
 
-def load_config(argv: Sequence[str], *, files: bool = True) -> TrainConfig:
+def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True) -> TrainConfig:
     """The run that ``argv`` (``key=value`` overrides and slime or Megatron flags) describes: checked and sealed.
 
-    With ``files=False`` nothing on disk besides ``configs/`` is read; call ``check_files`` when the files are there.
+    With ``files=False`` nothing on disk besides ``configs/`` is read; call ``check_files`` when the files are there. With
+    ``machine=False`` a run for another machine is not measured by what is installed on this one.
     Raises ``ConfigError`` (``CheckpointError``, ``DataError`` for files) naming key, value and fix.
     """
     overrides = _sort(argv)
-    return _finish(_compose(overrides), overrides.values, files=files)
+    return _finish(_compose(overrides), overrides.values, files=files, machine=machine)
 
 
 def load_prepared(argv: Sequence[str]) -> TrainConfig:
@@ -87,7 +88,7 @@ def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
     return _finish(merged, {}, files=files)
 
 
-def _finish(tree: DictConfig, values: dict[str, str], *, files: bool) -> TrainConfig:
+def _finish(tree: DictConfig, values: dict[str, str], *, files: bool, machine: bool = True) -> TrainConfig:
     algo = _algo(tree)
     try:
         if missing := sorted(OmegaConf.missing_keys(tree)):
@@ -96,7 +97,7 @@ def _finish(tree: DictConfig, values: dict[str, str], *, files: bool) -> TrainCo
     except OmegaConfBaseException as error:
         raise explain(error, values, algo) from error
     cfg.check("")
-    rules.check_rules(cfg)
+    rules.check_rules(cfg, machine=machine)
     if files:
         check_files(cfg)
     cfg.seal()

@@ -22,8 +22,8 @@ RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *RECOMPUTED)  # of layers 
 BIG = 1e12
 
 
-def check_rules(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` on the first rule that ``cfg`` breaks."""
+def check_rules(cfg: TrainConfig, *, machine: bool = True) -> None:
+    """Raise ``ConfigError`` on the first rule that ``cfg`` breaks; without ``machine``, of those that hold anywhere."""
     _ranges(cfg)
     _names(cfg)
     _algorithm(cfg)
@@ -38,7 +38,7 @@ def check_rules(cfg: TrainConfig) -> None:
     _schedule(cfg)
     _memory_and_overlap(cfg)
     check_attention(cfg, cfg.placement.device, cfg.model.dtype)
-    check_gdn(cfg)
+    check_gdn(cfg, machine=machine)
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
     foreign.check_foreign("model.megatron", cfg.model.megatron)
 

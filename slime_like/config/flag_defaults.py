@@ -1,0 +1,80 @@
+"""Defaults of slime that are not ours: what a script means by leaving a flag out, in our keys.
+
+Source of the values: ``slime/utils/arguments.py`` of slime 0.3.1, and Megatron-LM's parser where slime leaves it alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SlimeDefault:
+    """What a run of slime does when ``flag`` is not given.
+
+    ``override`` says the same here, in Hydra's grammar; None where it is left as it is here.
+    """
+
+    flag: str
+    value: str
+    key: str
+    override: str | None
+    note: str = ""
+    needs: str | None = None  # a flag without which this default counts for nothing
+
+
+DEFAULTS: tuple[SlimeDefault, ...] = (
+    SlimeDefault("--actor-num-gpus-per-node", "8", "placement.actor_num_gpus_per_node", "8"),
+    SlimeDefault("--n-samples-per-prompt", "1", "rollout.n_samples_per_prompt", "1"),
+    SlimeDefault("--input-key", "input", "data.input_key", "'input'"),
+    SlimeDefault("--rollout-shuffle", "off", "data.shuffle", "false"),
+    SlimeDefault(
+        "--calculate-per-token-loss",
+        "off: the mean over each sample first",
+        "algo.aggregation",
+        "sequence_mean",
+    ),
+    SlimeDefault("--eps-clip-high", "as --eps-clip", "algo.eps_clip_high", "null"),
+    SlimeDefault("--eps-clip", "0.2", "algo.eps_clip", "0.2"),
+    SlimeDefault("--kl-loss-type", "k1", "algo.kl_loss_type", "k1", needs="--use-kl-loss"),
+    SlimeDefault(
+        "--eval-temperature",
+        "as --rollout-temperature",
+        "evaluation.temperature",
+        "${rollout.temperature}",
+        "here held-out prompts are answered greedily unless told otherwise",
+        needs="--eval-prompt-data",
+    ),
+    SlimeDefault(
+        "--eval-top-p", "as --rollout-top-p", "evaluation.top_p", "${rollout.top_p}", needs="--eval-prompt-data"
+    ),
+    SlimeDefault("--lr-decay-style", "linear (Megatron)", "optim.schedule", "linear"),
+    SlimeDefault("--weight-decay", "0.01 (Megatron)", "optim.weight_decay", "0.01"),
+    SlimeDefault("--adam-beta2", "0.999 (Megatron)", "optim.beta2", "0.999"),
+    SlimeDefault("--seed", "1234", "run.seed", "1234"),
+    SlimeDefault(
+        "--hidden-dropout",
+        "0.1 (Megatron)",
+        "model",
+        None,
+        "models are trained without dropout, as slime's scripts ask",
+    ),
+    SlimeDefault(
+        "--sequence-parallel",
+        "off",
+        "parallel.sequence_parallel",
+        None,
+        "on here with tp > 1: the same values, less memory",
+    ),
+    SlimeDefault(
+        "--qwen-gdn-backend",
+        "fla",
+        "model.gdn.backend",
+        None,
+        "here the fastest that is installed and fits the device",
+        needs="--spec",
+    ),
+    SlimeDefault("--label-key", "none", "data.label_key", None, "here the column `label` is read where a row has it"),
+    SlimeDefault("--async-save", "off", "run.async_save", None, "checkpoints are written beside training"),
+)
+"""In the order of slime's groups."""

@@ -1,0 +1,146 @@
+"""Flags of slime and Megatron that set nothing here: those that a model's config.json answers, and those of missing features.
+
+``flag_table`` takes them into its table of refused flags.
+"""
+
+from __future__ import annotations
+
+_SHAPE = "config.json of --hf-checkpoint says it: remove the flag"
+_KERNELS = "the trainer chooses its kernels: remove it"
+_HOOK = "there is no such hook; docs/coming_from_slime.md names the seams there are"
+_DISK = "weights reach the engines through memory or a broadcast, never through files"
+_HEALTH = "every wait has a deadline of its own: rollout.start_deadline_s, rollout.request_deadline_s"
+
+MODEL_SHAPE: dict[str, str] = dict.fromkeys(
+    [
+        "--spec",
+        "--disable-bias-linear",
+        "--group-query-attention",
+        "--norm-epsilon",
+        "--swiglu",
+        "--vocab-size",
+        "--rotary-base",
+        "--rotary-percent",
+        "--untie-embeddings-and-output-weights",
+        "--position-embedding-type",
+        "--use-rotary-position-embeddings",
+        "--no-position-embedding",
+        "--rotary-scaling-factor",
+        "--use-rope-scaling",
+        "--rope-scaling-factor",
+        "--rotary-seq-len-interpolation-factor",
+        "--use-gated-attention",
+        "--attention-output-gate",
+        "--apply-layernorm-1p",
+        "--max-position-embeddings",
+        "--seq-length",
+        "--make-vocab-size-divisible-by",
+        "--kv-lora-rank",
+        "--q-lora-rank",
+        "--qk-head-dim",
+        "--qk-pos-emb-head-dim",
+        "--v-head-dim",
+        "--mscale",
+        "--mscale-all-dim",
+        "--post-self-attn-layernorm",
+        "--post-mlp-layernorm",
+        "--model-name",
+    ],
+    _SHAPE,
+)
+"""Megatron's flags that describe a model: slime's scripts/models give them, here the checkpoint's config.json does."""
+
+NOT_HERE: dict[str, str] = {
+    **dict.fromkeys(["--no-rope-fusion", "--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion"], _KERNELS),
+    **dict.fromkeys(
+        [
+            "--rollout-sample-hook-path",
+            "--custom-rollout-log-function-path",
+            "--custom-eval-rollout-log-function-path",
+            "--buffer-filter-path",
+            "--rollout-data-postprocess-path",
+            "--rollout-sample-filter-path",
+            "--rollout-all-samples-process-path",
+            "--custom-reward-post-process-path",
+            "--custom-convert-samples-to-train-data-path",
+            "--custom-pg-loss-reducer-function-path",
+            "--custom-megatron-init-path",
+            "--custom-megatron-before-log-prob-hook-path",
+            "--custom-megatron-before-train-step-hook-path",
+            "--custom-model-provider-path",
+            "--eval-function-path",
+        ],
+        _HOOK,
+    ),
+    **dict.fromkeys(
+        [
+            "--update-weight-disk-dir",
+            "--update-weight-disk-keep-files",
+            "--update-weight-delta-encoding",
+            "--update-weight-delta-checksum",
+            "--custom-update-weight-post-write-path",
+            "--update-weight-local-checkpoint-dir",
+        ],
+        _DISK,
+    ),
+    **dict.fromkeys(
+        [
+            "--rollout-health-check-interval",
+            "--rollout-health-check-timeout",
+            "--rollout-health-check-first-wait",
+            "--distributed-timeout-minutes",
+        ],
+        _HEALTH,
+    ),
+    "--train-env-vars": "set the variables where train.py is started",
+    "--custom-config-path": "write its keys into the recipe",
+    "--megatron-config-path": "the critic's keys are critic.*",
+    "--allgather-cp": "context parallelism splits attention and Gated DeltaNet layers on its own (model.gdn.cp_mode)",
+    "--no-check-for-nan-in-loss-and-grad": "",
+    "--log-probs-max-tokens-per-gpu": "scoring passes use the micro-batches of training: --max-tokens-per-gpu",
+    "--balance-by-flops": "work is balanced over ranks within the token budget",
+    "--rollout-max-prompt-len": "a prompt that leaves no room in the context is a bad row (data.on_bad_row)",
+    "--eval-max-context-len": "rollout.max_context_len bounds held-out prompts as well",
+    "--eval-input-key": "held-out sets have the columns of the training data",
+    "--eval-label-key": "held-out sets have the columns of the training data",
+    "--eval-tool-key": "",
+    "--disable-compute-advantages-and-returns": "algo=sft computes none",
+    "--loss-mask-type": "algo=sft trains on the label of each row",
+    "--start-rollout-id": "a resumed run continues where its checkpoint was: run.resume",
+    "--no-save-optim": "a checkpoint is a whole run",
+    "--only-train-params-name-list": "",
+    "--freeze-params-name-list": "",
+    "--freeze-indexer": "",
+    "--rollout-external-engine-addrs": "",
+    "--use-unbiased-kl": "",
+    "--ref-update-interval": "",
+    "--keep-old-actor": "",
+    "--reset-optimizer-states": "",
+    "--use-stateless-adam": "",
+    "--disable-rewards-normalization": "algo.group_advantage chooses the baseline",
+    "--reward-key": "a reward returns one score and, beside it, an accuracy",
+    "--eval-reward-key": "a reward returns one score and, beside it, an accuracy",
+    "--dump-details": "run.dump_rollouts=true writes every sample",
+    "--save-debug-train-data": "run.dump_rollouts=true writes every sample",
+    "--enable-experimental": "",
+    "--fp8-format": "",
+    "--data-pad-size-multiplier": "rows are packed without padding",
+    "--mtp-num-layers": "",
+    "--wandb-team": "set the environment variable WANDB_ENTITY",
+    "--wandb-host": "set the environment variable WANDB_BASE_URL",
+    "--wandb-mode": "set the environment variable WANDB_MODE",
+    "--wandb-dir": "wandb's files lie in run.dir",
+    "--disable-wandb-random-suffix": "a wandb run has the name of its run, without a suffix: remove it",
+    "--sglang-config": "engines are alike: rollout.num_engines of rollout.tp GPUs",
+    "--prefill-num-servers": "",
+}
+"""Flag -> what serves instead, or nothing."""
+
+SGLANG_RENAMED: dict[str, str] = {
+    "cuda_graph_bs": "cuda_graph_bs_decode",
+    "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
+    "nsa_decode_backend": "dsa_decode_backend",
+    "nsa_prefill_backend": "dsa_prefill_backend",
+    "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
+}
+"""Fields of older SGLang that slime's scripts still name -> what they are called now."""

@@ -1,0 +1,92 @@
+"""The generated tables of docs/coming_from_slime.md and docs/coming_from_verl.md.
+
+A page marks their places: ``<!-- table: NAME -->``, the table, ``<!-- end -->``; everything else is written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from slime_like.config.flag_defaults import DEFAULTS
+from slime_like.config.flag_table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES
+from slime_like.config.flags_without_key import MODEL_SHAPE
+from slime_like.config.known import format_value
+from slime_like.convert.names_elsewhere import SLIME_METRICS, VERL_KEYS, VERL_METRICS
+
+_PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def filled(page: str) -> str:
+    """``page`` with every table as the code has it now. Raises ``KeyError`` on a table of no such name."""
+    return _PLACE.sub(lambda found: found[1] + "\n".join(TABLES[found[2]]()) + "\n" + found[3], page)
+
+
+def _table(*columns: str) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield "|" + "---|" * len(columns)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _mapped() -> Iterator[str]:
+    yield from _table("flag", "key")
+    for flag, (key, _) in (VALUES | LISTS).items():
+        yield _row(f"`{flag}`", f"`{key}`")
+    for flag, (key, value) in SWITCHES.items():
+        yield _row(f"`{flag}`", f"`{key}={format_value(value)}`")
+    for flag, keys in COMBINED.items():
+        yield _row(f"`{flag}`", ", ".join(f"`{key}`" for key in keys))
+    yield _row("`--sglang-NAME`", "`rollout.sglang.NAME`: any field of SGLang's ServerArgs")
+    yield _row("`--NAME`", "`model.megatron.NAME`: any field of Megatron's TransformerConfig")
+
+
+def _always() -> Iterator[str]:
+    yield from _table("flag", "why it has no key")
+    for flag, (only, reason) in ALWAYS.items():
+        yield _row(f"`{flag}`" if only is None else f"`{flag} {only}`", reason)
+
+
+def _refused() -> Iterator[str]:
+    yield from _table("flag", "instead")
+    for flag, reason in REFUSED.items():
+        if flag not in MODEL_SHAPE:
+            yield _row(f"`{flag}`", reason or "not here")
+
+
+def _defaults() -> Iterator[str]:
+    yield from _table("flag", "slime without it", "here", "what `from_slime.py` writes")
+    for item in DEFAULTS:
+        written = f"`{item.key}={item.override}`" if item.override is not None else "nothing"
+        yield _row(f"`{item.flag}`", item.value, item.note or f"`{item.key}` has another default", written)
+
+
+def _slime_metrics() -> Iterator[str]:
+    yield from _table("slime", "here")
+    for theirs, ours in SLIME_METRICS.items():
+        yield _row(f"`{theirs}`", f"`{ours}`")
+
+
+def _verl_keys() -> Iterator[str]:
+    yield from _table("verl", "here", "")
+    for theirs, (ours, note) in VERL_KEYS.items():
+        yield _row(f"`{theirs}`", f"`{ours}`", note)
+
+
+def _verl_metrics() -> Iterator[str]:
+    yield from _table("verl", "here")
+    for theirs, ours in VERL_METRICS.items():
+        yield _row(f"`{theirs}`", f"`{ours}`")
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "mapped": _mapped,
+    "always": _always,
+    "refused": _refused,
+    "defaults": _defaults,
+    "slime_metrics": _slime_metrics,
+    "verl_keys": _verl_keys,
+    "verl_metrics": _verl_metrics,
+}

@@ -1,0 +1,141 @@
+"""A translated run as a recipe's YAML and as a table for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from slime_like.config.known import free_root
+from slime_like.config.load import load_config
+from slime_like.convert.flag_mapping import VERDICTS, Mapped, Row, map_arguments
+from slime_like.convert.launch_script import Launch
+from slime_like.errors import ConfigError
+
+
+def write_recipe(launch: Launch, out: Path | None = None, *, drop: Sequence[str] = (), force: bool = False) -> str:
+    """Write the recipe of ``launch`` to ``out`` (default: from_slime/recipe/<name>.yaml); returns the report.
+
+    Raises ``ConfigError`` where the file is there already, or no recipe can say what the script says.
+    """
+    script = launch.script
+    name = re.sub(r"\W+", "_", script.stem.removeprefix("run-").removeprefix("run_")).strip("_").lower() or "run"
+    path = out or Path("from_slime") / "recipe" / f"{name}.yaml"
+    if path.parent.name != "recipe" or path.suffix != ".yaml":
+        raise ConfigError(
+            f"--out {path}: a recipe is a .yaml in a folder named recipe, as in my_configs/recipe/{name}.yaml"
+        )
+    mapped = map_arguments(
+        launch.arguments, run_name=path.stem, asynchronous=launch.program == "train_async.py", drop=drop
+    )
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists: give another --out, or --force")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(recipe_text(mapped, launch))
+    command = ["--config-dir", str(path.parent.parent), f"+recipe={path.stem}"]
+    if load_config(command, files=False, machine=False) != mapped.config:
+        raise ConfigError(f"{path} does not compose to what the flags of {script} say; please report it")
+    return f"{report(mapped, launch, path)}\npython train.py {' '.join(command)} --plan\n"
+
+
+def recipe_text(mapped: Mapped, launch: Launch) -> str:
+    """The recipe: every key that the script sets, with the flag it comes of."""
+    return "\n".join(_lines(mapped, launch)) + "\n"
+
+
+def key_values(mapped: Mapped) -> dict[str, Any]:
+    """The keys that the recipe sets -> their values, free mappings key by key."""
+    tree: dict[str, Any] = dataclasses.asdict(mapped.config)
+    found: dict[str, Any] = {}
+    for text in mapped.overrides:
+        key = text.partition("=")[0]
+        if key in ("algo", "algo.name"):
+            continue
+        value: Any = tree
+        root = free_root(key)
+        for name in (root or key).split("."):
+            value = value[name]
+        if root is not None and key == root:
+            found |= {f"{root}.{name}": item for name, item in value.items()}
+        else:
+            found[key] = value if root is None else value[key[len(root) + 1 :]]
+    return found
+
+
+def _shown(mapped: Mapped) -> dict[str, Any]:
+    return {"algo": mapped.config.algo.name, **key_values(mapped)}
+
+
+def _lines(mapped: Mapped, launch: Launch) -> Iterator[str]:
+    yield "# @package _global_"
+    yield f"# {launch.script.name} of slime, translated by scripts/from_slime.py. What was left out: its report."
+    yield "defaults:"
+    yield f"  - override /algo: {mapped.config.algo.name}"
+    flags = {key: row for row in mapped.rows for key in row.keys if row.verdict in ("mapped", "default")}
+    tree: dict[str, Any] = {}
+    for key, value in key_values(mapped).items():
+        _put(tree, _path(key), (value, flags.get(key) or flags.get(free_root(key) or "")))
+    yield from _tree(tree, "")
+
+
+def _path(key: str) -> list[str]:
+    """The names of a key; what lies in a free mapping is one name, dots included."""
+    root = free_root(key)
+    return [*root.split("."), key[len(root) + 1 :]] if root is not None else key.split(".")
+
+
+def _put(tree: dict[str, Any], path: list[str], leaf: tuple[Any, Row | None]) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = leaf
+
+
+def _tree(tree: dict[str, Any], indent: str) -> Iterator[str]:
+    for name, item in tree.items():
+        if isinstance(item, dict):
+            yield f"{indent}{_scalar(name)}:"
+            yield from _tree(cast("dict[str, Any]", item), indent + "  ")
+        else:
+            value, row = item
+            yield f"{indent}{_scalar(name)}: {_scalar(value)}" + (f" # {_origin(row)}" if row is not None else "")
+
+
+def _origin(row: Row) -> str:
+    return f"{row.flag}, as slime does where it is not given" if row.verdict == "default" else row.flag
+
+
+def _scalar(value: Any) -> str:
+    """``value`` as YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).removesuffix("...\n").strip()
+
+
+def report(mapped: Mapped, launch: Launch, recipe: Path) -> str:
+    """What became of every flag, as plain text."""
+    return "\n".join(_report(mapped, launch, recipe)) + "\n"
+
+
+def _report(mapped: Mapped, launch: Launch, recipe: Path) -> Iterator[str]:
+    counts = {verdict: sum(row.verdict == verdict for row in mapped.rows) for verdict in VERDICTS}
+    yield f"{launch.script} ({launch.program} at {launch.where}) -> {recipe}"
+    yield ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+    values = _shown(mapped)
+    for verdict, meaning in VERDICTS.items():
+        rows = [row for row in mapped.rows if row.verdict == verdict]
+        if rows:
+            yield ""
+            yield f"{verdict}: {meaning}"
+        for row in rows:
+            place = row.where.rpartition("/")[2]
+            left = f"  {row.flag} {row.given}".rstrip()
+            right = "; ".join(text for text in (row.text(values), row.note) if text)
+            yield f"{left}  ->  {right}" + (f"  [{place}]" if place else "")
+    yield ""
+    if launch.skipped:
+        yield f"not read, as asked: {', '.join(launch.skipped)}"
+    if launch.commands:
+        others = ", ".join(f"{name} ({times})" if times > 1 else name for name, times in launch.commands.items())
+        yield f"commands of the script that are not part of a recipe, and not run: {others}"
