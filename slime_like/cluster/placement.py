@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from slime_like.cluster import local_ray
 from slime_like.cluster.engine_actor import VISIBLE_DEVICES, EngineActor
 from slime_like.cluster.plan import Plan
 from slime_like.cluster.role_group import RoleWorker
@@ -64,17 +64,7 @@ class Placement:
                 logging_level=logging.ERROR,
             )
         else:
-            _stay_on_loopback()
-            os.environ.setdefault(
-                "RAY_worker_niceness", "0"
-            )  # Ray's 15 lets anything else on the machine starve the run
-            ray.init(
-                address="local",
-                namespace=f"slime_like_{cfg.run.name}",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            local_ray.start(f"slime_like_{cfg.run.name}")
         if self._plan.device == "cuda":
             self._reserve_gpus(cfg.loop.step_deadline_s)
 
@@ -194,17 +184,3 @@ class Placement:
         if self._bundles is not None:
             remove_placement_group(self._bundles)
         ray.shutdown()
-
-
-def _stay_on_loopback() -> None:
-    """Make Ray's own servers bind to 127.0.0.1.
-
-    Ray 2.60 replaces a loopback address given to ``ray.init`` by the machine's outward one and then listens on every
-    interface. Its constant for machines without clusters is what keeps it on loopback; the environment variable tells
-    Ray's daemons the same. Goes when ``ray.init(_node_ip_address="127.0.0.1")`` is honoured.
-    """
-    assert hasattr(ray_constants, "ENABLE_RAY_CLUSTER"), (
-        "ray moved ENABLE_RAY_CLUSTER: find how it binds to loopback now"
-    )
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"

@@ -1,0 +1,63 @@
+"""Ray that is late on a busy machine is started again, and named when it never comes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import ray
+from ray._private import ray_constants
+
+from slime_like.cluster import local_ray
+from slime_like.errors import DeadlineExceeded
+
+LATE = Exception("The current node timed out during startup. This could happen because ...")
+
+
+@pytest.fixture(autouse=True)
+def ray_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+
+
+def outcomes(monkeypatch: pytest.MonkeyPatch, *errors: Exception | None) -> list[Any]:
+    calls, left = list[Any](), list(errors)
+
+    def init(**arguments: Any) -> None:
+        calls.append(arguments)
+        error = left.pop(0) if len(left) > 1 else left[0]
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    return calls
+
+
+def test_a_node_that_is_late_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = outcomes(monkeypatch, LATE, LATE, None)
+    local_ray.start("name")
+    assert [call["namespace"] for call in calls] == ["name"] * 3
+
+
+def test_one_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes(monkeypatch, LATE)
+    monkeypatch.setattr(local_ray, "SECONDS", 1e-3)
+    with pytest.raises(DeadlineExceeded, match=r"driver waited .* for the node of Ray that it started"):
+        local_ray.start("name")
+
+
+def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = outcomes(monkeypatch, ValueError("no such port"))
+    with pytest.raises(ValueError, match="no such port"):
+        local_ray.start("name")
+    assert len(calls) == 1
+
+
+def test_rays_own_words_for_a_late_node_are_the_ones_we_know() -> None:
+    from ray._private import node
+
+    assert node.__file__ is not None
+    with open(node.__file__) as source:
+        assert local_ray.LATE in source.read()
