@@ -74,6 +74,12 @@ class RewardFn(Protocol):
     def __call__(self, prompt: Prompt, sample: Sample) -> Reward | float: ...
 
 
+class GroupRewardFn(Protocol):
+    """Scores all samples of a prompt together, in their order; marked by ``reward.kinds.scores_groups``."""
+
+    def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Reward | float]: ...
+
+
 class GroupFilter(Protocol):
     """``None`` keeps the group; otherwise the reason it is dropped, which is counted as a metric."""
 

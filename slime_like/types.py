@@ -63,10 +63,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """``score`` drives the advantage; ``accuracy`` (0 or 1, where the task has a right answer) is what is reported."""
+    """``score`` drives the advantage; ``accuracy`` (0 or 1, where the task has a right answer) is what is reported.
+
+    ``parts`` are the scores of a composed reward's parts, before their weights.
+    """
 
     score: float
     accuracy: float | None = None
+    parts: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from slime_like.config.root import TrainConfig
 from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import rollout_path
 from slime_like.data.prompts import SourceContext
+from slime_like.data.rows import any_row
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import CheckpointError, ConfigError, DataError
 from slime_like.registry import resolve
-from slime_like.reward.check import check_reward, label_rule
+from slime_like.reward.check import check_reward, label_rule, row_rule
 from slime_like.types import Prompt
 
 TRAIN = "data.train"
@@ -51,6 +52,7 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> Inputs:
             tokenizer=tokenizer,
             max_context_len=plan.max_context_len,
             needs_label=needs_label,
+            row_problem=any_row if supervised else row_rule(cfg.reward),
             seed=cfg.run.seed,
             shuffle=cfg.data.shuffle and key == TRAIN,
             dataset=dataset,

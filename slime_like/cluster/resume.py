@@ -34,6 +34,10 @@ FREE_KEYS = (
     "rollout.start_deadline_s",
     "rollout.request_deadline_s",
     "reward.workers",
+    "reward.timeout_s",
+    "reward.remote_url",
+    "reward.remote_retries",
+    "reward.remote_concurrency",
     *(f"{role}.{name}" for role in ("critic", "teacher") for name in ("tp", "pp", "cp", "dp", "placement")),
 )
 SHOWN = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,6 +89,8 @@ class Run:
         self.spans.add("rollout", collected.started, collected.stopped)
         if self.cfg.run.dump_rollouts:
             save_groups(rollout_path(self.run_dir / "rollouts", rollout_id), collected.groups)
+        for warning in collected.warnings:
+            sys.stderr.write(f"warning: {warning}\n")
         done = rollout_id + 1
         metrics = [*group_metrics(collected.groups, stats.version - 1), *collected.metrics, *stats.metrics, *probed]
         if self.assembly.overlong is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from slime_like.config.known import describe, known_keys, unknown
+from slime_like.config.known import describe, free_root, known_keys, unknown
 from slime_like.errors import ConfigError
 from slime_like.registry import nearest
 
@@ -32,9 +32,10 @@ def explain(error: Exception, values: Mapping[str, str], algo: str | None) -> Co
     kind, message = type(cause).__name__, str(getattr(cause, "msg", "")).splitlines()[0:1]
     if kind in ("ConfigAttributeError", "ConfigKeyError"):
         return ConfigError(f"{given}{where} {unknown(key, algo)}")
-    if key in known_keys():
+    root = key if key in known_keys() else free_root(key)
+    if root is not None:
         reason = f": {message[0]}" if kind.startswith("Interpolation") and message else ""
-        return ConfigError(f"{given}{where} is not a value of this key{reason}; give {describe(key)}")
+        return ConfigError(f"{given}{where} is not a value of this key{reason}; give {describe(root)}")
     return ConfigError(f"{given}{where} cannot be used: {unknown(key, algo)}")
 
 

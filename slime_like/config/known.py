@@ -48,6 +48,7 @@ TYPE_WORDS = {
     "list[str]": "a list such as [a,b]",
     "list[int]": "a list such as [1,2]",
     "dict[str, Any]": "a mapping such as {name: value}",
+    "dict[str, float]": r"a mapping such as {name: 0.5, my_package.my_module\:function: 0.1}",
     "dict[str, str]": "a mapping such as {name: value}",
 }
 

@@ -28,9 +28,16 @@ FILTERS = {
     "completed": "slime_like.algo.filters:completed",
 }
 REWARDS = {
-    "math": "slime_like.reward.math:math",
+    "answer": "slime_like.reward.answer:answer",
+    "dapo": "slime_like.reward.dapo:dapo",
+    "deepscaler": "slime_like.reward.deepscaler:deepscaler",
     "exact": "slime_like.reward.exact:exact",
+    "f1": "slime_like.reward.f1:f1",
+    "gpqa": "slime_like.reward.gpqa:gpqa",
+    "math": "slime_like.reward.math:math",
+    "remote_rm": "slime_like.reward.remote:RemoteReward",
 }
+"""Each also with the prefix ``boxed_``: it then reads what stands in the response's last box."""
 GENERATE = {
     "single_turn": "slime_like.rollout.generate:single_turn",
 }

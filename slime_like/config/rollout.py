@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from slime_like.config.base import MISSING, Config, key, positive, within
+from slime_like.config.reward_names import REMOTE, ROW, split_prefix
 from slime_like.errors import ConfigError
 
 
@@ -66,9 +68,26 @@ class RolloutConfig(Config):
 class RewardConfig(Config):
     """Who scores, and where."""
 
-    name: str = key("math", "Default reward: a name of table REWARDS or a dotted path; a row's rm_type overrides it.")
+    name: str = key(
+        "math",
+        "Default reward: a name of table REWARDS, also with the prefix boxed_, or a dotted path. A row's rm_type overrides a "
+        "name; a dotted path scores every row.",
+    )
+    weights: dict[str, float] = key(
+        {},
+        "Name or dotted path -> weight: the score is the weighted sum; rm_type stands for the row's own reward, or else "
+        "reward.name. Empty: that one alone.",
+    )
     workers: int = key(2, "Processes of the reward pool.")
-    timeout_s: float = key(30.0, "Longest time one call may take; the sample then fails with reward 0 and is counted.")
+    timeout_s: float = key(30.0, "Longest time one call may take, retries of a reward server included.")
+    fallback: float | None = key(
+        0.0,
+        "Score of a sample whose reward missed its deadline or whose reward server did not answer; null: the sample is "
+        "left out of training.",
+    )
+    remote_url: str | None = key(None, "Address that reward remote_rm posts to (slime: --rm-url).")
+    remote_retries: int = key(4, "Further requests to a reward server that fails, with growing pauses.")
+    remote_concurrency: int = key(64, "Requests to the reward server at a time.")
     overlong_buffer_len: int | None = key(
         None, "Tokens before rollout.max_response_len over which a penalty grows (DAPO); null: no penalty."
     )
@@ -78,11 +97,38 @@ class RewardConfig(Config):
     def check(self, prefix: str) -> None:
         super().check(prefix)
         positive(prefix, self, "workers", "timeout_s", "overlong_buffer_len", "overlong_penalty_factor")
+        positive(prefix, self, "remote_concurrency")
+        within(prefix, self, 0, 100, "remote_retries")
+        within(prefix, self, -1e9, 1e9, "fallback")
+        self._check_weights(prefix)
+        self._check_remote(prefix)
         if self.overlong_buffer_len is None and self.overlong_penalty_factor != 1.0:
             raise ConfigError(
                 f"{prefix}overlong_penalty_factor={self.overlong_penalty_factor} has no effect without "
                 f"{prefix}overlong_buffer_len: set that too, or remove it"
             )
+
+    def _check_weights(self, prefix: str) -> None:
+        for name, weight in self.weights.items():
+            if not -1e9 <= weight <= 1e9 or weight == 0:
+                raise ConfigError(f"{prefix}weights.{name}={weight} must be a finite number other than 0")
+        if self.weights and ROW not in self.weights and self.name != RewardConfig.name:
+            raise ConfigError(
+                f"{prefix}name={self.name!r} has no effect with {prefix}weights of {', '.join(self.weights)}: give "
+                f"{prefix}weights.{ROW} its weight, which stands for {prefix}name and for a row's own reward, or remove it"
+            )
+
+    def _check_remote(self, prefix: str) -> None:
+        if self.remote_url is not None:
+            parts = urlsplit(self.remote_url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(
+                    f"{prefix}remote_url={self.remote_url!r} is no address: write it as http://host:port/path"
+                )
+            return
+        asks = [name for name in (self.name, *self.weights) if split_prefix(name)[1] == REMOTE]
+        if asks:
+            raise ConfigError(f"reward {asks[0]!r} asks a reward server: set {prefix}remote_url=http://host:port/path")
 
 
 @dataclass(kw_only=True)

@@ -11,6 +11,7 @@ from slime_like.config.gdn_rules import check_gdn
 from slime_like.config.known import ALGORITHMS
 from slime_like.config.pipeline import check_pipeline
 from slime_like.config.policy import AlgoConfig, PolicyConfig
+from slime_like.config.reward_names import ROW, check_reward_name, split_prefix
 from slime_like.config.role_algo import DistillConfig
 from slime_like.config.role_rules import check_roles
 from slime_like.config.root import TrainConfig
@@ -131,7 +132,11 @@ def _names(cfg: TrainConfig) -> None:
         check("model.attention", cfg.model.attention, names.ATTENTIONS)
     if cfg.model.gdn.backend != "auto":
         check("model.gdn.backend", cfg.model.gdn.backend, names.GDN_BACKENDS)
-    _open_name("reward.name", cfg.reward.name, names.REWARDS)
+    check_reward_name("reward.name", cfg.reward.name, dotted=True)
+    _open_name("reward.name", split_prefix(cfg.reward.name)[1], names.REWARDS)
+    for name in (name for name in cfg.reward.weights if name != ROW):
+        check_reward_name("reward.weights", name, dotted=True)
+        _open_name("reward.weights", split_prefix(name)[1], names.REWARDS)
     _open_name("rollout.generate", cfg.rollout.generate, names.GENERATE)
     _open_name("data.source", cfg.data.source, names.DATA_SOURCES)
     for name in cfg.rollout.filters:

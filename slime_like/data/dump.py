@@ -101,11 +101,19 @@ def _group_header(group: SampleGroup) -> dict[str, Any]:
                 "spans": [[span.start, span.stop, span.source.value, span.version] for span in sample.spans],
                 "status": sample.status.value,
                 "text": sample.text,
-                "reward": None if sample.reward is None else [sample.reward.score, sample.reward.accuracy],
+                "reward": None if sample.reward is None else _reward_entry(sample.reward),
             }
             for sample in group.samples
         ],
     }
+
+
+def _reward_entry(reward: Reward) -> list[Any]:
+    return [reward.score, reward.accuracy, [list(part) for part in reward.parts]]
+
+
+def _reward(score: float, accuracy: float | None, parts: Sequence[tuple[str, float]] = ()) -> Reward:
+    return Reward(score, accuracy, tuple((name, value) for name, value in parts))
 
 
 def _prompt(entry: dict[str, Any], token_ids: Any) -> Prompt:
@@ -136,5 +144,5 @@ def _sample(item: dict[str, Any], group_id: int, columns_L: tuple[Any, Any], ext
         spans=tuple(Span(start, stop, Source(source), version) for start, stop, source, version in item["spans"]),
         status=Status(item["status"]),
         text=item["text"],
-        reward=None if item["reward"] is None else Reward(*item["reward"]),
+        reward=None if item["reward"] is None else _reward(*item["reward"]),
     )

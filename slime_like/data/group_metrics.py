@@ -32,6 +32,7 @@ def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[M
         metrics.append(Mean("rollout/raw_reward", float(np.mean([reward.score for reward in scored]))))
         spread = [np.std([s.reward.score for s in group.samples if s.reward is not None]) for group in groups]
         metrics.append(Mean("rollout/zero_std_ratio", float(np.mean(np.array(spread) == 0.0))))
+    metrics += [Mean(f"rollout/reward/{name}", score) for reward in scored for name, score in reward.parts]
     if accuracies:
         metrics.append(Mean("rollout/accuracy", float(np.mean(accuracies))))
     staleness = [trainer_version - group.oldest_version for group in groups if group.oldest_version >= 0]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from slime_like.config.rollout import DataConfig
 from slime_like.data.chat import Tokenizer, tokenize
 from slime_like.data.files import DataFile
-from slime_like.data.rows import BadRow, Row, RowReader, length_problem
+from slime_like.data.rows import BadRow, Row, RowReader, any_row, length_problem
 from slime_like.errors import DataError
 from slime_like.metrics.types import Last, Metric
 from slime_like.types import Prompt
@@ -29,6 +29,10 @@ class SourceContext:
     tokenizer: Tokenizer
     max_context_len: int  # prompt and response together
     needs_label: Callable[[str | None], bool]  # of a row's rm_type; raises ConfigError on an unknown one
+    row_problem: Callable[[str | None, str | None, Mapping[str, Any]], str] = (
+        any_row  # (rm_type, label, metadata) -> why not
+    )
+    rm_type: str | None = None  # reward of every row, in place of their own
     seed: int = 0
     shuffle: bool = True
     dataset: str = "train"
@@ -123,7 +127,7 @@ class FileSource:
         return np.random.default_rng([self._seed, epoch]).permutation(len(self.prompts))
 
     def _load(self, config: DataConfig, context: SourceContext) -> tuple[Prompt, ...]:
-        reader = RowReader(config, context.tokenizer, context.needs_label)
+        reader = RowReader(config, context.tokenizer, context.needs_label, context.row_problem, context.rm_type)
         rows: list[Row] = []
         for raw in self._file.rows():
             try:

@@ -51,6 +51,8 @@ class RowReader:
     config: DataConfig
     tokenizer: Tokenizer
     needs_label: Callable[[str | None], bool]
+    row_problem: Callable[[str | None, str | None, Mapping[str, Any]], str]
+    rm_type: str | None = None
 
     def read(self, raw: RawRow) -> Row:
         """The row, its prompt rendered as text."""
@@ -61,9 +63,7 @@ class RowReader:
             known = ", ".join(map(repr, fields)) or "no column"
             raise BadRow(f"has no {cfg.input_key!r} but {known}; set data.input_key to the column of the prompt")
         metadata = _metadata(cfg.metadata_key, fields.get(cfg.metadata_key))
-        rm_type = fields.get("rm_type") or metadata.get("rm_type")
-        if rm_type is not None and not isinstance(rm_type, str):
-            raise BadRow(f"'rm_type' is {rm_type!r}; it must be the name of a reward")
+        rm_type = self.rm_type or _rm_type(fields.get("rm_type") or metadata.get("rm_type"))
         label = _label(cfg.label_key, fields.get(cfg.label_key))
         compares = self._compares(rm_type)  # asked in any case: an unknown rm_type is a bad row
         if compares and label is None:
@@ -71,6 +71,8 @@ class RowReader:
                 f"label missing: no {cfg.label_key!r}, and its reward compares with one; "
                 f"add it, or set data.label_key to its column"
             )
+        if problem := self.row_problem(rm_type, label, metadata):
+            raise BadRow(problem)
         return Row(raw.index, raw.location, self._text(fields[cfg.input_key]), label, rm_type, metadata)
 
     def _compares(self, rm_type: str | None) -> bool:
@@ -109,6 +111,18 @@ def length_problem(key: str, token_ids: I32, max_context_len: int) -> str:
             f"max_position_embeddings); shorten the prompt or give it more"
         )
     return ""
+
+
+def any_row(rm_type: str | None, label: str | None, metadata: Mapping[str, Any]) -> str:
+    """What a reward without demands says of a row: nothing."""
+    del rm_type, label, metadata
+    return ""
+
+
+def _rm_type(value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise BadRow(f"'rm_type' is {value!r}; it must be the name of a reward")
+    return (value or "").strip() or None
 
 
 def _label(key: str, value: object) -> str | None:

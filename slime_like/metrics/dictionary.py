@@ -77,8 +77,14 @@ ENTRIES = (
         "",
         "near 0; if it grows, raise max_response_len",
     ),
+    Entry("rollout/reward/<part>", "mean score of one part of a composed reward (reward.weights), before its weight"),
     Entry("reward/calls", "calls of reward functions", ""),
     Entry("reward/timeouts", "calls that took longer than reward.timeout_s", "", "0"),
+    Entry("reward/remote_failures", "samples that the reward server did not score in spite of retries", "", "0"),
+    Entry("reward/remote_retries", "requests to the reward server that were repeated", "", "near 0"),
+    Entry(
+        "reward/fallbacks", "samples that count as reward.fallback, or are left out where it is null", "samples", "0"
+    ),
     Entry("data/bad_rows", "rows left out under data.on_bad_row=skip", "rows", "0"),
     Entry("train/loss", "the loss that was minimised, mean over the optimizer steps", ""),
     Entry("train/pg_loss", "policy-gradient part of the loss", ""),

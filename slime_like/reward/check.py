@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, cast
 
 from slime_like import registry
 from slime_like.config.names import REWARDS
+from slime_like.config.reward_names import REMOTE, ROW, check_reward_name, split_prefix
 from slime_like.config.rollout import RewardConfig
 from slime_like.errors import ConfigError
-from slime_like.interfaces import RewardFn
+from slime_like.interfaces import GroupRewardFn, RewardFn
+from slime_like.reward.compose import components
+from slime_like.reward.kinds import RowCheck, compares, row_check, takes_groups
 
-COMPARING = frozenset({"math", "exact"})  # rewards that cannot score a row without a label
+AnyReward = RewardFn | GroupRewardFn
+RowRule = Callable[[str | None, str | None, Mapping[str, Any]], str]
+"""(rm_type, label, metadata) -> why the row's reward cannot score it; empty when it can."""
 
 
-def check_reward(config: RewardConfig) -> RewardFn:
-    """The run's default reward. Raises ``ConfigError`` when it does not exist or is no ``RewardFn``."""
-    return load_reward("reward.name", config.name)
+def check_reward(config: RewardConfig) -> None:
+    """Raises ``ConfigError`` when a reward that the config names does not exist or is no reward."""
+    load_reward("reward.name", config.name)
+    for name in config.weights:
+        if name != ROW:
+            load_reward("reward.weights", name)
 
 
-def load_reward(key: str, name: str) -> RewardFn:
-    """A reward by its name in table REWARDS or its dotted path."""
-    registry.check(key, name, REWARDS, dotted=True)
-    function = registry.resolve(key, name, REWARDS)
+def load_reward(key: str, name: str) -> AnyReward:
+    """A reward by its name, the prefix ``boxed_`` aside, or by its dotted path.
+
+    Raises ``ConfigError`` where it does not exist or cannot be called as a reward.
+    """
+    check_reward_name(key, name, dotted=True)
+    base = split_prefix(name)[1]
+    function = registry.resolve(key, base, REWARDS)
+    if base == REMOTE:
+        return function
+    takes = "samples" if takes_groups(function) else "sample"
     if not callable(function):
         raise ConfigError(
             f"{key}={name!r} is a {type(function).__name__}; it must be a function (prompt, sample) -> float or Reward"
@@ -35,23 +51,46 @@ def load_reward(key: str, name: str) -> RewardFn:
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
-        raise ConfigError(f"{key}={name!r} cannot be called as reward(prompt, sample): {error}") from error
+        raise ConfigError(f"{key}={name!r} cannot be called as reward(prompt, {takes}): {error}") from error
     except ValueError:  # a builtin without a signature
         pass
-    return cast(RewardFn, function)
+    return cast(AnyReward, function)
 
 
 def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
-    """Whether a row needs a label, by its rm_type (None: the run's reward). What ``SourceContext.needs_label`` asks.
+    """Whether a row needs a label, by its rm_type (None: it has none). What ``SourceContext.needs_label`` asks.
 
-    The function raises ``ConfigError`` on an unknown rm_type. A dotted path in a row is refused unless it is the run's
-    own reward: a data file must not choose which code runs.
+    The function raises ``ConfigError`` on an unknown rm_type. A dotted path in a row is refused: a data file must not
+    choose which code runs.
     """
 
+    @cache
     def needs_label(rm_type: str | None) -> bool:
-        name = config.name if rm_type is None else rm_type
-        if name != config.name:
-            registry.check("rm_type", name, REWARDS)
-        return name in COMPARING
+        return any(compares(function) for function in _functions(config, rm_type))
 
     return needs_label
+
+
+def row_rule(config: RewardConfig) -> RowRule:
+    """What a row's rewards demand of it beyond a label. What ``SourceContext.row_problem`` asks."""
+
+    @cache
+    def checks(rm_type: str | None) -> list[RowCheck]:
+        return [check for function in _functions(config, rm_type) if (check := row_check(function)) is not None]
+
+    def problem(rm_type: str | None, label: str | None, metadata: Mapping[str, Any]) -> str:
+        return next(filter(None, (check(label, metadata) for check in checks(rm_type))), "")
+
+    return problem
+
+
+def _functions(config: RewardConfig, rm_type: str | None) -> list[AnyReward]:
+    found: list[AnyReward] = []
+    for name in components(config, rm_type):
+        own = name == config.name or name in config.weights
+        if not own:
+            check_reward_name("rm_type", name)
+        if split_prefix(name)[1] == REMOTE and config.remote_url is None:
+            raise ConfigError(f"rm_type={name!r} asks a reward server: set reward.remote_url to its address")
+        found.append(load_reward("reward" if own else "rm_type", name))
+    return found

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from slime_like.reward.kinds import needs_label
+from slime_like.reward.labels import label_of
 from slime_like.types import Prompt, Reward, Sample
 
 
+@needs_label
 def exact(prompt: Prompt, sample: Sample) -> Reward:
     """Score and accuracy 1 where the texts are equal, else 0. Raises ``ValueError`` without a label."""
-    if prompt.label is None:
-        raise ValueError(f"prompt {prompt.prompt_id} of {prompt.dataset} has no label")
-    correct = sample.text.strip() == prompt.label.strip()
+    correct = sample.text.strip() == label_of(prompt).strip()
     return Reward(score=float(correct), accuracy=float(correct))

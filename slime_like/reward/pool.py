@@ -1,36 +1,50 @@
-"""Rewards in a pool of processes, each call under a deadline: a reward that hangs costs one sample, never the run."""
+"""Rewards in a pool of processes, each call under a deadline: a reward that hangs costs its samples, never the run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
+from slime_like.config.reward_names import REMOTE, split_prefix
 from slime_like.config.rollout import RewardConfig
 from slime_like.deadline import Deadline
 from slime_like.errors import DeadlineExceeded, RewardError
 from slime_like.metrics.types import Metric, Sum
+from slime_like.reward.boxed import only_boxed
+from slime_like.reward.compose import components, composed
 from slime_like.reward.process import WorkerDied, WorkerProcess
+from slime_like.reward.remote import RemoteReward, ServerFailed
 from slime_like.reward.worker import LOAD_S, Call, Load
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Status
 
 UNSCORED = (Status.FAILED, Status.ABORTED)
+COUNTS = ("calls", "timeouts", "remote_failures", "remote_retries", "fallbacks")
 
 
 class RewardPool:
-    """``reward.workers`` processes. Belongs to the event loop that first scores with it.
+    """``reward.workers`` processes, and a client of the reward server. Belongs to the event loop that first scores with it.
 
-    A call that takes longer than ``reward.timeout_s`` is killed with its process, which is replaced; the sample gets
-    reward 0 and status FAILED, so that it enters no baseline, and ``reward/timeouts`` counts it. A reward that raises,
-    ends its process or returns something that is not a finite number raises ``RewardError``: the run ends.
+    A call that takes longer than ``reward.timeout_s`` is killed with its process, which is replaced. Its samples, and
+    those that a reward server did not score in spite of retries, get ``reward.fallback``; where that is null they fail,
+    so that they enter no baseline. Metrics ``reward/timeouts``, ``reward/remote_failures`` and ``reward/fallbacks``
+    count them. A reward that raises, ends its process or returns something that is not a finite number raises
+    ``RewardError``: the run ends.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._idle: list[WorkerProcess] = []
         self._places = asyncio.Semaphore(config.workers)
-        self._calls = 0
-        self._timeouts = 0
+        self._remote = RemoteReward(config)
+        self._takes_groups: dict[str, bool] = {}
+        self._counts: Counter[str] = Counter()
+        self._warnings: list[str] = []
+        self._loading = asyncio.Lock()
+        self._silent = False  # the reward server, and that has been said
         self._closed = False
 
     async def score(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
@@ -38,23 +52,19 @@ class RewardPool:
 
         Samples that a generate function scored keep their reward; failed and aborted ones get 0 without a call.
         """
-        tasks = [[asyncio.ensure_future(self._sample(group.prompt, s)) for s in group.samples] for group in groups]
-        everything = [task for group in tasks for task in group]
-        try:
-            await asyncio.gather(*everything)
-        finally:
-            for task in everything:
-                task.cancel()
-            await asyncio.gather(*everything, return_exceptions=True)
-        return [
-            replace(group, samples=tuple(task.result() for task in found))
-            for group, found in zip(groups, tasks, strict=True)
-        ]
+        return await _together([self._group(group) for group in groups])
 
     def metrics(self) -> tuple[Metric, ...]:
         """What happened since the last call of ``metrics``."""
-        found = (Sum("reward/calls", float(self._calls)), Sum("reward/timeouts", float(self._timeouts)))
-        self._calls = self._timeouts = 0
+        self._counts["remote_retries"] = self._remote.num_retries
+        found = tuple(Sum(f"reward/{name}", float(self._counts[name])) for name in COUNTS)
+        self._counts.clear()
+        self._remote.num_retries = 0
+        return found
+
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should be told since the last call of ``warnings``."""
+        found, self._warnings = tuple(self._warnings), []
         return found
 
     def close(self) -> None:
@@ -63,53 +73,132 @@ class RewardPool:
         while self._idle:
             self._idle.pop().close()
 
-    async def _sample(self, prompt: Prompt, sample: Sample) -> Sample:
-        if sample.reward is not None:
-            return sample
-        if sample.status in UNSCORED:
-            return replace(sample, reward=Reward(0.0))
-        name = prompt.rm_type or self._config.name
-        async with self._places:
-            try:
-                return replace(sample, reward=await self._call(name, prompt, sample))
-            except DeadlineExceeded:
-                self._timeouts += 1
-                return replace(sample, reward=Reward(0.0), status=Status.FAILED)
+    async def stop(self) -> None:
+        """``close``, and the connections to a reward server."""
+        self.close()
+        await self._remote.close()
 
-    async def _call(self, name: str, prompt: Prompt, sample: Sample) -> Reward:
+    async def _group(self, group: SampleGroup) -> SampleGroup:
+        asked = [s for s in group.samples if s.reward is None and s.status not in UNSCORED]
+        weights = components(self._config, group.prompt.rm_type)
+        parts = await _together([self._part(name, group.prompt, asked) for name in weights]) if asked else []
+        scored = {
+            id(sample): self._settled(sample, None if None in found else composed(weights, found))
+            for sample, found in zip(asked, zip(*parts, strict=True), strict=True)
+        }
+        return replace(group, samples=tuple(scored.get(id(s)) or _unasked(s) for s in group.samples))
+
+    def _settled(self, sample: Sample, reward: Reward | None) -> Sample:
+        """The sample with its reward or, where there is none, as ``reward.fallback`` says."""
+        if reward is not None:
+            return replace(sample, reward=reward)
+        self._counts["fallbacks"] += 1
+        if self._config.fallback is None:
+            return replace(sample, reward=Reward(0.0), status=Status.FAILED)
+        return replace(sample, reward=Reward(self._config.fallback))
+
+    async def _part(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward | None]:
+        """One reward of each sample; None where it was late or its server did not answer."""
+        if split_prefix(name)[1] == REMOTE:
+            return await _together([self._ask_server(name, prompt, sample) for sample in samples])
+        if await self._is_for_groups(name):
+            return list(await self._call(name, prompt, tuple(samples)))
+        found = await _together([self._call(name, prompt, (sample,)) for sample in samples])
+        return [rewards[0] for rewards in found]
+
+    async def _is_for_groups(self, name: str) -> bool:
+        async with self._loading:
+            if name not in self._takes_groups:
+                async with self._places, self._worker() as worker:
+                    self._takes_groups[name] = await _load(worker, name)
+        return self._takes_groups[name]
+
+    async def _call(self, name: str, prompt: Prompt, samples: tuple[Sample, ...]) -> Sequence[Reward | None]:
+        self._counts["calls"] += 1
+        try:
+            async with self._places, self._worker() as worker:
+                await _load(worker, name)
+                request = Call(name, prompt, samples)
+                answer = await worker.ask(request, Deadline("reward pool", "score", self._config.timeout_s))
+        except DeadlineExceeded:
+            self._counts["timeouts"] += 1
+            return [None] * len(samples)
+        except WorkerDied as error:
+            raise _fault(name, str(error), prompt, samples) from error
+        if answer.fault:
+            raise _fault(name, answer.fault, prompt, samples)
+        return answer.rewards
+
+    @asynccontextmanager
+    async def _worker(self) -> AsyncGenerator[WorkerProcess]:
         assert not self._closed, "the reward pool is closed"
-        self._calls += 1
         worker = self._idle.pop() if self._idle else WorkerProcess(self._config.timeout_s)
         try:
-            await self._load(worker, name)
-            answer = await worker.ask(
-                Call(name, prompt, sample), Deadline("reward pool", "score", self._config.timeout_s)
-            )
-        except WorkerDied as error:
-            raise _fault(name, str(error), prompt, sample) from error
+            yield worker
         except BaseException:  # a late or cancelled call leaves its process in the middle of something
             worker.kill()
             raise
         self._idle.append(worker)
-        if answer.reward is None:
-            raise _fault(name, answer.fault, prompt, sample)
-        return answer.reward
 
-    async def _load(self, worker: WorkerProcess, name: str) -> None:
-        """Import the reward before its first call, outside the call's deadline."""
-        if name in worker.loaded:
-            return
+    async def _ask_server(self, name: str, prompt: Prompt, sample: Sample) -> Reward | None:
+        self._counts["calls"] += 1
         try:
-            answer = await worker.ask(Load(name), Deadline("reward pool", "load", LOAD_S))
-        except DeadlineExceeded as error:
-            raise RewardError(f"reward {name!r} could not be imported in a worker: {error}") from error
-        if answer.fault:
-            raise RewardError(f"reward {name!r} could not be imported in a worker: {answer.fault}")
-        worker.loaded.add(name)
+            reward = await self._remote(prompt, only_boxed(sample) if split_prefix(name)[0] else sample)
+        except (TimeoutError, ServerFailed) as error:
+            self._counts["remote_failures"] += 1
+            self._tell_failure(error)
+            return None
+        if self._silent:
+            self._warnings.append(f"the reward server {self._config.remote_url} answers again")
+            self._silent = False
+        return reward
+
+    def _tell_failure(self, error: Exception) -> None:
+        """One message per outage, not one per sample."""
+        if self._silent:
+            return
+        self._silent = True
+        value = self._config.fallback
+        counts = "are left out of training" if value is None else f"count as {value:g}"
+        self._warnings.append(
+            f"the reward server {self._config.remote_url} does not score ({error}), with reward.remote_retries="
+            f"{self._config.remote_retries} within reward.timeout_s={self._config.timeout_s:g}: its samples {counts} "
+            "(reward.fallback) until it does; reward/remote_failures counts them"
+        )
 
 
-def _fault(name: str, what: str, prompt: Prompt, sample: Sample) -> RewardError:
+async def _load(worker: WorkerProcess, name: str) -> bool:
+    """Import the reward before its first call, outside the call's deadline; whether it takes groups."""
+    if name in worker.loaded:
+        return worker.loaded[name]
+    try:
+        answer = await worker.ask(Load(name), Deadline("reward pool", "load", LOAD_S))
+    except (DeadlineExceeded, WorkerDied) as error:
+        raise RewardError(f"reward {name!r} could not be imported in a worker: {error}") from error
+    if answer.fault:
+        raise RewardError(f"reward {name!r} could not be imported in a worker: {answer.fault}")
+    worker.loaded[name] = answer.groups
+    return answer.groups
+
+
+async def _together[T](calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; the first failure cancels the rest and waits for their end."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _unasked(sample: Sample) -> Sample:
+    return sample if sample.reward is not None else replace(sample, reward=Reward(0.0))
+
+
+def _fault(name: str, what: str, prompt: Prompt, samples: Sequence[Sample]) -> RewardError:
+    of = f"sample {samples[0].sample_id}" if len(samples) == 1 else f"the {len(samples)} samples"
     return RewardError(
-        f"reward {name!r} {what}, for sample {sample.sample_id} of prompt {prompt.prompt_id} ({prompt.dataset}); "
+        f"reward {name!r} {what}, for {of} of prompt {prompt.prompt_id} ({prompt.dataset}); "
         f"a reward must return a finite number for every sample: return 0.0 for an answer that cannot be scored"
     )

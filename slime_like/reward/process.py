@@ -30,7 +30,7 @@ class WorkerProcess:
     """
 
     def __init__(self, call_seconds: float) -> None:
-        self.loaded: set[str] = set()
+        self.loaded: dict[str, bool] = {}  # reward -> whether it takes groups
         ours, theirs = Pipe()
         self._pipe = cast(Connection, ours)
         fd = theirs.fileno()

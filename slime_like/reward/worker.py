@@ -10,12 +10,17 @@ import math
 import numbers
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection
+from typing import Any, cast
 
+from slime_like.config.reward_names import split_prefix
 from slime_like.deadline import scale
+from slime_like.reward.boxed import only_boxed
 from slime_like.reward.check import load_reward
+from slime_like.reward.kinds import takes_groups
 from slime_like.types import Prompt, Reward, Sample
 
 LOAD_S = 120.0  # longest time the imports of a reward may take, once per process
@@ -33,18 +38,19 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Score one sample."""
+    """Score one sample or, where the reward takes groups, all samples of a prompt."""
 
     name: str
     prompt: Prompt
-    sample: Sample
+    samples: tuple[Sample, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``reward`` of a ``Call``, None for a ``Load``; ``fault`` says what went wrong instead."""
+    """``rewards`` of a ``Call``, one per sample; of a ``Load``, whether it takes groups. ``fault``: what went wrong instead."""
 
-    reward: Reward | None = None
+    rewards: tuple[Reward, ...] = ()
+    groups: bool = False
     fault: str = ""
 
 
@@ -54,6 +60,16 @@ def to_reward(value: object) -> Reward:
     score = _number(reward.score)
     accuracy = None if reward.accuracy is None else _number(reward.accuracy)
     return Reward(score, accuracy)
+
+
+def to_rewards(value: object, wanted: int) -> tuple[Reward, ...]:
+    """What a reward of groups returned. Raises ``ValueError`` unless it is one finite number per sample."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"returned {value!r:.80} ({type(value).__name__}), not a list of {wanted} rewards")
+    found = cast("Sequence[object]", value)
+    if len(found) != wanted:
+        raise ValueError(f"returned {len(found)} rewards for {wanted} samples")
+    return tuple(map(to_reward, found))
 
 
 def _number(value: object) -> float:
@@ -69,15 +85,17 @@ def answer(request: Load | Call) -> Answer:
     """Do what is asked; whatever the reward raises becomes a fault with the line that raised it."""
     # A fault boundary: code of the user runs inside, and the run ends with what it raised.
     try:
-        function = _load("reward.name", request.name)
+        function: Any = _load("reward", request.name)
+        groups = takes_groups(function)
         if isinstance(request, Load):
-            return Answer()
-        value = function(request.prompt, request.sample)
+            return Answer(groups=groups)
+        samples = tuple(map(only_boxed, request.samples)) if split_prefix(request.name)[0] else request.samples
+        value = function(request.prompt, samples if groups else samples[0])
     except Exception as error:  # noqa: BLE001
         place = traceback.extract_tb(error.__traceback__)[-1]
         return Answer(fault=f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
     try:
-        return Answer(reward=to_reward(value))
+        return Answer(rewards=to_rewards(value, len(samples)) if groups else (to_reward(value),))
     except ValueError as error:
         return Answer(fault=str(error))
 

@@ -63,6 +63,7 @@ class Collected:
     started: float  # unix seconds: when generation of this rollout began and ended
     stopped: float
     metrics: tuple[Metric, ...]
+    warnings: tuple[str, ...] = ()  # what a user should be told
 
 
 class RolloutManager:
@@ -113,7 +114,7 @@ class RolloutManager:
             Sum("rollout/generated_groups", produced.num_generated),
             Sum("rollout/refills", produced.num_refills),
         ]
-        return Collected(groups, produced.started, produced.stopped, tuple(metrics))
+        return Collected(groups, produced.started, produced.stopped, tuple(metrics), self._rewards.warnings())
 
     def _young(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
         """Carried groups that one more rollout of waiting has not made older than ``max_staleness`` + 1 versions."""
@@ -297,7 +298,7 @@ class RolloutManager:
         await self._producer.stop()
         for engine in self._router.engines:
             await engine.close()
-        self._rewards.close()
+        await self._rewards.stop()
 
 
 def made_path(leftover: Path, rollout_id: int) -> Path:

@@ -144,7 +144,7 @@ def test_nothing_but_bad_rows_is_an_empty_dataset(tmp_path: Path) -> None:
 
 
 def test_a_reward_of_the_user_may_do_without_a_label(tmp_path: Path) -> None:
-    rule = label_rule(RewardConfig(name="my.rewards:length"))
+    rule = label_rule(RewardConfig(name="tests.reward.rewards_of_users:length"))
     assert len(source(write(tmp_path / "a.jsonl", [{"prompt": "1"}]), needs_label=rule)) == 1
 
 

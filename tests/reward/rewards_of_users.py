@@ -6,13 +6,33 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from slime_like.reward.kinds import scores_groups
 from slime_like.types import Prompt, Reward, Sample
 
 NOT_A_FUNCTION = 3
+
+
+@scores_groups
+def ranks(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    """The longer among its group the better, 0 to 1."""
+    order = sorted(samples, key=lambda sample: len(sample.text))
+    return [order.index(sample) / max(len(samples) - 1, 1) for sample in samples]
+
+
+@scores_groups
+def too_few(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    return [1.0]
+
+
+@scores_groups
+def hangs_for_all(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    while True:
+        pass
 
 
 def length(prompt: Prompt, sample: Sample) -> float:

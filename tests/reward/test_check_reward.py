@@ -7,20 +7,28 @@ import pytest
 from slime_like.config.names import REWARDS
 from slime_like.config.rollout import RewardConfig
 from slime_like.errors import ConfigError
-from slime_like.reward.check import COMPARING, check_reward, label_rule
+from slime_like.reward.check import check_reward, label_rule, load_reward
 
 USERS = "tests.reward.rewards_of_users"
 
 
-@pytest.mark.parametrize("name", [*REWARDS, f"{USERS}:length"])
+@pytest.mark.parametrize("name", [*REWARDS, f"{USERS}:length", f"{USERS}:ranks"])
 def test_what_exists_loads(name: str) -> None:
-    assert callable(check_reward(RewardConfig(name=name)))
+    assert callable(load_reward("reward.name", name))
+    check_reward(RewardConfig(name=name))
+    check_reward(RewardConfig(weights={"rm_type": 1.0, name: 0.5}))
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_every_name_takes_the_prefix(name: str) -> None:
+    assert load_reward("reward.name", f"boxed_{name}") is load_reward("reward.name", name)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("maths", r"reward.name='maths' is unknown: did you mean 'math'\?, or a dotted path"),
+        ("boxed_maths", r"reward.name='boxed_maths' is unknown: did you mean 'boxed_math'\?"),
         ("no.such.module:f", r"reward.name='no.such.module:f': cannot import 'no.such.module'"),
         (f"{USERS}:lenght", r"has no 'lenght'; did you mean 'length'\?"),
         (f"{USERS}:NOT_A_FUNCTION", r"is a int; it must be a function \(prompt, sample\)"),
@@ -33,13 +41,24 @@ def test_what_cannot_work_says_why_before_a_process_starts(name: str, message: s
         check_reward(RewardConfig(name=name))
 
 
-def test_rows_need_a_label_where_their_reward_compares() -> None:
+def test_rows_need_a_label_where_a_reward_compares() -> None:
+    rule = label_rule(RewardConfig(name="gpqa", remote_url="http://127.0.0.1:1"))
+    found = {name: rule(name) for name in REWARDS} | {"boxed_math": rule("boxed_math")}
+    assert {name for name, needed in found.items() if not needed} == {"gpqa", "remote_rm"}
+    assert not rule(None)
+    assert label_rule(RewardConfig(name=f"{USERS}:length", weights={"rm_type": 1.0, "math": 0.5}))(None)
+
+
+def test_a_function_of_the_user_scores_every_row() -> None:
     rule = label_rule(RewardConfig(name=f"{USERS}:length"))
-    assert not rule(None) and not rule(f"{USERS}:length")
-    assert rule("math") and rule("exact")
-    assert set(REWARDS) >= COMPARING
+    assert not rule("math") and not rule("some_rm_type_of_slime")
 
 
 def test_a_data_file_does_not_choose_code() -> None:
     with pytest.raises(ConfigError, match="rm_type='os:system' is unknown"):
         label_rule(RewardConfig(name="math"))("os:system")
+
+
+def test_a_row_may_not_ask_a_server_that_has_no_address() -> None:
+    with pytest.raises(ConfigError, match=r"rm_type='remote_rm' asks a reward server: set reward.remote_url"):
+        label_rule(RewardConfig(name="math"))("remote_rm")

@@ -1,4 +1,4 @@
-"""Rewards ``math`` and ``exact``."""
+"""Rewards that compare values: ``math`` wants a box, ``answer`` does not, ``exact`` compares text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from slime_like.interfaces import RewardFn
+from slime_like.reward.answer import answer, final_answer
 from slime_like.reward.exact import exact
-from slime_like.reward.math import final_answer, math
+from slime_like.reward.latex import equal, tame
+from slime_like.reward.math import math
 from slime_like.types import Reward
 from tests.reward.scored import group
 
@@ -30,6 +32,12 @@ RIGHT = [
     ("3", r"we find \(x=3\)"),
     ("2", r"\[ 1+1 \]"),
     ("(1,2)", r"\boxed{(1, 2)}"),
+    ("72", r"\boxed{72^\circ}"),
+    ("72", r"\boxed{72°}"),
+    ("5", r"\boxed{5\text{ cm}}"),
+    ("yes", r"\boxed{\text{Yes}.}"),
+    ("1234", r"\fbox{1{,}234}"),
+    (r"\{1,2\}", r"\boxed{\{1, 2\}}"),
     ("7", r"\boxed{8}, no: \boxed{7}"),
     ("12", "$x=3$, in all 12"),
     (r"\frac{1}{2}", r"\boxed{\dfrac{2}{4}}"),
@@ -45,19 +53,57 @@ WRONG = [
     ("7", r"\boxed{8} then \boxed{7"),
     ("4", r"\boxed{}"),
     ("4", "v1.2.4b"),
+    ("12", r"\boxed{1 2}"),
+    (r"\frac{1}{23}", r"\boxed{\frac{12}{3}}"),
+    ("$", r"\boxed{}"),
 ]
 
 
 @pytest.mark.parametrize(("label", "text"), RIGHT)
 def test_equal_values_score(label: str, text: str) -> None:
     given = group(text, label=label)
-    assert math(given.prompt, given.samples[0]) == Reward(1.0, 1.0)
+    assert answer(given.prompt, given.samples[0]) == Reward(1.0, 1.0)
+    boxed = "boxed{" in text or "fbox{" in text
+    assert math(given.prompt, given.samples[0]) == Reward(float(boxed), float(boxed))
 
 
 @pytest.mark.parametrize(("label", "text"), WRONG)
 def test_other_values_do_not(label: str, text: str) -> None:
     given = group(text, label=label)
-    assert math(given.prompt, given.samples[0]) == Reward(0.0, 0.0)
+    assert answer(given.prompt, given.samples[0]) == math(given.prompt, given.samples[0]) == Reward(0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "latex",
+    [
+        "9^{9^{9}}",
+        "9^9^9",
+        "10^{10^{10^{10}}}",
+        "(x+1)^{100000}",
+        "100000!",
+        "30!!!",
+        r"\binom{1000000}{500000}",
+        "{" * 3000 + "1" + "}" * 3000,
+        r"\frac{" * 500 + "1" + "}{2}" * 500,
+        "(1," * 300,
+        "1" * 5000,
+        r"\sum_{n=1}^{9} \prod_{k=1}^{n} \int_0^k x^x dx",
+    ],
+)
+def test_what_would_take_sympy_minutes_or_gigabytes_is_compared_as_text(latex: str) -> None:
+    assert not tame(latex)
+    assert not equal("3", latex)
+    assert equal(latex, f" {latex}")
+
+
+@pytest.mark.parametrize("latex", ["2^{10}", "5!", r"\binom{10}{3}", r"x^{2n+1}", r"\int_0^1 x\,dx", r"10^{-6}"])
+def test_what_answers_are_made_of_is_not(latex: str) -> None:
+    assert tame(latex)
+
+
+def test_values_are_compared_where_texts_differ() -> None:
+    assert equal("1024", "2^{10}")
+    assert not equal("1025", "2^{10}")
 
 
 def test_text_of_a_model_is_never_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +117,7 @@ def test_text_of_a_model_is_never_evaluated(tmp_path: Path, monkeypatch: pytest.
     attack = f"__import__('pathlib').Path('{target}').touch()"
     for text in ("3+1", "(2+2)*1", "2**2", attack, f"${attack}$", rf"\boxed{{{attack}}}", f"answer: 1+{attack}"):
         given = group(text, label="1/3 + 2")
+        assert answer(given.prompt, given.samples[0]).score == 0.0
         assert math(given.prompt, given.samples[0]).score == 0.0
     assert not target.exists()
 
@@ -84,7 +131,7 @@ def test_exact_forgives_only_spaces_at_the_ends() -> None:
     assert [exact(given.prompt, s).score for s in given.samples] == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("reward", [math, exact])
+@pytest.mark.parametrize("reward", [math, answer, exact])
 def test_a_missing_label_names_the_prompt(reward: RewardFn) -> None:
     given = group("4", label=None)
     with pytest.raises(ValueError, match="prompt 7 of train has no label"):

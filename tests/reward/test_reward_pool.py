@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from slime_like.config.rollout import RewardConfig
+from slime_like.data.group_metrics import group_metrics
 from slime_like.errors import RewardError
+from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
-from slime_like.reward.pool import RewardPool
+from slime_like.reward.pool import COUNTS, RewardPool
 from slime_like.types import Reward, SampleGroup, Status
 from tests.reward.scored import group, scores
 
@@ -22,7 +24,7 @@ Score = Callable[[Sequence[SampleGroup]], list[SampleGroup]]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    made = RewardPool(RewardConfig(name="math", workers=2, timeout_s=20))
+    made = RewardPool(RewardConfig(name="answer", workers=2, timeout_s=20))
     yield made
     made.close()
 
@@ -41,7 +43,7 @@ def test_every_sample_is_scored_in_place_by_its_rows_reward(pool: RewardPool, sc
     assert found[0].samples[1].reward == Reward(0.0, 0.0)
     assert groups[0].samples[0].reward is None
     assert [replace(s, reward=None) for s in found[2].samples] == list(groups[2].samples)
-    assert reduce_metrics(pool.metrics()) == {"reward/calls": 6, "reward/timeouts": 0}
+    assert reduce_metrics(pool.metrics()) == counts(calls=6)
 
 
 def test_numpy_numbers_and_rewards_are_numbers(score: Score) -> None:
@@ -83,18 +85,81 @@ def test_a_faulty_reward_ends_the_run_naming_itself(score: Score, name: str, mes
     assert scores(score([group("4", "5", "4")])[0]) == [1, 0, 1]  # the pool is as good as before
 
 
-def test_a_hung_call_is_killed_with_its_children_and_costs_one_sample(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fallback", "status"), [(-0.5, Status.COMPLETED), (None, Status.FAILED)])
+def test_a_hung_call_is_killed_with_its_children_and_counts_as_configured(
+    tmp_path: Path, fallback: float | None, status: Status
+) -> None:
     pids = tmp_path / "pids"
-    pool = RewardPool(RewardConfig(name=f"{USERS}:hangs_on_x", workers=1, timeout_s=2))
+    pool = RewardPool(RewardConfig(name=f"{USERS}:hangs_on_x", workers=1, timeout_s=0.5, fallback=fallback))
     try:
         found = asyncio.run(pool.score([group("a", "x", "b", metadata={"pids": str(pids)})]))[0]
     finally:
         pool.close()
-    assert scores(found) == [1.0, 0.0, 1.0]
-    assert [s.status for s in found.samples] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
-    assert reduce_metrics(pool.metrics()) == {"reward/calls": 3, "reward/timeouts": 1}
+    assert scores(found) == [1.0, fallback or 0.0, 1.0]
+    assert [s.status for s in found.samples] == [Status.COMPLETED, status, Status.COMPLETED]
+    assert reduce_metrics(pool.metrics()) == counts(calls=3, timeouts=1, fallbacks=1)
     worker, child = pids.read_text().split()
     assert not alive(worker) and not alive(child)
+
+
+# ---- all samples of a prompt -----------------------------------------------------------------------------------------
+def test_a_reward_of_groups_sees_all_samples_that_are_to_be_scored(pool: RewardPool, score: Score) -> None:
+    given = group("aaa", "a", "", "aa", rm_type=f"{USERS}:ranks")
+    samples = list(given.samples)
+    samples[2] = replace(samples[2], status=Status.FAILED)
+    pool.metrics()
+    assert scores(score([replace(given, samples=tuple(samples))])[0]) == [1.0, 0.0, 0.0, 0.5]
+    assert reduce_metrics(pool.metrics()) == counts(calls=1)
+
+
+def test_a_reward_of_groups_must_score_each_sample(score: Score) -> None:
+    with pytest.raises(RewardError, match=r"too_few' returned 1 rewards for 2 samples, for the 2 samples of prompt 7"):
+        score([group("a", "b", rm_type=f"{USERS}:too_few")])
+
+
+def test_a_late_reward_of_groups_costs_its_group() -> None:
+    pool = RewardPool(RewardConfig(name=f"{USERS}:hangs_for_all", workers=1, timeout_s=0.5, fallback=0.25))
+    try:
+        found = asyncio.run(pool.score([group("a", "b", "c")]))[0]
+    finally:
+        pool.close()
+    assert scores(found) == [0.25] * 3
+    assert reduce_metrics(pool.metrics()) == counts(calls=1, timeouts=1, fallbacks=3)
+
+
+# ---- composition -----------------------------------------------------------------------------------------------------
+def test_parts_add_up_by_their_weights_and_are_kept() -> None:
+    weights = {"rm_type": 2.0, f"{USERS}:length": 0.5, f"{USERS}:ranks": -1.0}
+    pool = RewardPool(RewardConfig(name="answer", weights=weights))
+    try:
+        found = asyncio.run(pool.score([group("4", "four"), group("abc", rm_type="dapo")]))
+    finally:
+        pool.close()
+    assert scores(found[0]) == [2.0 + 0.5 - 0.0, 0.0 + 2.0 - 1.0]
+    parts = (("answer", 0.0), (f"{USERS}:length", 4.0), (f"{USERS}:ranks", 1.0))
+    assert found[0].samples[1].reward == Reward(1.0, 0.0, parts)
+    assert found[1].samples[0].reward == Reward(
+        -0.5, 0.0, (("dapo", -1.0), (f"{USERS}:length", 3.0), (f"{USERS}:ranks", 0.0))
+    )
+    metrics = reduce_metrics(group_metrics(found[:1], 0))
+    assert (metrics["rollout/reward/answer"], metrics[f"rollout/reward/{USERS}:length"]) == (0.5, 2.5)
+    assert unknown(metrics) == []
+
+
+def test_a_part_that_is_late_costs_the_whole_sample() -> None:
+    pool = RewardPool(
+        RewardConfig(weights={f"{USERS}:length": 1.0, f"{USERS}:hangs_for_all": 1.0}, timeout_s=0.5, fallback=-1.0)
+    )
+    try:
+        found = asyncio.run(pool.score([group("abc")]))[0]
+    finally:
+        pool.close()
+    assert found.samples[0].reward == Reward(-1.0)
+
+
+def counts(**changes: float) -> dict[str, float]:
+    """What the pool reports: zeros but for ``changes``."""
+    return dict.fromkeys((f"reward/{name}" for name in COUNTS), 0.0) | {f"reward/{k}": v for k, v in changes.items()}
 
 
 def alive(pid: str) -> bool:

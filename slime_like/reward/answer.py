@@ -1,0 +1,43 @@
+"""Reward ``answer``: is what a response ends up with, boxed or not, mathematically equal to the label?"""
+
+from __future__ import annotations
+
+import re
+
+from slime_like.reward.boxed import OPENING, last_boxed
+from slime_like.reward.kinds import needs_label
+from slime_like.reward.labels import label_of
+from slime_like.reward.latex import equal, label_latex
+from slime_like.types import Prompt, Reward, Sample
+
+TAIL = 2000  # characters: what a response ends up with stands at its end
+INLINE = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
+NUMBER = re.compile(rf"(?<![\w.])[-+]?{UNSIGNED}(?:\s*/\s*{UNSIGNED})?%?(?!\w)")
+
+
+@needs_label
+def answer(prompt: Prompt, sample: Sample) -> Reward:
+    """Score and accuracy 1 where the final answer equals the label, else 0. Raises ``ValueError`` without a label."""
+    label, found = label_of(prompt), final_answer(sample.text)
+    correct = found is not None and equal(label_latex(label), found)
+    return Reward(score=float(correct), accuracy=float(correct))
+
+
+def final_answer(text: str) -> str | None:
+    """LaTeX of what ``text`` ends up with: the content of its last ``\\boxed{}``, else its last formula or number.
+
+    Example: ``final_answer("so $x=3$, in all 12.") == "12"``; None when there is neither formula nor number, or when
+    the last box does not close.
+    """
+    if OPENING.search(text):
+        return (last_boxed(text) or "").strip() or None
+    text = text[-TAIL:]
+    formulas = list(INLINE.finditer(text))
+    start = formulas[-1].end() if formulas else 0
+    numbers = NUMBER.findall(text, start)
+    if numbers:
+        return numbers[-1]
+    if formulas:
+        return next(part for part in formulas[-1].groups() if part is not None).strip() or None
+    return None

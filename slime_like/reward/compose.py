@@ -1,0 +1,37 @@
+"""What a row's reward is made of, and how its parts add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from slime_like.config.reward_names import ROW
+from slime_like.config.rollout import RewardConfig
+from slime_like.types import Reward
+
+
+def row_reward(config: RewardConfig, rm_type: str | None) -> str:
+    """The reward of a row with this rm_type: its own, unless the run's is a function of the user (a dotted path)."""
+    return config.name if rm_type is None or ":" in config.name else rm_type
+
+
+def components(config: RewardConfig, rm_type: str | None) -> Mapping[str, float]:
+    """Name -> weight of what scores a row.
+
+    Example: ``weights={"rm_type": 1.0, "my:f": 0.1}`` and a row of rm_type ``math`` give ``{"math": 1.0, "my:f": 0.1}``.
+    """
+    if not config.weights:
+        return {row_reward(config, rm_type): 1.0}
+    found: dict[str, float] = {}
+    for key, weight in config.weights.items():
+        name = row_reward(config, rm_type) if key == ROW else key
+        found[name] = found.get(name, 0.0) + weight
+    return found
+
+
+def composed(weights: Mapping[str, float], parts: Sequence[Reward]) -> Reward:
+    """The weighted sum, with the accuracy of the first part that has one. A single part of weight 1 is the reward itself."""
+    if len(parts) == 1 and list(weights.values()) == [1.0]:
+        return parts[0]
+    score = sum(weight * part.score for weight, part in zip(weights.values(), parts, strict=True))
+    accuracy = next((part.accuracy for part in parts if part.accuracy is not None), None)
+    return Reward(score, accuracy, tuple((name, part.score) for name, part in zip(weights, parts, strict=True)))

@@ -1,0 +1,35 @@
+"""Reward ``dapo``: the answer stands behind ``Answer:`` in a response's last lines; right is +1, wrong is -1.
+
+Source of the rule: DAPO, Yu et al. 2025, arXiv:2503.14476, as slime's rm_type ``dapo`` has it: the score is what slime
+reads with ``--reward-key score``, the accuracy what it reads with ``--eval-reward-key acc``.
+"""
+
+from __future__ import annotations
+
+import re
+
+from slime_like.reward.boxed import OPENING, last_boxed
+from slime_like.reward.kinds import needs_label
+from slime_like.reward.labels import label_of
+from slime_like.reward.latex import equal, label_latex
+from slime_like.types import Prompt, Reward, Sample
+
+TAIL = 300  # characters; answers of MATH-500 have at most 159
+ANSWER = re.compile(r"answer[ \t]*:([^\n]*)", re.IGNORECASE)
+SPECIAL = re.compile(r"<\|[^|<>]*\|>")  # of a chat template, where a tokenizer leaves them in
+
+
+@needs_label
+def dapo(prompt: Prompt, sample: Sample) -> Reward:
+    """Score 1 and accuracy 1 where the last ``Answer:`` has the label's value, else -1 and 0."""
+    label = label_of(prompt)
+    found = ANSWER.findall(sample.text[-TAIL:])
+    correct = bool(found) and _is(label, found[-1])
+    return Reward(score=1.0 if correct else -1.0, accuracy=float(correct))
+
+
+def _is(label: str, text: str) -> bool:
+    text = SPECIAL.sub("", text).strip().strip("*").strip()
+    if OPENING.search(text):
+        text = last_boxed(text) or ""
+    return equal(label_latex(label), label_latex(text.rpartition("=")[2]))

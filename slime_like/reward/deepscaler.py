@@ -1,0 +1,27 @@
+"""Reward ``deepscaler``: ``math`` for models that think first: only what follows the thinking counts.
+
+Source of the rule: DeepScaleR (Luo et al. 2025), as slime's rm_type ``deepscaler`` has it.
+"""
+
+from __future__ import annotations
+
+from slime_like.reward.kinds import needs_label
+from slime_like.reward.labels import label_of
+from slime_like.reward.math import boxed_is
+from slime_like.types import Prompt, Reward, Sample
+
+THOUGHT, RESPONSE = "</think>", "###Response"
+
+
+@needs_label
+def deepscaler(prompt: Prompt, sample: Sample) -> Reward:
+    """Score and accuracy 1 where the boxed answer after ``</think>`` (or ``###Response``) equals the label, else 0.
+
+    A response that never stops thinking has no answer. Raises ``ValueError`` without a label.
+    """
+    label, text = label_of(prompt), sample.text
+    if THOUGHT in text:
+        return boxed_is(label, text.rpartition(THOUGHT)[2])
+    if RESPONSE in text:
+        return boxed_is(label, text.split(RESPONSE, 2)[1])
+    return Reward(score=0.0, accuracy=0.0)

@@ -1,0 +1,45 @@
+"""Reward ``f1``: overlap of words between response and label, for answers in free text.
+
+Source: the F1 of SQuAD, Rajpurkar et al. 2016, arXiv:1606.05250, with HotpotQA's rule for yes and no (Yang et al. 2018,
+arXiv:1809.09600), as slime's rm_type ``f1`` has it.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from slime_like.reward.kinds import checks_rows, needs_label
+from slime_like.reward.labels import label_of
+from slime_like.types import Prompt, Reward, Sample
+
+ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+WHOLE = {"yes", "no", "noanswer"}  # right as a whole or not at all
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words without punctuation and articles."""
+    return ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split()
+
+
+def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
+    del metadata
+    if label is not None and not words(label):
+        return f"label {label!r} has no word, so that no answer could score under f1: give one"
+    return ""
+
+
+@needs_label
+@checks_rows(_scorable)
+def f1(prompt: Prompt, sample: Sample) -> Reward:
+    """Harmonic mean of precision and recall over the words of response and label, 0 to 1. It knows no accuracy."""
+    expected, given = words(label_of(prompt)), words(sample.text)
+    for text in (" ".join(expected), " ".join(given)):
+        if text in WHOLE and expected != given:
+            return Reward(0.0)
+    common = (Counter(expected) & Counter(given)).total()
+    return Reward(2.0 * common / (len(expected) + len(given)) if common else 0.0)

@@ -1,0 +1,112 @@
+"""Reward ``gpqa``: which option of a multiple-choice question does a response choose?
+
+The row says what is right: its label is a letter or the text of a choice; ``metadata.choices`` (a list, or a mapping by
+letter) names the options, ``metadata.correct_letter`` and ``metadata.valid_letters`` the letters, as in data for slime's
+rm_type ``gpqa``.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from slime_like.reward.kinds import checks_rows
+from slime_like.types import Prompt, Reward, Sample
+
+DEFAULT_LETTERS = tuple(string.ascii_uppercase[:10])
+THOUGHT = "</think>"
+OPTION = r"[\s:*$({\[\\]{0,8}(?:(?:boxed|text|mathrm)[{(\s]{1,3}){0,2}([A-Z](?!\w)|[a-z](?=[)}\].*$\s]{0,8}\Z))"
+SETTLED = (  # how a response says which option it takes, the plainest first
+    re.compile(rf"\b(?i:answer)(?:\s{{1,3}}(?i:is))?{OPTION}"),
+    re.compile(r"(?<!\w)\(?([A-Z])\)?\s{1,3}(?i:is(?:\s{1,3}the)?\s{1,3}correct)\b"),
+    re.compile(rf"\b(?i:option|choice)(?:\s{{1,3}}(?i:is))?{OPTION}"),
+    re.compile(r"(?<!\w)([A-Z])(?!\w)"),
+)
+INDEX = re.compile(r"[0-9]{1,2}")
+OTHER = re.compile(r"[^a-z0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a row says of its options."""
+
+    letters: tuple[str, ...]
+    choices: tuple[str, ...]  # text of each option, where the row has them
+    correct: str | None  # letter
+    texts: frozenset[str]  # of the right option, normalised
+
+
+def question(label: str | None, metadata: Mapping[str, Any]) -> Question:
+    """A row's question."""
+    choices = _texts(metadata.get("choices"))
+    letters = tuple(text.upper() for text in _texts(metadata.get("valid_letters")))
+    letters = letters or (tuple(string.ascii_uppercase[: len(choices)]) if choices else DEFAULT_LETTERS)
+    text = (label or "").strip()
+    correct = str(metadata.get("correct_letter") or "").strip().upper() or None
+    if correct is None and text.upper() in letters:
+        correct = text.upper()
+    index = int(text) if INDEX.fullmatch(text) and text not in choices else len(letters)
+    if correct is None and index < len(letters):
+        correct = letters[index]
+    if correct is None:
+        named = dict(zip(map(_normal, reversed(choices)), reversed(letters[: len(choices)]), strict=False))
+        correct = named.get(_normal(text)) if text else None
+    right = [str(metadata[key]) for key in ("correct_answer", "answer_text") if metadata.get(key)]
+    if correct in letters and letters.index(correct) < len(choices):
+        right.append(choices[letters.index(correct)])
+    if len(text) > 1 and not INDEX.fullmatch(text):
+        right.append(text)
+    return Question(letters, choices, correct, frozenset(filter(None, map(_normal, right))))
+
+
+def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
+    found = question(label, metadata)
+    if found.correct is not None and found.correct not in found.letters:
+        return (
+            f"its right option is {found.correct!r}, which is not one of {', '.join(found.letters)}; "
+            "correct the label, metadata.correct_letter or metadata.choices"
+        )
+    if found.correct is None and not found.texts:
+        return "has neither a label nor metadata.correct_letter, so that gpqa cannot know the right option; add one"
+    return ""
+
+
+@checks_rows(_scorable)
+def gpqa(prompt: Prompt, sample: Sample) -> Reward:
+    """Score and accuracy 1 where the right option is chosen: by its letter or, where no letter is given, by its text."""
+    asked = question(prompt.label, prompt.metadata)
+    text = sample.text.rpartition(THOUGHT)[2]
+    letter = chosen(text, asked.letters)
+    if letter is not None and asked.correct is not None:
+        correct = letter == asked.correct
+    else:
+        said = f" {_normal(text)} "
+        correct = any(f" {target} " in said for target in asked.texts)
+    return Reward(score=float(correct), accuracy=float(correct))
+
+
+def chosen(text: str, letters: tuple[str, ...]) -> str | None:
+    """The letter a response settles on: the last one it calls its answer, or correct, or its option, or that stands alone.
+
+    Example: ``chosen("B looks right, but the answer is (C).", ("A", "B", "C")) == "C"``.
+    """
+    for pattern in SETTLED:
+        valid = [m[1].upper() for m in pattern.finditer(text) if m[1].upper() in letters]
+        if valid:
+            return valid[-1]
+    return None
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if isinstance(value, Mapping):
+        return tuple(str(item) for item in cast("Mapping[Any, object]", value).values())
+    if isinstance(value, (list, tuple)):
+        return tuple(str(item) for item in cast("list[object]", value))
+    return ()
+
+
+def _normal(text: str) -> str:
+    return OTHER.sub(" ", text.lower()).strip()

@@ -1,0 +1,115 @@
+"""Reward ``remote_rm``: a server scores. Bounded retries under one deadline; a dead server costs its samples, not the run.
+
+Posts what slime's rm_type ``remote_rm`` posts: ``{"prompt": ..., "response": ..., "label": ...}``. The server answers a
+number, or an object with ``score`` and, if it likes, ``acc`` (0 or 1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any, cast
+
+import aiohttp
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from slime_like.config.rollout import RewardConfig
+from slime_like.deadline import Deadline
+from slime_like.errors import RewardError
+from slime_like.types import Prompt, Reward, Sample
+
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+WRONG_ADDRESS = (301, 302, 307, 308, 401, 403, 404, 405)  # no retry will help, and no other sample
+BUSY = (408, 425, 429)  # of the 4xx, those that say: later
+
+
+class ServerFailed(Exception):
+    """The server did not score a sample: down, busy, late or unable to. Never leaves this package."""
+
+
+class _Transient(ServerFailed):
+    """Worth another request."""
+
+
+class RemoteReward:
+    """Client of ``reward.remote_url``; belongs to one event loop.
+
+    While the server is down a sample costs one request instead of a row of retries, until it answers again.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._places = asyncio.Semaphore(config.remote_concurrency)
+        self._session: aiohttp.ClientSession | None = None
+        self._down = False
+        self.num_retries = 0
+
+    async def __call__(self, prompt: Prompt, sample: Sample) -> Reward:
+        """The server's score.
+
+        Raises ``ServerFailed`` when it has none within the retries, ``TimeoutError`` when ``reward.timeout_s`` passes,
+        ``RewardError`` when it cannot be a reward server for this run: wrong address, or an answer that is no score.
+        """
+        body = {"prompt": prompt.text, "response": sample.text, "label": prompt.label}
+        async with self._places:
+            attempts = AsyncRetrying(
+                stop=stop_after_attempt(1 if self._down else 1 + self._config.remote_retries),
+                wait=wait_random_exponential(PAUSE_S, LONGEST_PAUSE_S),
+                retry=retry_if_exception_type(_Transient),
+                before_sleep=self._count,
+                reraise=True,
+            )
+            deadline = Deadline("reward pool", "score", self._config.timeout_s)
+            try:
+                async with asyncio.timeout(deadline.limit):
+                    answer = await attempts(self._post, body)
+            except TimeoutError as error:
+                self._down = True
+                raise deadline.exceeded(f"reward server {self._config.remote_url}") from error
+            except _Transient:
+                self._down = True
+                raise
+        self._down = False
+        return self._reward(answer)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _count(self, state: RetryCallState) -> None:
+        del state
+        self.num_retries += 1
+
+    async def _post(self, body: dict[str, Any]) -> bytes:
+        url = cast(str, self._config.remote_url)
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        try:
+            async with self._session.post(url, json=body, allow_redirects=False) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Transient(f"{type(error).__name__}: {error}") from error
+        if response.status == 200:
+            return content
+        said = f"HTTP {response.status}: {content[:200].decode(errors='replace').strip() or response.reason}"
+        if response.status in WRONG_ADDRESS:
+            raise RewardError(f"reward.remote_url={url} answers {said}; give the address that takes POST requests")
+        raise (_Transient if response.status >= 500 or response.status in BUSY else ServerFailed)(said)
+
+    def _reward(self, content: bytes) -> Reward:
+        try:
+            found: Any = json.loads(content)
+            fields: dict[str, Any] = found if isinstance(found, dict) else {"score": found}
+            score, accuracy = fields["score"], fields.get("acc")
+            numbers = [value for value in (score, accuracy) if value is not None]
+            if score is None or not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
+                raise ValueError("no finite number")
+        except (ValueError, KeyError, RecursionError) as error:
+            raise RewardError(
+                f"reward.remote_url={self._config.remote_url} answered {content[:200].decode(errors='replace')!r}; "
+                'a reward server answers a finite number, or an object such as {"score": 0.5, "acc": 1}'
+            ) from error
+        return Reward(float(score), None if accuracy is None else float(accuracy))

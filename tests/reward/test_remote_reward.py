@@ -1,0 +1,139 @@
+"""The reward server: a real one on loopback, answering, failing, late and dead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from slime_like.config.rollout import RewardConfig
+from slime_like.errors import RewardError
+from slime_like.metrics.types import reduce_metrics
+from slime_like.ports import PortLease
+from slime_like.reward import remote
+from slime_like.reward.pool import RewardPool
+from slime_like.types import Reward, Status
+from tests.reward.reward_server import Script, serve
+from tests.reward.scored import group, scores
+from tests.reward.test_reward_pool import counts
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PAUSE_S", 0.0)
+
+
+def config(url: str, **changes: object) -> RewardConfig:
+    return RewardConfig(name="remote_rm", remote_url=url, **({"remote_retries": 2, "timeout_s": 20.0} | changes))  # pyright: ignore[reportArgumentType]
+
+
+def against(script: Script, test: Callable[[str, list[dict[str, object]]], Awaitable[None]]) -> None:
+    """Run ``test(url, requests)`` beside a server."""
+
+    async def run() -> None:
+        async with serve(script) as (url, asked):
+            await test(url, asked)
+
+    asyncio.run(run())
+
+
+async def score(pool: RewardPool, *texts: str, rm_type: str | None = None) -> list[Reward | None]:
+    found = (await pool.score([group(*texts, rm_type=rm_type)]))[0]
+    return [sample.reward for sample in found.samples]
+
+
+def test_the_server_gets_what_slime_sends_and_answers_a_number_or_an_object() -> None:
+    async def test(url: str, asked: list[dict[str, object]]) -> None:
+        pool = RewardPool(config(url))
+        assert await score(pool, "number", "object") == [Reward(0.5), Reward(-1.0, 0.0)]
+        assert asked[0] == {"prompt": "2+2=", "response": "number", "label": "4"}
+        assert await score(pool, r"x \boxed{number}", rm_type="boxed_remote_rm") == [Reward(0.5)]
+        assert reduce_metrics(pool.metrics()) == counts(calls=3)
+        await pool.stop()
+
+    against(lambda body, _: (200, "0.5" if body["response"] == "number" else '{"score": -1, "acc": 0, "x": []}'), test)
+
+
+def test_a_server_that_fails_now_and_then_is_asked_again() -> None:
+    async def test(url: str, asked: list[dict[str, object]]) -> None:
+        pool = RewardPool(config(url))
+        assert await score(pool, "a") == [Reward(1.0)]
+        assert len(asked) == 3
+        assert reduce_metrics(pool.metrics()) == counts(calls=1, remote_retries=2)
+        assert pool.warnings() == ()
+        await pool.stop()
+
+    against(lambda _, before: (200, "1") if before == 2 else ((503, "busy"), (429, "slow"))[before], test)
+
+
+@pytest.mark.parametrize(("fallback", "status"), [(0.25, Status.COMPLETED), (None, Status.FAILED)])
+def test_a_dead_server_gives_one_message_and_the_configured_value(fallback: float | None, status: Status) -> None:
+    async def run(port: int) -> None:
+        pool = RewardPool(config(f"http://127.0.0.1:{port}/score", fallback=fallback, remote_concurrency=1))
+        found = (await pool.score([group(*"abcdefgh")]))[0]
+        assert scores(found) == [fallback or 0.0] * 8
+        assert {sample.status for sample in found.samples} == {status}
+        # The first sample is retried; the others then take one request each.
+        assert reduce_metrics(pool.metrics()) == counts(calls=8, remote_failures=8, fallbacks=8, remote_retries=2)
+        (message,) = pool.warnings()
+        for part in (f"http://127.0.0.1:{port}/score", "Cannot connect", "reward.remote_retries=2", "reward.fallback"):
+            assert part in message
+        async with serve(lambda *_: (200, "1"), port):
+            assert await score(pool, "a", "b") == [Reward(1.0), Reward(1.0)]
+        assert pool.warnings() == (f"the reward server http://127.0.0.1:{port}/score answers again",)
+        await pool.stop()
+
+    with PortLease("127.0.0.1") as port:
+        asyncio.run(run(port))
+
+
+def test_a_late_server_counts_as_configured() -> None:
+    async def run() -> None:
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        pool = RewardPool(config(f"http://127.0.0.1:{port}", timeout_s=0.05, fallback=-1.0))
+        assert await score(pool, "a") == [Reward(-1.0)]
+        assert reduce_metrics(pool.metrics()) == counts(calls=1, remote_failures=1, fallbacks=1)
+        assert f"reward pool waited 0 s for reward server http://127.0.0.1:{port}" in pool.warnings()[0]
+        await pool.stop()
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_refuses_a_sample_is_not_asked_twice_about_it() -> None:
+    async def test(url: str, asked: list[dict[str, object]]) -> None:
+        pool = RewardPool(config(url, fallback=-1.0, remote_concurrency=1))
+        assert await score(pool, "bad", "good") == [Reward(-1.0), Reward(1.0)]
+        assert len(asked) == 2
+        assert reduce_metrics(pool.metrics()) == counts(calls=2, remote_failures=1, fallbacks=1)
+        assert "HTTP 422: too odd" in pool.warnings()[0]
+        await pool.stop()
+
+    against(lambda body, _: (422, "too odd") if body["response"] == "bad" else (200, "1"), test)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (200, '"good"', r"answered '\"good\"'; a reward server answers a finite number, or an object"),
+        (200, "NaN", r"answered 'NaN'"),
+        (200, "null", r"answered 'null'"),
+        (200, '{"reward": 1}', r"answered .+ such as \{\"score\": 0.5, \"acc\": 1\}"),
+        (200, "<html>", r"answered '<html>'"),
+        (401, "who are you", r"remote_url=http://.+/score answers HTTP 401: who are you; give the address"),
+    ],
+)
+def test_what_is_no_reward_server_ends_the_run_naming_the_key(status: int, body: str, message: str) -> None:
+    async def test(url: str, asked: list[dict[str, object]]) -> None:
+        pool = RewardPool(config(url))
+        with pytest.raises(RewardError, match=message):
+            await score(pool, "a")
+        await pool.stop()
+
+    against(lambda *_: (status, body), test)

@@ -1,0 +1,158 @@
+"""The rewards that slime's data names, as its users know them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_like.config.rollout import RewardConfig
+from slime_like.reward.boxed import last_boxed
+from slime_like.reward.check import row_rule
+from slime_like.reward.worker import Call, answer
+from slime_like.types import Reward
+from tests.reward.scored import group
+
+RIGHT, WRONG = Reward(1.0, 1.0), Reward(0.0, 0.0)
+
+
+def score(name: str, text: str, label: str | None = "4", metadata: Mapping[str, Any] | None = None) -> Reward:
+    """What a worker of the pool answers."""
+    asked = group(text, label=label, metadata=metadata)
+    found = answer(Call(name, asked.prompt, asked.samples))
+    assert not found.fault, found.fault
+    return found.rewards[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"let me think</think>so \boxed{4}", RIGHT),
+        (r"</think> \boxed{5} wait </think> \boxed{4.0}", RIGHT),
+        (r"### Instruction ###Response \boxed{4}", RIGHT),
+        (r"</think> the answer is 4", WRONG),
+        (r"\boxed{4}</think> done", WRONG),
+        (r"\boxed{4}", WRONG),
+        (r"</think> \boxed{4", WRONG),
+        ("", WRONG),
+    ],
+)
+def test_deepscaler_counts_what_follows_the_thinking(text: str, expected: Reward) -> None:
+    assert score("deepscaler", text) == expected
+
+
+@pytest.mark.parametrize(
+    ("label", "text", "right"),
+    [
+        ("34", "so\nAnswer: 34", True),
+        ("34", "**Answer: $34$**", True),
+        ("34", r"Answer: \boxed{34}.", True),
+        ("34", r"answer : $x = 34$<|im_end|>", True),
+        ("34.0", "Answer: 34", True),
+        ("34", "Answer: 33\nAnswer: 34", True),
+        ("34", "Answer: 34\nAnswer: 33", False),
+        ("34", "The result is 34", False),
+        ("34", "Answer:\n34", False),
+        ("34", "Answer: 34" + " " * 300, False),
+        (r"\frac{1}{2}", "Answer: 0.5", True),
+    ],
+)
+def test_dapo_scores_plus_and_minus_one_and_reports_an_accuracy(label: str, text: str, right: bool) -> None:
+    assert score("dapo", text, label) == Reward(1.0 if right else -1.0, float(right))
+
+
+@pytest.mark.parametrize(
+    ("label", "text", "expected"),
+    [
+        ("The Eiffel Tower", "eiffel tower!", 1.0),
+        ("Eiffel Tower", "the tower of Paris", 0.4),
+        ("Eiffel Tower", "Big Ben", 0.0),
+        ("yes", "yes, it is", 0.0),
+        ("yes", "Yes.", 1.0),
+        ("it is", "no", 0.0),
+        ("word", "", 0.0),
+    ],
+)
+def test_f1_is_that_of_squad(label: str, text: str, expected: float) -> None:
+    assert score("f1", text, label).score == pytest.approx(expected)
+    assert score("f1", text, label).accuracy is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(["red", "blue", "green"]), min_size=1),
+    st.lists(st.sampled_from(["red", "blue", "sky"]), min_size=1),
+)
+def test_f1_is_the_harmonic_mean_of_precision_and_recall(label: list[str], text: list[str]) -> None:
+    common = sum(min(label.count(word), text.count(word)) for word in set(label))
+    precision, recall = common / len(text), common / len(label)
+    expected = 2 * precision * recall / (precision + recall) if common else 0.0
+    assert score("f1", " ".join(text), " ".join(label)).score == pytest.approx(expected)
+
+
+CHOICES = {"choices": ["red light", "blue light", "no light", "sound"]}
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata", "text", "expected"),
+    [
+        ("C", {}, "The answer is C.", RIGHT),
+        ("C", {}, "Answer: (c)", RIGHT),
+        ("C", {}, r"The answer is $\boxed{\text{C}}$", RIGHT),
+        ("C", {}, "B looks right, but the answer is C", RIGHT),
+        ("C", {}, "The answer is B. Wait, the answer is C.", RIGHT),
+        ("C", {}, "I choose option C because A is wrong", RIGHT),
+        ("C", {}, "</think>C", RIGHT),
+        ("C", {}, "The answer is C</think>B", WRONG),
+        ("C", {}, "the answer is a mixture", WRONG),
+        ("C", {}, "Z", WRONG),
+        ("B", CHOICES, "D", WRONG),
+        ("blue light", CHOICES, "Option B", RIGHT),
+        ("blue light", CHOICES, "it must be blue light", RIGHT),
+        ("1", CHOICES, "B", RIGHT),
+        (None, CHOICES | {"correct_letter": "d"}, "D", RIGHT),
+        (None, {"choices": {"A": "x", "B": "y"}, "correct_letter": "B"}, "y", RIGHT),
+        ("sound", {}, "a sound", RIGHT),
+        ("sound", {}, "resounding", WRONG),
+        ("Q", {"valid_letters": ["P", "Q"]}, "Q", RIGHT),
+    ],
+)
+def test_gpqa_reads_the_option_that_a_response_settles_on(
+    label: str | None, metadata: dict[str, Any], text: str, expected: Reward
+) -> None:
+    assert score("gpqa", text, label, metadata) == expected
+
+
+def test_boxed_leaves_a_reward_nothing_but_the_last_box() -> None:
+    assert score("boxed_gpqa", r"The answer is A. \boxed{C}", "C") == RIGHT
+    assert score("boxed_gpqa", "The answer is C", "C") == WRONG
+    assert score("boxed_f1", r"red \boxed{sky blue}", "blue sky").score == 1.0
+    assert score("boxed_exact", r"\boxed{4} then \boxed{ 5 }", "5") == RIGHT
+
+
+def test_a_box_ends_where_its_braces_close() -> None:
+    assert last_boxed(r"\boxed{\frac{1}{2}} and \boxed{ \{1, 2\} } end") == r" \{1, 2\} "
+    assert last_boxed(r"\boxed{7} and \boxed{8") is None
+    assert last_boxed(r"\boxed{\boxed{3}}") == "3"
+    assert last_boxed("boxed{3}") is None
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "label", "metadata", "message"),
+    [
+        ("gpqa", None, {}, "neither a label nor metadata.correct_letter"),
+        ("gpqa", None, {"correct_letter": "E", "choices": ["a", "b"]}, "right option is 'E', which is not one of A, B"),
+        ("boxed_gpqa", None, {}, "neither a label"),
+        ("f1", "the ...", {}, "label 'the ...' has no word"),
+        ("math", "4", {}, ""),
+        ("gpqa", "C", {}, ""),
+    ],
+)
+def test_a_row_that_no_answer_could_be_right_for_is_refused(
+    rm_type: str, label: str | None, metadata: dict[str, Any], message: str
+) -> None:
+    problem = row_rule(RewardConfig())(rm_type, label, metadata)
+    assert message in problem and bool(message) == bool(problem)
