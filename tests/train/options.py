@@ -102,7 +102,6 @@ OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": 
 
 def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str | None) -> Overlapped:
     """Two rollouts of two optimizer steps each in ``layout``."""
-    from slime_like.train.megatron import model as model_module
     from slime_like.train.megatron import trainer as trainer_module
 
     # Without clipping: the norm's last bit depends on how the sum over ranks is divided.
@@ -127,7 +126,7 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str 
         return stock_scores(hidden, weight, *args, **kwargs)
 
     weights: list[str] = []
-    stock_scores = model_module.vocab_scores
+    stock_scores = actor.trainer.model.last.vocab_scores
     with contextlib.ExitStack() as stack:
         if fault == "weights are read early":
             stack.enter_context(replaced(trainer_module.optim, "settle_weights", lambda wrapped: None))
@@ -135,7 +134,7 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str 
             wrapped.remove_forward_pre_hook_handles[actor.trainer.model.last.output_layer].remove()
             stack.enter_context(contextlib.suppress(AssertionError))  # megatron's, at the next gather of that bucket
         if layout.overlap_param_gather:
-            stack.enter_context(replaced(model_module, "vocab_scores", read))
+            stack.enter_context(replaced(actor.trainer.model.last, "vocab_scores", read))
         for seed in (1, 2):
             train(actor, layout, 2 * seed, steps=2)
             weights.append(digest(actor))

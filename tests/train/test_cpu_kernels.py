@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
 from slime_like_plugins.megatron_cpu.functions import (
     AttentionFunction,
     RMSNormFunction,
@@ -20,6 +22,7 @@ from slime_like_plugins.megatron_cpu.functions import (
     SwiGLUFunction,
 )
 from slime_like_plugins.megatron_cpu.kernels import SOURCE, Heads, TrainKernels, make_kernels
+from slime_like_plugins.megatron_cpu.scores import fused_vocab_scores
 from slime_like_plugins.sglang_cpu.build import COMPILERS, object_name
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="no C compiler")
@@ -39,13 +42,18 @@ def random(seed: int, *shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tens
     return [torch.randn(shape, generator=numbers).to(dtype).requires_grad_() for shape in shapes]
 
 
-def assert_agree(mine: Callable[..., object], definition: Callable[..., object], inputs: Sequence[Tensor]) -> None:
-    """Outputs and gradients of random directions, each within the rounding of its dtype of its largest value."""
+def assert_agree(
+    mine: Callable[..., object],
+    definition: Callable[..., object],
+    inputs: Sequence[Tensor],
+    step: float | None = None,
+) -> None:
+    """Outputs and gradients of random directions, each within the rounding of its dtype, or ``step``, of its largest value."""
     found, expected = _outputs_and_gradients(mine, inputs), _outputs_and_gradients(definition, _wide(inputs))
     for a, b in zip(found, expected, strict=True):
-        step = 2**-8 if a.dtype is torch.bfloat16 else 2e-6
+        bound = step or (2**-8 if a.dtype is torch.bfloat16 else 2e-6)
         assert a.shape == b.shape
-        assert float((a.detach().double() - b.detach()).abs().max()) <= step * max(1.0, float(b.detach().abs().max()))
+        assert float((a.detach().double() - b.detach()).abs().max()) <= bound * max(1.0, float(b.detach().abs().max()))
 
 
 def _wide(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -122,6 +130,105 @@ def test_split_norm_rotate(
 
     weights = ((heads.dim,), (heads.dim,)) if normed else ()
     assert_agree(fused, definition, random(seed, (rows, heads.width), *weights, dtype=dtype))
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    rows=ROWS,
+    real=st.integers(1, 70),
+    padding=st.integers(0, 3),
+    chunk=st.integers(1, 9),
+    temperature=st.floats(0.3, 3.0),
+    entropy=st.booleans(),
+    dtype=DTYPES,
+    seed=SEEDS,
+)
+def test_scores(
+    rows: int, real: int, padding: int, chunk: int, temperature: float, entropy: bool, dtype: torch.dtype, seed: int
+) -> None:
+    """Against float64 from the same logits: in bfloat16 those of the product are already rounded, by torch."""
+    hidden, weight = random(seed, (rows, 6), (real + padding, 6), dtype=dtype)
+    target = torch.randint(0, real, (rows,), generator=torch.Generator().manual_seed(seed))
+    part = VocabularyPart(0, real, None)
+
+    def fused(hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        out = fused_vocab_scores(
+            hidden, weight, target, part=part, temperature=temperature, chunk=chunk, entropy=entropy
+        )
+        return [x for x in out if x is not None]
+
+    def definition(hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        logits = hidden @ weight[:real].T
+        rounded = logits + (logits.detach().to(dtype).double() - logits.detach())
+        log_p = torch.log_softmax(rounded / temperature, -1)
+        return [log_p.gather(1, target[:, None])[:, 0], *([-(log_p.exp() * log_p).sum(-1)] if entropy else [])]
+
+    assert_agree(fused, definition, [hidden, weight], step=2e-2 if dtype is torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", [(True, False), (False, True), (True, True)])
+def test_gradients_of_logits_are_rounded_once(dtype: torch.dtype, given: tuple[bool, bool]) -> None:
+    """More logits than one float32 sums up, entropies alone or not, in place or not, on any number of threads."""
+    (logits,) = random(0, (5, 2500), dtype=dtype)
+    target, factors = (
+        torch.tensor([0, 17, 1024, 2499, 3]),
+        torch.randn(2, 5, generator=torch.Generator().manual_seed(1)),
+    )
+    exact = logits.detach().double().requires_grad_()
+    log_p = torch.log_softmax(exact / 0.7, -1)
+    columns = (log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
+    sum(((f.double() * c).sum() for f, c, wanted in zip(factors, columns, given, strict=True) if wanted)).backward()  # pyright: ignore[reportAttributeAccessIssue]
+
+    plain = logits.detach()
+    logprobs, log_sums, entropies = C().log_probs(plain, target, 0.7, entropy=True)
+    grads = (factors[0] * given[0], factors[1] if given[1] else None)
+    assert entropies is not None and exact.grad is not None
+    for found, expected in zip((logprobs, entropies), columns, strict=True):
+        torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=2e-6)
+    out, in_place = torch.empty_like(plain), plain.clone()
+    C().log_probs_back(plain, target, (log_sums, entropies), grads, 0.7, out)
+    C().log_probs_back(in_place, target, (log_sums, entropies), grads, 0.7, in_place)
+    assert torch.equal(out, in_place)
+    step = 2**-8 if dtype is torch.bfloat16 else 5e-6
+    assert bool(((out.double() - exact.grad).abs() <= step * exact.grad.abs() + 1e-8).all())
+
+
+def test_scores_that_are_no_numbers_stay_so() -> None:
+    logits = torch.zeros(3, 40)
+    logits[0, 7], logits[1, 39] = float("nan"), float("inf")
+    logprobs, log_sums, entropies = C().log_probs(logits, torch.tensor([0, 0, 0]), 1.0, entropy=True)
+    assert entropies is not None
+    for found in (logprobs, entropies):
+        assert found.isnan().tolist() == [True, True, False]
+    out = torch.empty_like(logits)
+    C().log_probs_back(logits, torch.tensor([0, 0, 0]), (log_sums, None), (torch.ones(3), None), 1.0, out)
+    assert out[:2].isnan().any(-1).all() and not out[2].isnan().any()
+
+
+def test_scores_beside_the_torch_path() -> None:
+    """One chunk, whose logits are kept, and several; a backward pass twice over."""
+    hidden, weight = random(3, (50, 16), (33, 16), dtype=torch.float32)
+    target = torch.arange(50) % 33
+    given: dict[str, Any] = {"part": VocabularyPart(0, 33, None), "temperature": 0.8, "entropy": True}
+    for chunk in (50, 7):
+        found: list[list[Tensor]] = []
+        for scores in (vocab_scores, fused_vocab_scores):
+            logprobs, entropies = scores(hidden, weight, target, chunk=chunk, **given)
+            assert entropies is not None
+            total = logprobs.sum() + entropies.sum()
+            first = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
+            again = torch.autograd.grad(total, (hidden, weight))
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+            found.append([logprobs, entropies, *first])
+        for ours, fused in zip(*found, strict=True):
+            torch.testing.assert_close(fused, ours, atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_outside_the_vocabulary_are_refused() -> None:
+    for target in ([0, 4], [-1, 0]):
+        with pytest.raises(AssertionError, match="tokens outside 4 logits"):
+            C().log_probs(torch.zeros(2, 4), torch.tensor(target), 1.0, entropy=False)
 
 
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=6)

@@ -1,12 +1,14 @@
 """The C leaf kernels of training (``csrc``), for contiguous host tensors. What could read foreign memory is checked here.
 
-Axes: N tokens, H hidden, F half of what SwiGLU reads, G groups (KV heads), R query heads per group, D head dimension.
+Axes: N tokens, H hidden, F half of what SwiGLU reads, G groups (KV heads), R query heads per group, D head dimension,
+V vocabulary.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -27,6 +29,8 @@ _SIGNATURES = {
     "split_rotate_back": [*[_POINTER] * 11, *[_WHOLE] * 4, _INT],
     "attention": [*[_POINTER] * 6, *[_WHOLE] * 5, _REAL, _INT],
     "attention_back": [*[_POINTER] * 9, *[_WHOLE] * 5, _REAL, _INT],
+    "log_probs": [*[_POINTER] * 5, *[_WHOLE] * 2, _REAL, _INT],
+    "log_probs_back": [*[_POINTER] * 7, *[_WHOLE] * 2, _REAL, _INT],
 }
 
 
@@ -157,6 +161,38 @@ class TrainKernels:
         self._call("attention_back", grad.dtype, (*columns, cu_seqlens, log_sums, grad, *grads), *sizes, scale)
         return grads
 
+    def log_probs(
+        self, logits_NV: Tensor, target_N: Tensor, temperature: float, *, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """F32 [N] each: log-probabilities of tokens ``target`` I64 under ``softmax(logits / temperature)``, the scaled logits'
+        log-sum-exps, and where asked for the entropies."""
+        n, v = _check_logits(logits_NV, target_N)
+        columns = tuple(logits_NV.new_empty(n, dtype=torch.float32) for _ in range(3 if entropy else 2))
+        logprobs_N, log_sums_N, entropies_N = columns if entropy else (*columns, None)
+        out = (logprobs_N, log_sums_N, entropies_N)
+        self._call("log_probs", logits_NV.dtype, (logits_NV, target_N, *out), n, v, 1 / temperature)
+        return out
+
+    def log_probs_back(
+        self,
+        logits_NV: Tensor,
+        target_N: Tensor,
+        found: tuple[Tensor, Tensor | None],
+        grads: tuple[Tensor, Tensor | None],
+        temperature: float,
+        out_NV: Tensor,
+    ) -> None:
+        """Write the logits' gradient to ``out``, which may be ``logits`` itself.
+
+        ``found``: log-sum-exps and entropies F32 [N] of the way there; ``grads``: of log-probabilities and entropies.
+        """
+        n, v = _check_logits(logits_NV, target_N)
+        _check(logits_NV.dtype, (out_NV, (n, v)))
+        assert grads[1] is None or found[1] is not None, "a gradient of entropies that nothing computed"
+        _check(torch.float32, *((column, (n,)) for column in (*found, *grads) if column is not None))
+        given = (logits_NV, target_N, *found, *grads, out_NV)
+        self._call("log_probs_back", logits_NV.dtype, given, n, v, 1 / temperature)
+
     def _call(self, name: str, dtype: torch.dtype, tensors: tuple[Tensor | None, ...], *numbers: float) -> None:
         pointers = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         self._functions[name, dtype](*pointers, *numbers, _threads())
@@ -165,6 +201,12 @@ class TrainKernels:
 def make_kernels() -> TrainKernels:
     """Compile, unless it was done before. Raises ``BuildError`` or OSError where that cannot be."""
     return TrainKernels(build(SOURCE).path)
+
+
+@cache
+def kernels() -> TrainKernels:
+    """Those of this process. Raises as ``make_kernels`` does."""
+    return make_kernels()
 
 
 def _threads() -> int:
@@ -182,6 +224,14 @@ def _check_mixed(mixed: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND:
     assert heads.dim % 2 == 0, f"no halves of {heads.dim}"
     _check(mixed.dtype, (mixed, (len(mixed), heads.width)), *((weight, (heads.dim,)) for weight in norms or ()))
     _check(torch.float32, (cos_sin_ND, (len(mixed), heads.dim)))
+
+
+def _check_logits(logits_NV: Tensor, target_N: Tensor) -> tuple[int, int]:
+    n, v = logits_NV.shape
+    _check(logits_NV.dtype, (logits_NV, (n, v)))
+    _check(torch.int64, (target_N, (n,)))
+    assert n == 0 or 0 <= int(target_N.min()) <= int(target_N.max()) < v, f"tokens outside {v} logits"
+    return n, v
 
 
 def _check_attention(columns: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor) -> tuple[int, ...]:

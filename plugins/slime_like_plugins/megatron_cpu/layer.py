@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch.nn.functional as F
@@ -20,16 +19,11 @@ from slime_like_plugins.megatron_cpu.functions import (
     SplitRotateFunction,
     SwiGLUFunction,
 )
-from slime_like_plugins.megatron_cpu.kernels import LANES, SUFFIX, Heads, TrainKernels, make_kernels
+from slime_like_plugins.megatron_cpu.kernels import LANES, SUFFIX, Heads, kernels
+from slime_like_plugins.megatron_cpu.scores import fused_vocab_scores
 from slime_like_plugins.sglang_cpu.build import BuildError
 
 LONGEST = 1024  # tokens of a sequence: measured up to here, faster than torch by half
-
-
-@cache
-def kernels() -> TrainKernels:
-    """Those of this process."""
-    return make_kernels()
 
 
 class FusedRMSNorm(RMSNorm):
@@ -155,5 +149,11 @@ def with_c_kernels(parts: LayerParts) -> LayerParts:
         raise ConfigError(f"model.cpu_kernels=c: {error}; or set it to auto, which does without") from error
     core = FusedCoreAttention if parts.core_attention is PackedAttention else parts.core_attention
     return replace(
-        parts, core_attention=core, norm=FusedRMSNorm, self_attention=FusedAttention, mlp=FusedMLP, stack=FusedStack
+        parts,
+        core_attention=core,
+        norm=FusedRMSNorm,
+        self_attention=FusedAttention,
+        mlp=FusedMLP,
+        stack=FusedStack,
+        scores=fused_vocab_scores,
     )

@@ -158,7 +158,27 @@ def _split_sizes(module: types.ModuleType) -> None:
     patches.replace(module, "maybe_move_tensor_to_cpu", moved)
 
 
+def _groups_of_one(module: types.ModuleType) -> None:
+    """The distributed optimizer of a single replica scatters and gathers whole buffers onto themselves; gloo copies each twice.
+
+    Goes when megatron-core leaves such exchanges out.
+    """
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        patches.replace(module, name, _unless_alone(getattr(module, name)))
+
+
+def _unless_alone(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    def unless_alone(output: torch.Tensor, given: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        same = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
+        if same and group is not None and group.size() == 1:
+            return None
+        return exchange(output, given, *args, group=group, **kwargs)
+
+    return unless_alone
+
+
 _HOST: dict[str, patches.Patch] = {
+    "megatron.core.distributed.param_and_grad_buffer": _groups_of_one,
     "megatron.core.transformer.moe.moe_utils": _split_sizes,
     "megatron.core.tensor_parallel.random": _rng,
     "megatron.core.optimizer.clip_grads": _clip,

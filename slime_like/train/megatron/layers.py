@@ -32,6 +32,7 @@ from slime_like.train.megatron import sdpa
 from slime_like.train.megatron.layout import AttentionPieces
 from slime_like.train.megatron.moe import moe_builder
 from slime_like.train.megatron.norms import RMSNorm
+from slime_like.train.megatron.vocab import VocabScores, vocab_scores
 
 
 @dataclass
@@ -215,6 +216,7 @@ class LayerParts:
     self_attention: type[SelfAttention] = SelfAttention
     mlp: type[MLP] = MLP
     stack: type[Stack] = Stack
+    scores: VocabScores = vocab_scores
 
 
 MIXER_FIELDS = {"G": "gdn_layer"}

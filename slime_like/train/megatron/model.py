@@ -25,7 +25,7 @@ from slime_like.train.megatron.hf import HFFolder
 from slime_like.train.megatron.layers import LayerParts, PackedRows, announce_read, stack_spec
 from slime_like.train.megatron.rotary import Rotary
 from slime_like.train.megatron.transformer_config import pipeline_pattern
-from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
+from slime_like.train.megatron.vocab import VocabularyPart
 
 OUTPUT = "output_layer.weight"
 VALUE_HEAD = "value_head."  # of a critic: no HF tensor makes it, it starts as it is built
@@ -47,9 +47,10 @@ class Policy(HybridModel):
         chunk: int = 0,
         parts: LayerParts | None = None,
     ) -> None:
+        parts = parts or LayerParts()
         super().__init__(
             config,
-            stack_spec(config, parts or LayerParts()),
+            stack_spec(config, parts),
             vocab_size=family.padded_vocabulary,
             max_sequence_length=int(family.hf.max_position_embeddings),
             hybrid_layer_pattern=pipeline_pattern(family.blocks(), place.layout),
@@ -60,6 +61,7 @@ class Policy(HybridModel):
             vp_stage=chunk if place.layout.vpp > 1 else None,
         )
         self.place = place
+        self.vocab_scores = parts.scores
         self.rotary = Rotary(family.hf, family.head_dim, current_device())
         size = family.padded_vocabulary // place.layout.tp
         start = size * place.tp_rank
@@ -93,7 +95,7 @@ class Policy(HybridModel):
             hidden = copy_to_tensor_model_parallel_region(hidden)
         tied = self.share_embeddings_and_output_weights
         weight: Any = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return vocab_scores(
+        return self.vocab_scores(
             hidden[:, 0][source_N],
             weight,
             target_N,

@@ -6,7 +6,7 @@ memory is one chunk of float32 logits of this rank's part of the vocabulary, for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,10 @@ class VocabularyPart:
     start: int
     real: int
     group: Any  # tensor parallel group
+
+
+VocabScores = Callable[..., tuple[Tensor, Tensor | None]]
+"""``vocab_scores``, or what computes the same for a kind of machine."""
 
 
 class _Scores(torch.autograd.Function):

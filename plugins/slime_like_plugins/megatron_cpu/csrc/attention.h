@@ -7,20 +7,20 @@
 void NAME(attention)(const float *queries, const float *keys, const float *values, const int32_t *cu, T *out,
                      float *log_sums, int64_t s, int64_t room, int64_t g, int64_t r, int64_t d, float scale, int threads) {
     SHARED(threads) {
-        float *turned = malloc(sizeof(float) * (d * room + FOUR * room + FOUR * d));
-        float *weights = turned + d * room, *mixed = weights + FOUR * room;
+        float *turned = malloc(sizeof(float) * (d * room + QUERIES * room + QUERIES * d));
+        float *weights = turned + d * room, *mixed = weights + QUERIES * room;
         PARTS for (int64_t part = 0; part < s * g; part++) {
             const int64_t first = cu[part / g], length = cu[part / g + 1] - first, group = part % g;
             const float *value = values + (first * g + group) * d;
             transpose(keys + (first * g + group) * d, g * d, length, turned, room, d);
             for (int64_t head = group * r; head < (group + 1) * r; head++)
-                for (int64_t i = 0; i < length; i += FOUR) {
-                    const int64_t count = length - i < FOUR ? length - i : FOUR, columns = i + count;
-                    const float *row[FOUR];
-                    for (int64_t q = 0; q < FOUR; q++)
+                for (int64_t i = 0; i < length; i += QUERIES) {
+                    const int64_t count = length - i < QUERIES ? length - i : QUERIES, columns = i + count;
+                    const float *row[QUERIES];
+                    for (int64_t q = 0; q < QUERIES; q++)
                         row[q] = queries + ((first + i + (q < count ? q : 0)) * g * r + head) * d;
                     dots(row, turned, room, d, columns, scale, weights);
-                    for (int64_t q = 0; q < FOUR; q++) {
+                    for (int64_t q = 0; q < QUERIES; q++) {
                         const float sum = softmax(weights + q * room, q < count ? i + q + 1 : 1, columns);
                         if (q < count) log_sums[(first + i + q) * g * r + head] = sum;
                     }
@@ -41,19 +41,19 @@ void NAME(attention_back)(const float *queries, const float *keys, const float *
                           float *grad_values, int64_t s, int64_t room, int64_t g, int64_t r, int64_t d, float scale,
                           int threads) {
     SHARED(threads) {
-        float *turned = malloc(sizeof(float) * (2 * d * room + 2 * FOUR * room + 2 * FOUR * d));
-        float *turned_values = turned + d * room, *weights = turned_values + d * room, *grads = weights + FOUR * room;
-        float *given = grads + FOUR * room, *mixed = given + FOUR * d;
+        float *turned = malloc(sizeof(float) * (2 * d * room + 2 * QUERIES * room + 2 * QUERIES * d));
+        float *turned_values = turned + d * room, *weights = turned_values + d * room, *grads = weights + QUERIES * room;
+        float *given = grads + QUERIES * room, *mixed = given + QUERIES * d;
         PARTS for (int64_t part = 0; part < s * g; part++) {
             const int64_t first = cu[part / g], length = cu[part / g + 1] - first, group = part % g;
             const int64_t at = (first * g + group) * d;
             transpose(keys + at, g * d, length, turned, room, d);
             transpose(values + at, g * d, length, turned_values, room, d);
             for (int64_t head = group * r; head < (group + 1) * r; head++)
-                for (int64_t i = 0; i < length; i += FOUR) {
-                    const int64_t count = length - i < FOUR ? length - i : FOUR, columns = i + count;
-                    const float *row[FOUR], *gave[FOUR];
-                    for (int64_t q = 0; q < FOUR; q++) {
+                for (int64_t i = 0; i < length; i += QUERIES) {
+                    const int64_t count = length - i < QUERIES ? length - i : QUERIES, columns = i + count;
+                    const float *row[QUERIES], *gave[QUERIES];
+                    for (int64_t q = 0; q < QUERIES; q++) {
                         const int64_t token = ((first + i + (q < count ? q : 0)) * g * r + head) * d;
                         row[q] = queries + token;
                         gave[q] = given + q * d;
@@ -61,7 +61,7 @@ void NAME(attention_back)(const float *queries, const float *keys, const float *
                     }
                     dots(row, turned, room, d, columns, scale, weights);
                     dots(gave, turned_values, room, d, columns, 1.0f, grads);
-                    for (int64_t q = 0; q < FOUR; q++) {
+                    for (int64_t q = 0; q < QUERIES; q++) {
                         float *w = weights + q * room, *gw = grads + q * room, along = 0;
                         const int64_t seen = q < count ? i + q + 1 : 0;
                         const float sum = q < count ? log_sums[(first + i + q) * g * r + head] : 0;

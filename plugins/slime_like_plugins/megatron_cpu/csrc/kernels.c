@@ -67,6 +67,8 @@ INLINE float exponential(float x) {
     return p * as_float((uint32_t)((int32_t)n + 127) << 23);
 }
 
+#define BLOCK 1024 /* numbers that one float32 sums up */
+
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
 #include "rows.h"
@@ -75,9 +77,11 @@ INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 #define NAME(f) f##_f32
 #include "typed.h"
 #include "attention.h"
+#include "vocab.h"
 #undef T
 #undef NAME
 #define T bf16
 #define NAME(f) f##_bf16
 #include "typed.h"
 #include "attention.h"
+#include "vocab.h"

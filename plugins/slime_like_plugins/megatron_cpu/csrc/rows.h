@@ -1,7 +1,7 @@
-/* Products of attention on four query rows at a time, in registers. Vectors are GCC's and Clang's, of any machine.
+/* Products of attention on QUERIES query rows at a time, in registers. Vectors are GCC's and Clang's, of any machine.
  * Axes: d head dimension, a multiple of LANES; columns: keys, of which rows of weights hold `room`, a multiple of 2 LANES. */
 #define LANES 16
-#define FOUR 4
+#define QUERIES 8
 
 typedef float vf __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
@@ -17,46 +17,46 @@ INLINE void transpose(const float *from, int64_t stride, int64_t n, float *to, i
 }
 
 /* weights[r, j] = scale * row[r] . keys[:, j] of transposed keys [d, room], for j < columns rounded up */
-INLINE void dots(const float *const row[FOUR], const float *keys, int64_t room, int64_t d, int64_t columns, float scale,
+INLINE void dots(const float *const row[QUERIES], const float *keys, int64_t room, int64_t d, int64_t columns, float scale,
                  float *weights) {
     for (int64_t j = 0; j < columns; j += 2 * LANES) {
-        vf low[FOUR] = {0}, high[FOUR] = {0};
+        vf low[QUERIES] = {0}, high[QUERIES] = {0};
         for (int64_t c = 0; c < d; c++) {
             const vf a = get(keys + c * room + j), b = get(keys + c * room + j + LANES);
-            for (int r = 0; r < FOUR; r++) {
+            for (int r = 0; r < QUERIES; r++) {
                 low[r] += row[r][c] * a;
                 high[r] += row[r][c] * b;
             }
         }
-        for (int r = 0; r < FOUR; r++) {
+        for (int r = 0; r < QUERIES; r++) {
             put(weights + r * room + j, low[r] * scale);
             put(weights + r * room + j + LANES, high[r] * scale);
         }
     }
 }
 
-/* out[r, :] = sum over j < columns of weights[r, j] * values[j, :], rows of values `stride` apart; out [FOUR, d] */
+/* out[r, :] = sum over j < columns of weights[r, j] * values[j, :], rows of values `stride` apart; out [QUERIES, d] */
 INLINE void mix(const float *weights, int64_t room, const float *values, int64_t stride, int64_t columns, int64_t d,
                 float *out) {
     for (int64_t c = 0; c < d; c += LANES) {
-        vf sum[FOUR] = {0};
+        vf sum[QUERIES] = {0};
         for (int64_t j = 0; j < columns; j++) {
             const vf x = get(values + j * stride + c);
-            for (int r = 0; r < FOUR; r++) sum[r] += weights[r * room + j] * x;
+            for (int r = 0; r < QUERIES; r++) sum[r] += weights[r * room + j] * x;
         }
-        for (int r = 0; r < FOUR; r++) put(out + r * d + c, sum[r]);
+        for (int r = 0; r < QUERIES; r++) put(out + r * d + c, sum[r]);
     }
 }
 
 /* to[j, :] += sum over r of weights[r, j] * row[r], rows of `to` `stride` apart */
-INLINE void share(const float *weights, int64_t room, const float *const row[FOUR], float *to, int64_t stride,
+INLINE void share(const float *weights, int64_t room, const float *const row[QUERIES], float *to, int64_t stride,
                   int64_t columns, int64_t d) {
     for (int64_t c = 0; c < d; c += LANES) {
-        vf x[FOUR];
-        for (int r = 0; r < FOUR; r++) x[r] = get(row[r] + c);
+        vf x[QUERIES];
+        for (int r = 0; r < QUERIES; r++) x[r] = get(row[r] + c);
         for (int64_t j = 0; j < columns; j++) {
             vf sum = get(to + j * stride + c);
-            for (int r = 0; r < FOUR; r++) sum += weights[r * room + j] * x[r];
+            for (int r = 0; r < QUERIES; r++) sum += weights[r * room + j] * x[r];
             put(to + j * stride + c, sum);
         }
     }

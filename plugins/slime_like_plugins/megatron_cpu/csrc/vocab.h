@@ -1,0 +1,66 @@
+/* Log-probabilities of chosen tokens from rows of logits, included once per element type.
+ * Axes: n rows (tokens), v vocabulary. `scale` is one over the temperature. */
+
+/* logits [n, v], target [n] -> logprobs [n], log_sums [n] (of exponentials) and, where there is room for them, entropies [n].
+ * What is summed over the vocabulary is summed in float32 per BLOCK columns and over those in float64. */
+void NAME(log_probs)(const T *logits, const int64_t *target, float *logprobs, float *log_sums, float *entropies,
+                     int64_t n, int64_t v, float scale, int threads) {
+    SHARED(threads) {
+        ROWS for (int64_t i = 0; i < n; i++) {
+            const T *x = logits + i * v;
+            float top = NAME(load)(x[0]);
+            GREATEST_OF(top) for (int64_t j = 0; j < v; j++) {
+                const float y = NAME(load)(x[j]);
+                top = y > top ? y : top;
+            }
+            double total = 0, along = 0;
+            for (int64_t start = 0; start < v; start += BLOCK) {
+                const int64_t stop = start + BLOCK < v ? start + BLOCK : v;
+                float sum = 0, weighted = 0;
+                if (entropies)
+                    SUM_OF(sum, weighted) for (int64_t j = start; j < stop; j++) {
+                        const float y = (NAME(load)(x[j]) - top) * scale, e = exponential(y);
+                        sum += e;
+                        weighted += e * y;
+                    }
+                else
+                    SUM_OF(sum) for (int64_t j = start; j < stop; j++)
+                        sum += exponential((NAME(load)(x[j]) - top) * scale);
+                total += sum;
+                along += weighted;
+            }
+            const double log_total = log(total);
+            logprobs[i] = (float)((NAME(load)(x[target[i]]) - top) * scale - log_total);
+            log_sums[i] = (float)(top * scale + log_total);
+            if (entropies) entropies[i] = (float)(log_total - along / total);
+        }
+    }
+}
+
+/* The way back: gradients of logprobs [n] and of entropies [n] (null: none) -> of logits [n, v], which may take their place. */
+void NAME(log_probs_back)(const T *logits, const int64_t *target, const float *log_sums, const float *entropies,
+                          const float *grad_logprobs, const float *grad_entropies, T *grad_logits, int64_t n, int64_t v,
+                          float scale, int threads) {
+    SHARED(threads) {
+        ROWS for (int64_t i = 0; i < n; i++) {
+            const T *x = logits + i * v;
+            T *out = grad_logits + i * v;
+            const float sum = log_sums[i], given = grad_logprobs[i] * scale;
+            const float chosen = NAME(load)(x[target[i]]) * scale - sum;
+            float extra = 0; /* of the chosen token */
+            if (grad_entropies) {
+                const float spread = grad_entropies[i] * scale, entropy = entropies[i];
+                extra = given - exponential(chosen) * (given + spread * (chosen + entropy));
+                EACH_LANE for (int64_t j = 0; j < v; j++) {
+                    const float y = NAME(load)(x[j]) * scale - sum;
+                    out[j] = NAME(store)(-exponential(y) * (given + spread * (y + entropy)));
+                }
+            } else {
+                extra = given - exponential(chosen) * given;
+                EACH_LANE for (int64_t j = 0; j < v; j++)
+                    out[j] = NAME(store)(-exponential(NAME(load)(x[j]) * scale - sum) * given);
+            }
+            out[target[i]] = NAME(store)(extra);
+        }
+    }
+}

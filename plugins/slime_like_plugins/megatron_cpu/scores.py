@@ -1,0 +1,91 @@
+"""Log-probability and entropy from hidden states over the C kernels: one pass over the logits of a chunk each way.
+
+Where one chunk holds all tokens its logits are kept for the way back, in the model's own precision; several are computed
+again there, as in ``slime_like.train.megatron.vocab``, which also has what these kernels do not do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
+from slime_like_plugins.megatron_cpu.kernels import SUFFIX, kernels
+
+
+class ScoresFunction(torch.autograd.Function):
+    """(hidden [N, H], weight [V, H], of which ``real`` rows are tokens, target I64 [N], ...) -> F32 [N] twice"""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        real: int,
+        target_N: Tensor,
+        temperature: float,
+        chunk: int,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        found: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        logits_nV = None
+        for hidden_nH, target_n in zip(hidden_NH.split(chunk), target_N.split(chunk), strict=True):
+            logits_nV = hidden_nH @ weight_VH[:real].T
+            found.append(kernels().log_probs(logits_nV, target_n, temperature, entropy=entropy))
+        logprob_N, lse_N = torch.cat([columns[0] for columns in found]), torch.cat([columns[1] for columns in found])
+        entropy_N = torch.cat([columns[2] for columns in found if columns[2] is not None]) if entropy else None
+        kept = logits_nV if len(found) == 1 else None
+        ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N, entropy_N, kept)
+        ctx.real, ctx.temperature, ctx.chunk = real, temperature, chunk
+        return logprob_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        hidden_NH, weight_VH, target_N, lse_N, entropy_N, kept = ctx.saved_tensors
+        size: int = ctx.chunk
+        given = torch.zeros_like(lse_N) if grads[0] is None else grads[0].contiguous()
+        of_entropy = None if grads[1] is None else grads[1].contiguous()
+        real_VH, grad_hidden_NH, shares = weight_VH[: ctx.real], torch.empty_like(hidden_NH), None
+        for start in range(0, len(hidden_NH), size):
+            rows = slice(start, start + size)
+            pick = lambda column, rows=rows: None if column is None else column[rows]  # noqa: E731
+            logits_nV = hidden_NH[rows] @ real_VH.T if kept is None else kept
+            out_nV = logits_nV if kept is None else torch.empty_like(kept)
+            found, of_scores = (lse_N[rows], pick(entropy_N)), (given[rows], pick(of_entropy))
+            kernels().log_probs_back(logits_nV, target_N[rows], found, of_scores, ctx.temperature, out_nV)
+            torch.mm(out_nV, real_VH, out=grad_hidden_NH[rows])
+            share_VH = out_nV.T @ hidden_NH[rows]
+            if kept is None:  # several shares: their sum in float32
+                share_VH = share_VH.float() if shares is None else shares.add_(share_VH)
+            shares = share_VH
+        assert shares is not None
+        return grad_hidden_NH, _padded(shares.to(weight_VH.dtype), len(weight_VH)), *[None] * 5
+
+
+def _padded(share_VH: Tensor, size: int) -> Tensor:
+    """With zeros for the vocabulary's padding."""
+    return share_VH if len(share_VH) == size else torch.nn.functional.pad(share_VH, (0, 0, 0, size - len(share_VH)))
+
+
+def fused_vocab_scores(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    target_N: Tensor,
+    *,
+    part: VocabularyPart,
+    temperature: float,
+    chunk: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """``vocab_scores``, which is also what runs where tensor parallel ranks share the vocabulary or no token is asked for."""
+    alone = part.group is None or part.group.size() == 1
+    fits = hidden_NH.dtype in SUFFIX and weight_VH.dtype is hidden_NH.dtype
+    if not (alone and part.real and len(hidden_NH) and fits):
+        return vocab_scores(
+            hidden_NH, weight_VH, target_N, part=part, temperature=temperature, chunk=chunk, entropy=entropy
+        )
+    out: Any = ScoresFunction.apply(hidden_NH, weight_VH, part.real, target_N, temperature, chunk, entropy)
+    return out
