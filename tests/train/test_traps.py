@@ -16,6 +16,7 @@ JOBS = {
     1: [
         Job("adamw", "tests.train.traps:resume_with_torch_adamw"),
         Job("touch ups", "tests.train.traps:host_touch_ups"),
+        Job("lone replica", "tests.train.traps:lone_replica"),
         Job("cross entropy", "tests.train.traps:fused_cross_entropy"),
         Job("decay", "tests.train.traps:decay"),
         Job("refused", "tests.train.traps:refused"),
@@ -39,6 +40,12 @@ def test_each_touch_up_replaces_something_that_fails_here(results: Results) -> N
     assert found["rng"] != "ok"
     assert found["recompute"] == "NameError"
     assert found["recompute with the patch"] == "ok"
+
+
+def test_a_lone_replica_exchanges_nothing_with_itself(results: Results) -> None:
+    (found,) = results["lone replica"]
+    assert found["ours"] == (found["upstream"][0], 0)
+    assert found["upstream"][1] == 2  # gradients and weights
 
 
 def test_the_optimizer_of_experts_is_read_in_another_layout(results: Results) -> None:

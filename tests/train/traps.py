@@ -87,6 +87,24 @@ def host_touch_ups(world: World, shared: Shared) -> dict[str, str]:
     }
 
 
+def lone_replica(world: World, shared: Shared) -> dict[str, tuple[str, int]]:
+    """Weights after a step of one data parallel replica, and how often it exchanged buffers with itself."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+    from torch.profiler import ProfilerActivity, profile
+
+    out: dict[str, tuple[str, int]] = {}
+    for kind in ("ours", "upstream"):
+        actor = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig(), dtype="bfloat16")
+        with contextlib.ExitStack() as stack:
+            for name in ("dist_all_gather_func", "dist_reduce_scatter_func") if kind == "upstream" else ():
+                stack.enter_context(replaced(buffers, name, stock(buffers.__name__, name)))
+            seen = stack.enter_context(profile(activities=[ProfilerActivity.CPU]))
+            train(actor, Layout(), 1)
+        exchanges = ("c10d::allgather_into", "c10d::_allgather_base", "c10d::reduce_scatter", "c10d::_reduce_scatter")
+        out[kind] = digest(actor), sum(event.count for event in seen.key_averages() if event.key.startswith(exchanges))
+    return out
+
+
 def fused_cross_entropy(world: World, shared: Shared) -> dict[str, float]:
     """Largest relative error of the logits' gradient in float32, against float64."""
     from megatron.core import parallel_state
