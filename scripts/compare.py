@@ -1,0 +1,49 @@
+"""Compare two runs: their curves, the first step at which each metric differs, and their configurations.
+
+python scripts/compare.py runs/a runs/b [--rtol 1e-6] [--atol 1e-12] [--metrics 'train/*'] [--times] [--html compare.html]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.report.comparison import compare
+from slime_like.report.comparison_view import chosen, html_page, print_comparison
+from slime_like.report.record import read_record
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0 where all metrics agree, 1 where one differs, 2 where a run cannot be read."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run.dir of a run")
+    parser.add_argument("--rtol", type=float, default=1e-6, help="relative tolerance (1e-6)")
+    parser.add_argument("--atol", type=float, default=1e-12, help="absolute tolerance (1e-12)")
+    parser.add_argument("--metrics", action="append", default=[], metavar="PATTERN", help="only metrics like this")
+    parser.add_argument("--times", action="store_true", help="measured times as well")
+    parser.add_argument("--html", type=Path, help="write a self-contained page as well")
+    given = parser.parse_args(argv)
+    try:
+        if not (given.rtol >= 0 and given.atol >= 0 and math.isfinite(given.rtol + given.atol)):
+            raise ConfigError(f"--rtol {given.rtol} --atol {given.atol}: a tolerance is 0 or more")
+        a, b = (read_record(folder) for folder in given.runs)
+        found = compare(a, b, relative=given.rtol, absolute=given.atol, times=given.times)
+        if not chosen(found, given.metrics):
+            asked = f"none like {', '.join(given.metrics)}" if found.metrics else "none"
+            raise ConfigError(f"metrics in both runs: {asked}; A has {', '.join(a.metrics)}")
+        print_comparison(found, given.metrics, sys.stdout)
+        if given.html is not None:
+            given.html.parent.mkdir(parents=True, exist_ok=True)
+            given.html.write_text(html_page(found, given.metrics))
+            print(f"\n{given.html}")
+    except (SlimeLikeError, OSError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2
+    return 0 if all(metric.step is None for metric in chosen(found, given.metrics)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,102 @@
+"""Line charts as inline SVG: no script, no file beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 420, 190, 58, 24, 12, 10
+COLOURS = 8  # classes c0..c7 of the page's style
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line: (x, y) in the order of x; a y that is not finite leaves a gap."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: int = 0
+
+
+def chart(title: str, series: Sequence[Series], *, unit: str = "", note: str = "", mark: float | None = None) -> str:
+    """An SVG figure of ``series`` over steps, with a legend where there are several; ``mark`` is an x to point at."""
+    shown = [line for line in series if any(math.isfinite(y) for _, y in line.points)]
+    head = f"<figcaption>{escape(title)}{f' <small>{escape(unit)}</small>' if unit else ''}</figcaption>"
+    if not shown:
+        return f"<figure>{head}<p class=note>no value</p></figure>"
+    legend = "".join(f'<span class="key c{s.colour % COLOURS}">{escape(s.name)}</span> ' for s in shown)
+    body = "".join(_lines(shown, mark))
+    name = escape(f"{title}: {', '.join(s.name for s in shown)}", quote=True)
+    return (
+        f'<figure>{head}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{body}</svg>'
+        f"{f'<p class=legend>{legend}</p>' if len(shown) > 1 else ''}"
+        f"{f'<p class=note>{escape(note)}</p>' if note else ''}</figure>"
+    )
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers over ``[low, high]``, at most ``most`` or so."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(raw)) if raw > 0 else 1.0
+    step = next((factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw), raw)
+    first = math.ceil(low / step)
+    return [index * step for index in range(first, first + most + 2) if index * step <= high + step * 1e-9]
+
+
+def number(value: float) -> str:
+    """A value for people: few digits, no long zeros."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.4g}" if abs(value) < 1e6 else f"{value:.3e}"
+
+
+def _lines(series: Sequence[Series], mark: float | None) -> Iterator[str]:
+    points = [(x, y) for line in series for x, y in line.points if math.isfinite(y)]
+    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
+    y_low, y_high = min(y for _, y in points), max(y for _, y in points)
+    pad = (y_high - y_low) * 0.05 or abs(y_high) * 0.05 or 1.0
+    if not math.isfinite(pad):
+        pad = 0.0
+    y_low, y_high = y_low - pad, y_high + pad
+
+    def at_x(x: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * ((x - x_low) / (x_high - x_low) if x_high > x_low else 0.5)
+
+    def at_y(y: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (
+            1 - (y / y_high if y_low == -math.inf else (y - y_low) / (y_high - y_low))
+        )
+
+    for y in ticks(y_low, y_high):
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at_y(y):.1f}" y2="{at_y(y):.1f}"/>'
+        yield f'<text class="y" x="{LEFT - 6}" y="{at_y(y) + 3.5:.1f}">{number(y)}</text>'
+    for x in ticks(x_low, x_high, 6):
+        yield f'<text class="x" x="{at_x(x):.1f}" y="{HEIGHT - 6}">{number(x)}</text>'
+    if mark is not None and x_low <= mark <= x_high:
+        yield f'<line class="mark" x1="{at_x(mark):.1f}" x2="{at_x(mark):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+    for line in series:
+        colour = f"c{line.colour % COLOURS}"
+        for piece in _pieces(line.points):
+            if len(piece) > 1:
+                path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in piece)
+                yield f'<polyline class="line {colour}" points="{path}"/>'
+        for x, y in line.points if len(line.points) <= 80 else line.points[-1:]:
+            if math.isfinite(y):
+                label = escape(f"{line.name} at {number(x)}: {y!r}")
+                yield f'<circle class="dot {colour}" cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="2"><title>{label}</title></circle>'
+
+
+def _pieces(points: Sequence[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
+    piece: list[tuple[float, float]] = []
+    for point in points:
+        if math.isfinite(point[1]):
+            piece.append(point)
+        elif piece:
+            yield piece
+            piece = []
+    if piece:
+        yield piece

@@ -1,0 +1,99 @@
+"""Two runs beside one another: where each metric first differs, and which keys do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.metrics import dictionary
+from slime_like.report.record import Record, flat
+
+TIMES = ("s", "tokens/s")
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """One metric of two runs."""
+
+    metric: str
+    a: tuple[tuple[int, float], ...]
+    b: tuple[tuple[int, float], ...]
+    common: int  # steps that both have
+    step: int | None  # the first of them at which they differ
+    largest: float  # largest |a - b| over them; nan where they have none in common
+
+    @property
+    def at(self) -> tuple[float, float]:
+        """Both values at ``step``."""
+        return dict(self.a)[self.step or 0], dict(self.b)[self.step or 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs between runs A and B."""
+
+    a: Record
+    b: Record
+    relative: float
+    absolute: float
+    metrics: tuple[Divergence, ...]  # those that both have; earliest divergence first, equal ones last
+    only: tuple[tuple[str, ...], tuple[str, ...]]  # metrics that one run has alone
+    config: tuple[tuple[str, Any, Any], ...]  # key, A, B; ``MISSING`` where a run has no such key
+
+    @property
+    def first(self) -> Divergence | None:
+        """The metric that differs first."""
+        return next((found for found in self.metrics if found.step is not None), None)
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "-"
+
+
+MISSING = _Missing()
+
+
+def is_time(metric: str) -> bool:
+    """Whether a metric is measured time, or a rate: no two runs agree on it."""
+    entry = next((entry for entry in dictionary.ENTRIES if entry.matches(metric)), None)
+    return entry.unit in TIMES if entry is not None else metric.startswith("perf/")
+
+
+def compare(a: Record, b: Record, *, relative: float, absolute: float, times: bool = False) -> Comparison:
+    """Compare every metric of both runs at the steps that both have.
+
+    Two values differ where ``|a - b| > absolute + relative * max(|a|, |b|)``; nan equals nan only. Measured times are
+    left out unless ``times``.
+    """
+    mine, theirs = ([name for name in run.metrics if times or not is_time(name)] for run in (a, b))
+    found = [_divergence(name, a, b, relative, absolute) for name in mine if name in set(theirs)]
+    found.sort(key=lambda item: math.inf if item.step is None else item.step)
+    only = (tuple(n for n in mine if n not in set(theirs)), tuple(n for n in theirs if n not in set(mine)))
+    return Comparison(a, b, relative, absolute, tuple(found), only, config_difference(a.config, b.config))
+
+
+def config_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
+    """Dotted keys whose values differ, with both values."""
+    left, right = flat(a), flat(b)
+    keys = [*left, *(key for key in right if key not in left)]
+    pairs = ((key, left.get(key, MISSING), right.get(key, MISSING)) for key in keys)
+    return tuple(pair for pair in pairs if pair[1] != pair[2])
+
+
+def differs(a: float, b: float, relative: float, absolute: float) -> bool:
+    """Whether two values are further apart than the tolerance; nan and infinities equal themselves only."""
+    if math.isfinite(a) and math.isfinite(b):
+        return abs(a - b) > absolute + relative * max(abs(a), abs(b))
+    return not (a == b or (math.isnan(a) and math.isnan(b)))
+
+
+def _divergence(metric: str, a: Record, b: Record, relative: float, absolute: float) -> Divergence:
+    left, right = dict(a.curve(metric)), dict(b.curve(metric))
+    steps = [step for step in left if step in right]
+    first = next((step for step in steps if differs(left[step], right[step], relative, absolute)), None)
+    gaps = [abs(left[step] - right[step]) for step in steps]
+    largest = max((gap for gap in gaps if not math.isnan(gap)), default=math.nan)
+    return Divergence(metric, tuple(left.items()), tuple(right.items()), len(steps), first, largest)

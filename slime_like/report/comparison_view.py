@@ -1,0 +1,135 @@
+"""A comparison of two runs for the terminal and as a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from html import escape
+from typing import TextIO
+
+from rich.console import Console
+from rich.markup import escape as plain
+from rich.table import Table
+
+from slime_like.metrics import dictionary
+from slime_like.report.chart import Series, chart, number
+from slime_like.report.comparison import Comparison, Divergence
+from slime_like.report.page import page, table
+
+BARS = "▁▂▃▄▅▆▇█"
+SPARK = 24
+
+
+def chosen(found: Comparison, patterns: Sequence[str]) -> list[Divergence]:
+    """The metrics that match one of ``patterns`` (shell patterns); all without any."""
+    return [m for m in found.metrics if not patterns or any(fnmatchcase(m.metric, pattern) for pattern in patterns)]
+
+
+def spark(values: Sequence[float], low: float, high: float) -> str:
+    """A curve in one line of text, at most ``SPARK`` wide, on the scale ``[low, high]``."""
+    width = min(SPARK, len(values))
+    picked = [values[at * (len(values) - 1) // max(1, width - 1)] for at in range(width)]
+    span = high - low
+
+    def bar(value: float) -> str:
+        if not math.isfinite(value):
+            return "·"
+        return BARS[round((value - low) / span * (len(BARS) - 1)) if span > 0 and math.isfinite(span) else 0]
+
+    return "".join(map(bar, picked))
+
+
+def print_comparison(found: Comparison, patterns: Sequence[str], stream: TextIO) -> None:
+    """Curves, divergences and configuration differences on ``stream``."""
+    console = Console(file=stream, highlight=False)
+    for line in summary(found):
+        console.print(plain(line))
+    curves = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("metric", "A", "", "B", "", "first difference", "largest"):
+        curves.add_column(name, overflow="fold")
+    for metric in chosen(found, patterns):
+        curves.add_row(*(plain(cell) for cell in _cells(metric)))
+    console.print(curves)
+    if found.config:
+        keys = Table(box=None, pad_edge=False, header_style="dim")
+        for name in ("key", "A", "B"):
+            keys.add_column(name, overflow="fold")
+        for key, mine, theirs in found.config:
+            keys.add_row(plain(key), plain(repr(mine)), plain(repr(theirs)))
+        console.print()
+        console.print(keys)
+
+
+def summary(found: Comparison) -> Iterator[str]:
+    """What a reader wants to know first."""
+    for letter, run in (("A", found.a), ("B", found.b)):
+        yield f"{letter}: {run.name} ({run.folder}), steps {run.rows[0].step} to {run.rows[-1].step}"
+        yield from (f"   {note}" for note in run.notes)
+    tolerance = f"|a - b| <= {found.absolute:g} + {found.relative:g} * max(|a|, |b|)"
+    same = sum(metric.step is None and metric.common > 0 for metric in found.metrics)
+    if found.first is None:
+        yield f"{same} metrics agree at every common step within {tolerance}"
+    else:
+        names = [metric.metric for metric in found.metrics if metric.step == found.first.step]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        yield f"first difference at step {found.first.step}: {', '.join(names[:4])}{more} (tolerance {tolerance}; {same} metrics agree)"
+    for letter, only in zip("AB", found.only, strict=True):
+        if only:
+            yield f"only {letter} has {', '.join(only)}"
+    yield f"{len(found.config)} configuration keys differ"
+
+
+def html_page(found: Comparison, patterns: Sequence[str]) -> str:
+    """A self-contained page: curves of both runs over one another, divergences, configuration differences."""
+    return page(f"{found.a.name} and {found.b.name}", _body(found, patterns))
+
+
+def _body(found: Comparison, patterns: Sequence[str]) -> Iterator[str]:
+    yield f"<h1>{escape(found.a.name)} and {escape(found.b.name)}</h1>"
+    yield from (f"<p>{escape(line)}</p>" for line in summary(found))
+    metrics = chosen(found, patterns)
+    yield '<h2>Curves</h2><div class="grid-of-charts">'
+    for metric in metrics:
+        unit = next((entry.unit for entry in dictionary.ENTRIES if entry.matches(metric.metric)), "")
+        note = (
+            ""
+            if metric.step is None
+            else f"first difference at step {metric.step}: {' and '.join(map(repr, metric.at))}"
+        )
+        lines = [Series(f"A {found.a.name}", metric.a, 0), Series(f"B {found.b.name}", metric.b, 1)]
+        yield chart(metric.metric, lines, unit=unit, note=note, mark=metric.step)
+    yield "</div><h2>First differences</h2>"
+    yield table(
+        ("metric", "common steps", "first difference", "A there", "B there", "largest |A - B|"),
+        (
+            (
+                m.metric,
+                m.common,
+                "none" if m.step is None else m.step,
+                *(("", "") if m.step is None else m.at),
+                number(m.largest),
+            )
+            for m in metrics
+        ),
+        numbers=(1, 2, 3, 4, 5),
+    )
+    yield "<h2>Configuration</h2>"
+    yield table(("key", "A", "B"), ((key, repr(mine), repr(theirs)) for key, mine, theirs in found.config))
+
+
+def _cells(metric: Divergence) -> Iterator[str]:
+    both = [y for _, y in (*metric.a, *metric.b) if math.isfinite(y)]
+    low, high = (min(both), max(both)) if both else (0.0, 0.0)
+    yield metric.metric
+    for points in (metric.a, metric.b):
+        values = [y for _, y in points]
+        yield f"{number(values[0])} → {number(values[-1])}"
+        yield spark(values, low, high)
+    if not metric.common:
+        yield "no common step"
+    elif metric.step is None:
+        yield "none"
+    else:
+        yield f"step {metric.step}: {metric.at[0]:.9g}, {metric.at[1]:.9g}"
+    yield number(metric.largest)

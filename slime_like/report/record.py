@@ -1,0 +1,128 @@
+"""A run's folder read back: its configuration and its metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from slime_like.errors import DataError
+
+METRICS, CONFIG = "metrics.jsonl", "config.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of metrics.jsonl."""
+
+    step: int
+    time: float  # s since the epoch
+    values: Mapping[str, float]
+    spans: Mapping[str, tuple[float, float]]  # phase -> start and stop, s since the epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A run as its folder tells it."""
+
+    folder: Path
+    config: Mapping[str, Any]  # the resolved configuration as a tree; empty where the folder has none
+    rows: tuple[Row, ...]  # by step
+    notes: tuple[str, ...]  # what could not be read, and was left out
+
+    @property
+    def name(self) -> str:
+        """``run.name``, or the folder's."""
+        return str(cast("dict[str, Any]", self.config.get("run") or {}).get("name") or self.folder.name)
+
+    @property
+    def metrics(self) -> list[str]:
+        """Every metric that some row has, in the order of their first appearance."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.values))
+
+    def curve(self, metric: str) -> list[tuple[int, float]]:
+        """(step, value) of the rows that have ``metric``."""
+        return [(row.step, row.values[metric]) for row in self.rows if metric in row.values]
+
+
+def read_record(folder: Path) -> Record:
+    """Read a run's folder. A torn last line, as a killed run leaves it, is noted and left out.
+
+    Raises ``DataError`` naming the file, and the line where one cannot be read.
+    """
+    path = folder / METRICS
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder: give run.dir of a run")
+    if not path.is_file():
+        raise DataError(f"{folder} has no {METRICS}: give run.dir of a run that has trained at least one step")
+    notes: list[str] = []
+    rows = {row.step: row for row in _rows(path, notes)}
+    if not rows:
+        raise DataError(f"{path} has no complete line: the run has not finished a step yet")
+    return Record(folder, _config(folder / CONFIG, notes), tuple(rows[step] for step in sorted(rows)), tuple(notes))
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree as dotted key -> value."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            found |= flat(cast("dict[str, Any]", value), f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _rows(path: Path, notes: list[str]) -> Iterator[Row]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            yield _row(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number == len(lines) and not text.endswith("\n"):
+                notes.append(f"{path}:{number}: the last line is torn and was left out")
+                return
+            raise DataError(
+                f"{path}:{number} is no line of metrics ({type(error).__name__}: {error}): remove it, or copy the file again"
+            ) from error
+
+
+def _row(fields: dict[str, Any]) -> Row:
+    step = fields["step"]
+    if isinstance(step, bool) or not isinstance(step, (int, float)) or not math.isfinite(step):
+        raise ValueError(f"step is {step!r}")
+    values = {
+        name: float(value)
+        for name, value in fields.items()
+        if name not in ("step", "time", "spans") and _is_number(name, value)
+    }
+    spans = {name: (float(start), float(stop)) for name, (start, stop) in dict(fields.get("spans") or {}).items()}
+    return Row(int(step), float(fields.get("time", "nan")), values, spans)
+
+
+def _is_number(name: str, value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} is {value!r}, not a number")
+    return True
+
+
+def _config(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        notes.append(f"{path} is missing: the configuration is not known")
+        return {}
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DataError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise DataError(f"{path} holds no configuration: it is written when a run starts")
+    return cast("dict[str, Any]", tree)
