@@ -118,8 +118,6 @@ NOT_HERE: dict[str, str] = {
     "--reset-optimizer-states": "",
     "--use-stateless-adam": "",
     "--disable-rewards-normalization": "algo.group_advantage chooses the baseline",
-    "--reward-key": "a reward returns one score and, beside it, an accuracy",
-    "--eval-reward-key": "a reward returns one score and, beside it, an accuracy",
     "--dump-details": "run.dump_rollouts=true writes every sample",
     "--save-debug-train-data": "run.dump_rollouts=true writes every sample",
     "--enable-experimental": "",

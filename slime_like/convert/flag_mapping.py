@@ -12,6 +12,7 @@ from slime_like.config.flag_defaults import DEFAULTS, SlimeDefault
 from slime_like.config.flag_table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES, dotted
 from slime_like.config.flags import translate
 from slime_like.config.load import load_config
+from slime_like.config.reward_names import split_prefix
 from slime_like.config.root import TrainConfig
 from slime_like.convert.shell_values import Value
 from slime_like.errors import ConfigError
@@ -229,7 +230,7 @@ def _without_effect(item: _Given, given: Sequence[_Given]) -> str:
         return "has no effect without --use-tis, in slime as well"
     if item.flag == "--optimizer-offload-fraction" and "--optimizer-cpu-offload" not in present:
         return "has no effect without --optimizer-cpu-offload, in Megatron as well"
-    if item.flag == "--rm-type" and item.text.removeprefix("boxed_") not in names.REWARDS:
+    if item.flag == "--rm-type" and split_prefix(item.text)[1] not in names.REWARDS:
         return f"there is no reward of this name (there are {', '.join(names.REWARDS)}): reward.name stays as it is"
     if item.flag in CODE and ":" in (path := dotted(item.flag, item.text)):
         return _missing_code(path)

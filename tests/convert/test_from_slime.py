@@ -16,7 +16,6 @@ from slime_like.config.files import check_files
 from slime_like.config.flag_defaults import DEFAULTS
 from slime_like.config.known import known_keys
 from slime_like.config.load import load_config
-from slime_like.config.names import REWARDS
 from slime_like.convert.flag_mapping import Mapped, Row, map_arguments
 from slime_like.convert.launch_script import read_launch
 from slime_like.convert.recipe_file import write_recipe
@@ -77,7 +76,7 @@ def test_the_flashqla_run_composes_and_plans(tmp_path: Path) -> None:
     assert (cfg.rollout.max_response_len, cfg.rollout.tp, cfg.rollout.num_engines) == (8192, 8, 1)
     assert (cfg.model.gdn.backend, cfg.model.recompute, cfg.optim.cpu_offload) == ("flashqla", "full", True)
     assert cfg.data.train.endswith("dapo-math-17k/dapo-math-17k.jsonl")
-    assert cfg.reward.name == ("deepscaler" if "deepscaler" in REWARDS else "math")
+    assert cfg.reward.name == "deepscaler"
     assert cfg.algo.aggregation == "sequence_mean", "slime's default, written out"
     assert cfg.evaluation.temperature == 1.0, "slime samples held-out prompts as it samples others"
     for text in (
@@ -112,6 +111,7 @@ ROWS = {
     "--use-kl-loss --kl-loss-coef 0.1 --ref-load r": ("--ref-load", "mapped", ""),
     "--ref-load r": ("--ref-load", "dropped", "no KL"),
     "--rm-type nonesuch": ("--rm-type", "dropped", "no reward of this name"),
+    "--rm-type boxed_math": ("--rm-type", "mapped", ""),
     "--tis-clip 3": ("--tis-clip", "dropped", "--use-tis"),
     "--custom-rm-path nowhere.at_all.fn": ("--custom-rm-path", "dropped", "cannot be imported"),
     "--sglang-cuda-graph-bs 1 2": ("--sglang-cuda-graph-bs", "mapped", "sglang"),
