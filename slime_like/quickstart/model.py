@@ -77,8 +77,23 @@ def write_model(folder: Path, spec: ModelSpec) -> None:
     torch.manual_seed(spec.seed)
     config: Any = AutoConfig.for_model(spec.model_type, **config_fields(spec))
     model: Any = AutoModelForCausalLM.from_config(config)
+    _fill_padding(model, config)
     model.save_pretrained(folder)
     write_tokenizer(folder)
+
+
+def _fill_padding(model: Any, config: Any) -> None:
+    """Give the padding token an embedding: transformers leaves zeros, and a policy may sample any token.
+
+    Through the first norm of a hidden state of zeros the gradient is 1e3 times what it is elsewhere, and through a
+    key's norm 1e3 times that: one such token in a batch is all that is left of a clipped step. A tied embedding is
+    the output layer's too, which moves it in the first step.
+    """
+    import torch
+
+    if not config.tie_word_embeddings:
+        row = model.get_input_embeddings().weight[config.pad_token_id]
+        torch.nn.init.normal_(row.detach(), std=config.initializer_range)
 
 
 def write_tokenizer(folder: Path) -> None:
