@@ -31,7 +31,7 @@ class ModelConfig(Config):
     gdn: GDNConfig = key(GDNConfig, "Gated DeltaNet layers, where the model has them.")
     cpu_kernels: str = key(
         "auto",
-        "Norms, rotation and SwiGLU of a trainer on a CPU: c (compiled where it runs), torch, or auto: c where there is "
+        "Attention, norms, rotation, SwiGLU and log-probabilities of a trainer on a CPU: c (compiled where it runs), torch, or auto: c where there is "
         "a C compiler and run.deterministic is off.",
         choices=("auto", "c", "torch"),
     )
