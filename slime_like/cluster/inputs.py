@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from slime_like.cluster.crash import one_line
 from slime_like.cluster.plan import Plan
 from slime_like.config import names
+from slime_like.config.eval_sets import EvalSet, eval_sets
 from slime_like.config.root import TrainConfig
 from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import rollout_path
-from slime_like.data.prompts import SourceContext
+from slime_like.data.prompts import FileSource, SourceContext
 from slime_like.data.rows import any_row
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import CheckpointError, ConfigError, DataError
@@ -23,6 +24,7 @@ from slime_like.reward.check import check_reward, label_rule, row_rule
 from slime_like.types import Prompt
 
 TRAIN = "data.train"
+COLUMN_SETTINGS = ("input_key", "label_key", "metadata_key", "apply_chat_template")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> Inputs:
     supervised = not plan.needs_engines
     needs_label = _always if supervised else label_rule(cfg.reward)
 
-    def source(path: str, dataset: str, key: str) -> Any:
-        context = SourceContext(
+    def context(path: str, dataset: str, key: str) -> SourceContext:
+        return SourceContext(
             path=path,
             tokenizer=tokenizer,
             max_context_len=plan.max_context_len,
@@ -58,16 +60,22 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> Inputs:
             dataset=dataset,
             key=key,
         )
-        factory: Any = resolve("data.source", cfg.data.source if key == TRAIN else "file", names.DATA_SOURCES)
-        return factory(cfg.data, context)
 
-    train = source(cfg.data.train, "train", TRAIN)
+    factory: Any = resolve("data.source", cfg.data.source, names.DATA_SOURCES)
+    train = factory(cfg.data, context(cfg.data.train, "train", TRAIN))
     if supervised:
         train = Demonstrations(train, tokenizer, plan.max_context_len)
     heldout = {
-        name: source(path, name, f"evaluation.datasets.{name}") for name, path in cfg.evaluation.datasets.items()
+        found.name: _heldout(cfg, found, context(found.path, found.name, f"evaluation.datasets.{found.name}"))
+        for found in eval_sets(cfg.evaluation)
     }
-    return Inputs(tokenizer, stops, train, {name: tuple(data.next(len(data))) for name, data in heldout.items()})
+    return Inputs(tokenizer, stops, train, heldout)
+
+
+def _heldout(cfg: TrainConfig, chosen: EvalSet, context: SourceContext) -> tuple[Prompt, ...]:
+    """All prompts of a held-out set, its columns named as its own settings say, or else as those of the training data."""
+    own = {name: getattr(chosen, name) for name in COLUMN_SETTINGS if getattr(chosen, name) is not None}
+    return FileSource(replace(cfg.data, **own), replace(context, rm_type=chosen.rm_type)).prompts
 
 
 def _check_dumps(cfg: TrainConfig, folder: Path) -> None:

@@ -154,16 +154,23 @@ class DataConfig(Config):
 class EvalConfig(Config):
     """Held-out prompts."""
 
-    datasets: dict[str, str] = key({}, "Name -> file; metric eval/<name>.")
+    datasets: dict[str, str] = key({}, "Name -> file, with an optional slice; metrics eval/<name>...")
     interval: int | None = key(None, "Evaluate every N rollouts; null: only before the first and after the last.")
     before_train: bool = key(True, "Evaluate before the first rollout (slime: --skip-eval-before-train turns it off).")
     n_samples_per_prompt: int = key(1, "Samples per held-out prompt.")
     temperature: float = key(0.0, "0: greedy.")
     top_p: float = key(1.0, "Nucleus.")
+    top_k: int = key(-1, "Top-k; -1: all.")
     max_response_len: int | None = key(None, "Most tokens per response; null: rollout.max_response_len.")
+    overrides: dict[str, Any] = key(
+        {},
+        "Name of a set -> settings of its own: n_samples_per_prompt, temperature, top_p, top_k, max_response_len, rm_type, "
+        "input_key, label_key, metadata_key, apply_chat_template.",
+    )
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
         positive(prefix, self, "interval", "n_samples_per_prompt", "max_response_len")
         within(prefix, self, 0.0, 10.0, "temperature")
         within(prefix, self, 0.0, 1.0, "top_p")
+        within(prefix, self, -1, 1e9, "top_k")

@@ -35,7 +35,8 @@ SLIME_METRICS: dict[str, str] = {
     "perf/step_time": "perf/step_time",
     "eval/<name>": "eval/<dataset>",
     "eval/<name>-truncated_ratio": "eval/<dataset>-truncated_ratio",
-    "eval/<name>-pass@k": "eval/<dataset>-pass@k",
+    "eval/<name>-pass@k": "eval/<dataset>-pass@<k>",
+    "eval/<name>/response_len/mean": "eval/<dataset>/response_len/mean",
 }
 """slime's metric -> ours; most have slime's name."""
 

@@ -33,7 +33,11 @@ def cells(values: Mapping[str, float]) -> list[str]:
 def evaluations(values: Mapping[str, float]) -> dict[str, float]:
     """``eval/<dataset>`` figures of a step, without their qualifiers."""
     found = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
-    return {name: value for name, value in found.items() if not any(name.startswith(f"{other}-") for other in found)}
+    return {
+        name: value
+        for name, value in found.items()
+        if not any(name.startswith((f"{other}-", f"{other}/")) for other in found)
+    }
 
 
 def time_split(values: Mapping[str, float]) -> str:

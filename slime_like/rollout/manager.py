@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from slime_like.config import names
+from slime_like.config.eval_sets import eval_sets
 from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.data.dump import load_groups, save_groups
@@ -187,17 +188,18 @@ class RolloutManager:
     # ---- evaluate ----------------------------------------------------------------------------------------------------
     async def evaluate(self) -> tuple[Metric, ...]:
         """``eval/<dataset>`` for every held-out dataset, under the weights the engines hold now."""
-        evaluation = self._spec.evaluation
-        sampling = Sampling(
-            temperature=evaluation.temperature,
-            max_new_tokens=evaluation.max_response_len or self._spec.rollout.max_response_len,
-            top_p=evaluation.top_p,
-            stop_token_ids=self._spec.stop_token_ids,
-        )
         metrics: list[Metric] = []
-        for name, prompts in self._heldout.items():
-            groups = await self._answer_all(prompts, sampling, 0, evaluation.n_samples_per_prompt, f"eval {name}")
-            metrics += eval_metrics(name, groups)
+        for heldout in eval_sets(self._spec.evaluation):
+            sampling = Sampling(
+                temperature=heldout.temperature,
+                max_new_tokens=heldout.max_response_len or self._spec.rollout.max_response_len,
+                top_p=heldout.top_p,
+                top_k=heldout.top_k,
+                stop_token_ids=self._spec.stop_token_ids,
+            )
+            prompts, n = self._heldout[heldout.name], heldout.n_samples_per_prompt
+            groups = await self._answer_all(prompts, sampling, 0, n, f"eval {heldout.name}")
+            metrics += eval_metrics(heldout.name, groups)
         return tuple(metrics)
 
     # ---- weights -----------------------------------------------------------------------------------------------------

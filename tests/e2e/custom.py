@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from slime_like.interfaces import Engine, GenerateContext
+from slime_like.reward.kinds import scores_groups
 from slime_like.rollout.generate import single_turn
 from slime_like.types import Prompt, Sample, SampleGroup
 
@@ -34,6 +35,14 @@ def length(prompt: Prompt, sample: Sample) -> float:
     """Number of characters."""
     del prompt
     return float(len(sample.text))
+
+
+@scores_groups
+def shortest(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    """1 for the shortest of a prompt's answers."""
+    del prompt
+    least = min(len(sample.text) for sample in samples)
+    return [float(len(sample.text) == least) for sample in samples]
 
 
 def digits(prompt: Prompt, sample: Sample) -> float:

@@ -116,17 +116,19 @@ def test_a_replay_trains_on_the_same_rollouts(run: Done, warm: Warm, tmp_path: P
 
 
 def test_rollout_only_with_parts_of_ones_own(warm: Warm, tmp_path: Path) -> None:
+    heldout = warm.folder / "assets" / "heldout.jsonl"
     done = train(
         "+recipe=quickstart",
         *warm.overrides,
         *SMALL,
         *SHAPE,
-        "evaluation.datasets={}",
+        f"evaluation.datasets={{greedy: '{heldout}@[0:20]', sampled: '{heldout}@[20:30]'}}",
+        "evaluation.overrides.sampled={n_samples_per_prompt: 4, temperature: 0.7, rm_type: f1}",
         "run.mode=rollout_only",
         "run.dump_rollouts=true",
         f"run.dir={tmp_path / 'run'}",
         "loop.num_rollout=2",
-        "reward.name=tests.e2e.custom:length",
+        r"reward.weights={rm_type: 1.0, tests.e2e.custom\:length: 1.0, tests.e2e.custom\:shortest: 0.5}",
         "rollout.generate=tests.e2e.custom:generate",
         "rollout.filters=[tests.e2e.custom:even_prompts]",
         "rollout.max_refills=20",
@@ -140,10 +142,19 @@ def test_rollout_only_with_parts_of_ones_own(warm: Warm, tmp_path: Path) -> None
     assert rows[0]["rollout/generated_groups"] == 16 + dropped > 16
     assert rows[0]["rollout/refills"] > 0
     assert all(group.prompt.prompt_id % 2 == 0 and len(group.samples) == 2 for group in groups)
-    assert {s.reward.score for g in groups for s in g.samples if s.reward} == {
-        float(len(s.text)) for g in groups for s in g.samples
-    }
+    for group in groups:
+        least = min(len(sample.text) for sample in group.samples)
+        for s in group.samples:
+            right = s.text.strip() == group.prompt.label
+            assert s.reward is not None and s.reward.accuracy == right
+            assert s.reward.score == right + len(s.text) + 0.5 * (len(s.text) == least)
     assert all(row["rollout/staleness_max"] == 0 for row in rows)
+    evaluated = metrics(tmp_path / "run")[0]
+    assert {"eval/greedy", "eval/sampled", "eval/sampled/response_len/max"} <= set(evaluated)
+    passed = {k: evaluated.get(f"eval/sampled-pass@{k}") for k in (1, 2, 4)}
+    assert 0.0 <= passed[1] <= passed[2] <= 1.0
+    assert passed[4] is None and "eval/greedy-pass@1" not in evaluated  # the generate function makes two of the four
+    checks.check_documented(metrics(tmp_path / "run"))
 
 
 def test_a_push_that_never_happened_ends_the_run(warm: Warm, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ VALUES = {
     "perf/train_time": 3.0,
     "perf/train_wait_time": 1.0,
     "eval/sums": 0.5,
-    "eval/sums-pass@k": 0.9,
+    "eval/sums-pass@4": 0.9,
+    "eval/sums/response_len/mean": 7.0,
 }
 
 
@@ -107,7 +108,12 @@ def test_spans_keep_first_start_and_last_stop() -> None:
 
 
 def test_the_dictionary_knows_patterns_and_the_page_is_current() -> None:
-    assert dictionary.unknown(["eval/gsm8k", "eval/gsm8k-pass@k", "rollout/dropped_groups/nonzero_std"]) == []
+    assert (
+        dictionary.unknown(
+            ["eval/gsm8k", "eval/gsm8k-pass@16", "eval/gsm8k/response_len/max", "rollout/dropped_groups/nonzero_std"]
+        )
+        == []
+    )
     assert dictionary.unknown(["train/los", "eval/a/b"]) == ["eval/a/b", "train/los"]
     page = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
     assert page.read_text() == dictionary.render(), "run scripts/make_metric_docs.py"

@@ -1,0 +1,110 @@
+"""Held-out figures: pass@k without bias, lengths, truncation; several sets with settings of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations
+from math import comb
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_like.config.eval_sets import EvalSet, check_eval_sets, eval_sets
+from slime_like.config.rollout import EvalConfig, RewardConfig
+from slime_like.errors import ConfigError
+from slime_like.metrics.dictionary import unknown
+from slime_like.metrics.types import reduce_metrics
+from slime_like.rollout.evaluate import eval_metrics
+from slime_like.rollout.pass_at_k import mean_pass_at_k, pass_at_k
+from slime_like.types import Reward, SampleGroup, Status
+from tests.reward.scored import group
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 400), st.data())
+def test_pass_at_k_is_the_formula_in_exact_arithmetic(n: int, data: st.DataObject) -> None:
+    right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    exact = 1 - Fraction(comb(n - right, k), comb(n, k))
+    assert pass_at_k(n, right, k) == pytest.approx(float(exact), abs=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_one(right: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(right)))
+    draws = [any(draw) for draw in combinations(right, k)]
+    assert pass_at_k(len(right), sum(right), k) == pytest.approx(sum(draws) / len(draws))
+
+
+def test_pass_at_k_is_a_mean_over_prompts_for_powers_of_two() -> None:
+    assert mean_pass_at_k([[True, False, False, False], [False] * 4]) == {1: 0.125, 2: 0.25, 4: 0.5}
+    assert mean_pass_at_k([[True] * 3, [False] * 7]) == {1: 0.5, 2: 0.5}
+    assert mean_pass_at_k([[True], [False, True]]) == mean_pass_at_k([]) == {}
+
+
+def scored(rewards: Sequence[Reward], statuses: Sequence[Status]) -> SampleGroup:
+    given = group(*("x" for _ in rewards))
+    found = [replace(s, reward=r, status=t) for s, r, t in zip(given.samples, rewards, statuses, strict=True)]
+    return replace(given, samples=tuple(found))
+
+
+def test_metrics_of_a_set_have_slimes_names_and_are_in_the_dictionary() -> None:
+    right, wrong = Reward(1.0, 1.0), Reward(-1.0, 0.0)
+    done, cut = Status.COMPLETED, Status.TRUNCATED
+    found = reduce_metrics(
+        eval_metrics("aime", [scored([right, wrong], [done, cut]), scored([wrong, wrong], [done, done])])
+    )
+    assert unknown(found) == []
+    assert found == {
+        "eval/aime": 0.25,
+        "eval/aime-truncated_ratio": 0.25,
+        "eval/aime-pass@1": 0.25,
+        "eval/aime-pass@2": 0.5,
+        **{f"eval/aime/response_len/{what}": 1.0 for what in ("mean", "median", "max", "min")},
+    }
+
+
+def test_without_an_accuracy_the_score_is_reported() -> None:
+    found = reduce_metrics(eval_metrics("qa", [scored([Reward(0.25), Reward(1.0)], [Status.COMPLETED] * 2)]))
+    assert (found["eval/qa"], found["eval/qa-pass@1"], found["eval/qa-pass@2"]) == (0.625, 0.5, 1.0)
+
+
+SETS = EvalConfig(
+    datasets={"aime": "a.jsonl", "gpqa": "g.parquet@[0:9]"},
+    n_samples_per_prompt=2,
+    temperature=0.6,
+    overrides={"aime": {"n_samples_per_prompt": 16, "max_response_len": 99}, "gpqa": {"rm_type": "gpqa", "top_k": 20}},
+)
+
+
+def test_sets_have_settings_of_their_own_over_those_of_all() -> None:
+    assert eval_sets(SETS) == (
+        EvalSet("aime", "a.jsonl", 16, 0.6, 1.0, -1, 99),
+        EvalSet("gpqa", "g.parquet@[0:9]", 2, 0.6, 1.0, 20, None, "gpqa"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reward", "message"),
+    [
+        ({"aim": {}}, {}, r"evaluation.overrides.aim: there is no such set: did you mean 'aime'\?"),
+        ({"aime": {"temprature": 1}}, {}, r"overrides.aime.temprature is unknown: did you mean 'temperature'\?"),
+        ({"aime": {"n_samples_per_prompt": 1.5}}, {}, r"n_samples_per_prompt=1.5 must be a whole number"),
+        ({"aime": {"n_samples_per_prompt": True}}, {}, r"n_samples_per_prompt=True must be a whole number"),
+        ({"aime": {"top_p": 1.5}}, {}, r"top_p=1.5 must lie in \[0, 1\]"),
+        ({"aime": {"apply_chat_template": "yes"}}, {}, r"apply_chat_template='yes' must be true or false"),
+        ({"aime": {"input_key": ""}}, {}, r"input_key='' must be a word"),
+        ({"aime": 3}, {}, r"overrides.aime=3 must be a mapping such as"),
+        ({"aime": {"rm_type": "mth"}}, {}, r"aime.rm_type='mth' is unknown: did you mean 'math'\?"),
+        ({"aime": {"rm_type": "math"}}, {"name": "m:f"}, r"rm_type='math' has no effect with reward.name='m:f'"),
+        ({"aime": {"rm_type": "math"}}, {"weights": {"f1": 1.0}}, r"has no effect with reward.weights without rm_type"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(
+    overrides: dict[str, object], reward: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_eval_sets(replace(SETS, overrides=overrides), RewardConfig(**reward))  # pyright: ignore[reportArgumentType]
