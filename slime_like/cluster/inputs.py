@@ -11,10 +11,10 @@ from typing import Any
 from slime_like.cluster.crash import one_line
 from slime_like.cluster.plan import Plan
 from slime_like.config import names
-from slime_like.config.eval_sets import EvalSet, eval_sets
 from slime_like.config.root import TrainConfig
 from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import rollout_path
+from slime_like.data.heldout import EvalSet, eval_sets
 from slime_like.data.prompts import FileSource, SourceContext
 from slime_like.data.rows import any_row
 from slime_like.data.tokenizer import open_tokenizer
@@ -24,7 +24,6 @@ from slime_like.reward.check import check_reward, label_rule, row_rule
 from slime_like.types import Prompt
 
 TRAIN = "data.train"
-COLUMN_SETTINGS = ("input_key", "label_key", "metadata_key", "apply_chat_template")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +73,7 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> Inputs:
 
 def _heldout(cfg: TrainConfig, chosen: EvalSet, context: SourceContext) -> tuple[Prompt, ...]:
     """All prompts of a held-out set, its columns named as its own settings say, or else as those of the training data."""
-    own = {name: getattr(chosen, name) for name in COLUMN_SETTINGS if getattr(chosen, name) is not None}
-    return FileSource(replace(cfg.data, **own), replace(context, rm_type=chosen.rm_type)).prompts
+    return FileSource(chosen.columns(cfg.data), replace(context, rm_type=chosen.rm_type)).prompts
 
 
 def _check_dumps(cfg: TrainConfig, folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from slime_like.checkpoint_files import LATEST, megatron_folder
 from slime_like.config import names
 from slime_like.config.algo import SftConfig
-from slime_like.config.eval_sets import eval_lengths
+from slime_like.config.eval_overrides import override_lengths
 from slime_like.config.experts import check_experts
 from slime_like.config.gdn import gdn_cp_mode
 from slime_like.config.gdn_rules import check_has_gdn
@@ -111,7 +111,7 @@ def _context(cfg: TrainConfig, model: HfConfig) -> None:
     for key, value in (
         ("rollout.max_response_len", cfg.rollout.max_response_len),
         ("evaluation.max_response_len", cfg.evaluation.max_response_len),
-        *eval_lengths(cfg.evaluation),
+        *override_lengths(cfg.evaluation),
     ):
         if value is not None and value >= (asked or most):
             raise ConfigError(

@@ -137,8 +137,8 @@ class DataConfig(Config):
 
     train: str = key(MISSING, "jsonl or parquet of prompts, with an optional slice: path@[a:b].")
     source: str = key("file", "Data source: a name of table DATA_SOURCES or a dotted path.")
-    input_key: str = key("prompt", "Column of the prompt: a string or chat messages.")
-    label_key: str = key("label", "Column of the label.")
+    input_key: str = key("prompt", "Column of the prompt, a string or chat messages; a.b is b inside of column a.")
+    label_key: str = key("label", "Column of the label, such as label or reward_model.ground_truth.")
     metadata_key: str = key("metadata", "Column of the metadata.")
     apply_chat_template: bool = key(
         False, "Render string prompts as a user turn by the tokenizer's chat template (messages always are)."

@@ -6,7 +6,7 @@ from slime_like.config import foreign, names
 from slime_like.config.algo import SftConfig
 from slime_like.config.attention import check_attention
 from slime_like.config.base import within
-from slime_like.config.eval_sets import check_eval_sets, eval_lengths
+from slime_like.config.eval_overrides import check_overrides, override_lengths
 from slime_like.config.experts import RECOMPUTED, stage_ranks
 from slime_like.config.gdn_rules import check_gdn
 from slime_like.config.known import ALGORITHMS
@@ -28,7 +28,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True) -> None:
     """Raise ``ConfigError`` on the first rule that ``cfg`` breaks; without ``machine``, of those that hold anywhere."""
     _ranges(cfg)
     _names(cfg)
-    check_eval_sets(cfg.evaluation, cfg.reward)
+    check_overrides(cfg.evaluation, cfg.reward)
     _algorithm(cfg)
     _mode(cfg)
     batch_identity(cfg)
@@ -235,7 +235,7 @@ def _lengths(cfg: TrainConfig) -> None:
     for key, value in (
         ("rollout.max_response_len", cfg.rollout.max_response_len),
         ("evaluation.max_response_len", cfg.evaluation.max_response_len),
-        *eval_lengths(cfg.evaluation),
+        *override_lengths(cfg.evaluation),
     ):
         if longest is not None and value is not None and value >= longest:
             raise ConfigError(

@@ -21,15 +21,15 @@ Tokenizer = Any  # transformers' PreTrainedTokenizerBase, whose members carry no
 def check_messages(prompt: object) -> list[Message]:
     """A list of chat messages, or ``ValueError`` saying what is wrong with it."""
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"is {_shown(cast(object, prompt))}; it must be a string or a list of chat messages")
+        raise ValueError(f"is {shown(cast(object, prompt))}; it must be a string or a list of chat messages")
     messages: list[Message] = []
     for i, message in enumerate(cast(list[object], prompt)):
         if not isinstance(message, dict):
-            raise ValueError(f"message {i} is {_shown(message)}; a chat message has a 'role' and a 'content'")
+            raise ValueError(f"message {i} is {shown(message)}; a chat message has a 'role' and a 'content'")
         fields = cast(dict[str, Any], message)
         for name in ("role", "content"):
             if not isinstance(fields.get(name), str):
-                raise ValueError(f"message {i} has {name}={_shown(fields.get(name))}; it must be a string")
+                raise ValueError(f"message {i} has {name}={shown(fields.get(name))}; it must be a string")
         # Parquet fills the fields that other rows have with None: a template would take them for present.
         messages.append({name: value for name, value in fields.items() if value is not None})
     return messages
@@ -69,6 +69,7 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> list[I32]:
     return [np.array(ids, dtype=np.int32) for ids in cast(list[list[int]], encoded["input_ids"])]
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value for a message, cut short."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -82,16 +82,27 @@ class DataFile:
 
     def _parquet(self) -> Iterator[RawRow]:
         index = -1
-        for batch in _parquet(self.path).iter_batches(batch_size=1024):
+        batches = _parquet(self.path).iter_batches(batch_size=1024)
+        while (batch := self._next(batches, index + 1)) is not None:
             if index + 1 >= self.stop:
                 return
             if index + batch.num_rows < self.start:
                 index += batch.num_rows
                 continue
-            for fields in cast(list[dict[str, Any]], batch.to_pylist()):
+            for fields in cast(list[dict[str, Any]], batch.to_pylist(maps_as_pydicts="lossy")):
                 index += 1
                 if self.start <= index < self.stop:
                     yield RawRow(index, f"row {index}", fields)
+
+    def _next(self, batches: Iterator[Any], index: int) -> Any:
+        """The next rows of a parquet file, None at its end. Raises ``DataError`` where they are damaged."""
+        try:
+            return next(batches, None)
+        except (ValueError, OSError, NotImplementedError) as error:  # ArrowException is one of these
+            why = str(error).strip().splitlines()[0]
+            raise DataError(
+                f"{self.path}, row {index} or after: cannot be read ({why}); write the file again or name another"
+            ) from error
 
 
 def _parse(index: int, location: str, line: bytes) -> RawRow:

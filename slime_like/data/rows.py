@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, cast
 
 import numpy as np
 
 from slime_like.config.rollout import DataConfig
-from slime_like.data.chat import Tokenizer, check_messages, has_template, render, require_template
+from slime_like.data.chat import Tokenizer, check_messages, has_template, render, require_template, shown
 from slime_like.data.files import RawRow
 from slime_like.errors import ConfigError
 from slime_like.types import I32, Prompt
@@ -59,12 +60,13 @@ class RowReader:
         if raw.fields is None:
             raise BadRow(raw.problem)
         cfg, fields = self.config, raw.fields
-        if fields.get(cfg.input_key) is None:
+        prompt = _column(fields, cfg.input_key)
+        if prompt is None:
             known = ", ".join(map(repr, fields)) or "no column"
             raise BadRow(f"has no {cfg.input_key!r} but {known}; set data.input_key to the column of the prompt")
-        metadata = _metadata(cfg.metadata_key, fields.get(cfg.metadata_key))
+        metadata = _metadata(cfg.metadata_key, _column(fields, cfg.metadata_key))
         rm_type = self.rm_type or _rm_type(fields.get("rm_type") or metadata.get("rm_type"))
-        label = _label(cfg.label_key, fields.get(cfg.label_key))
+        label = _label(cfg.label_key, _column(fields, cfg.label_key))
         compares = self._compares(rm_type)  # asked in any case: an unknown rm_type is a bad row
         if compares and label is None:
             raise BadRow(
@@ -73,7 +75,10 @@ class RowReader:
             )
         if problem := self.row_problem(rm_type, label, metadata):
             raise BadRow(problem)
-        return Row(raw.index, raw.location, self._text(fields[cfg.input_key]), label, rm_type, metadata)
+        text = self._text(prompt)
+        for key, value in ((cfg.input_key, text), (cfg.label_key, label or "")):
+            _check_text(key, value)
+        return Row(raw.index, raw.location, text, label, rm_type, metadata)
 
     def _compares(self, rm_type: str | None) -> bool:
         try:
@@ -82,8 +87,6 @@ class RowReader:
             raise BadRow(str(error)) from error
 
     def _text(self, prompt: object) -> str:
-        from jinja2 import TemplateError
-
         cfg = self.config
         if isinstance(prompt, str) and not cfg.apply_chat_template:
             return prompt
@@ -94,9 +97,10 @@ class RowReader:
         if not has_template(self.tokenizer):
             by = "data.apply_chat_template=true" if isinstance(prompt, str) else "a prompt of chat messages"
             require_template(self.tokenizer, by)
+        # A fault boundary: a chat template is a program of whoever made the tokenizer.
         try:
             return render(self.tokenizer, messages, cfg.chat_template_kwargs)
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:
             raise BadRow(f"the chat template refused {cfg.input_key!r}: {error}") from error
 
 
@@ -113,6 +117,25 @@ def length_problem(key: str, token_ids: I32, max_context_len: int) -> str:
     return ""
 
 
+def _column(fields: Mapping[str, Any], key: str) -> Any:
+    """A column, or what a dotted key names inside of one: ``reward_model.ground_truth``."""
+    if key in fields or "." not in key:
+        return fields.get(key)
+    outer, _, inner = key.partition(".")
+    value = fields.get(outer)
+    return _column(cast("Mapping[str, Any]", value), inner) if isinstance(value, Mapping) else None
+
+
+def _check_text(key: str, text: str) -> None:
+    """Half a surrogate pair is a character to JSON and Python, and none to a tokenizer."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(
+            f"{key!r} has {text[error.start]!r} at character {error.start}, which is no text; correct it"
+        ) from error
+
+
 def any_row(rm_type: str | None, label: str | None, metadata: Mapping[str, Any]) -> str:
     """What a reward without demands says of a row: nothing."""
     del rm_type, label, metadata
@@ -121,15 +144,15 @@ def any_row(rm_type: str | None, label: str | None, metadata: Mapping[str, Any])
 
 def _rm_type(value: object) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise BadRow(f"'rm_type' is {value!r}; it must be the name of a reward")
+        raise BadRow(f"'rm_type' is {shown(value)}; it must be the name of a reward")
     return (value or "").strip() or None
 
 
 def _label(key: str, value: object) -> str | None:
     if value is None or (isinstance(value, float) and np.isnan(value)):
         return None
-    if isinstance(value, (bool, dict, list)):
-        raise BadRow(f"{key!r} is {value!r}; a label is a string or a number")
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
+        raise BadRow(f"{key!r} is {shown(value)}; a label is a string or a number")
     return str(value) or None
 
 
@@ -142,7 +165,7 @@ def _metadata(key: str, value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise BadRow(f"{key!r} is {value!r}; metadata is a JSON object")
+        raise BadRow(f"{key!r} is {shown(value)}; metadata is a JSON object")
     metadata = cast(dict[str, Any], value)
     try:
         json.dumps(metadata)  # a parquet column holds more than JSON does; dumps and checkpoints could not keep it

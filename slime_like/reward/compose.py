@@ -14,12 +14,12 @@ def row_reward(config: RewardConfig, rm_type: str | None) -> str:
     return config.name if rm_type is None or ":" in config.name else rm_type
 
 
-def components(config: RewardConfig, rm_type: str | None) -> Mapping[str, float]:
-    """Name -> weight of what scores a row.
+def components(config: RewardConfig, rm_type: str | None, *, unshaped: bool = False) -> Mapping[str, float]:
+    """Name -> weight of what scores a row; ``unshaped``, as in evaluation, the row's own reward alone where it has one.
 
     Example: ``weights={"rm_type": 1.0, "my:f": 0.1}`` and a row of rm_type ``math`` give ``{"math": 1.0, "my:f": 0.1}``.
     """
-    if not config.weights:
+    if not config.weights or (unshaped and ROW in config.weights):
         return {row_reward(config, rm_type): 1.0}
     found: dict[str, float] = {}
     for key, weight in config.weights.items():

@@ -47,12 +47,12 @@ class RewardPool:
         self._silent = False  # the reward server, and that has been said
         self._closed = False
 
-    async def score(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+    async def score(self, groups: Sequence[SampleGroup], *, unshaped: bool = False) -> list[SampleGroup]:
         """New groups in which every sample has a reward.
 
-        Samples that a generate function scored keep their reward; failed and aborted ones get 0 without a call.
+        ``unshaped`` leaves out what ``reward.weights`` adds to a row's own reward. Samples that a generate function scored keep their reward; failed and aborted ones get 0 without a call.
         """
-        return await _together([self._group(group) for group in groups])
+        return await _together([self._group(group, unshaped) for group in groups])
 
     def metrics(self) -> tuple[Metric, ...]:
         """What happened since the last call of ``metrics``."""
@@ -78,9 +78,9 @@ class RewardPool:
         self.close()
         await self._remote.close()
 
-    async def _group(self, group: SampleGroup) -> SampleGroup:
+    async def _group(self, group: SampleGroup, unshaped: bool) -> SampleGroup:
         asked = [s for s in group.samples if s.reward is None and s.status not in UNSCORED]
-        weights = components(self._config, group.prompt.rm_type)
+        weights = components(self._config, group.prompt.rm_type, unshaped=unshaped)
         parts = await _together([self._part(name, group.prompt, asked) for name in weights]) if asked else []
         scored = {
             id(sample): self._settled(sample, None if None in found else composed(weights, found))

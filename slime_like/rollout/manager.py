@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from slime_like.config import names
-from slime_like.config.eval_sets import eval_sets
 from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.data.dump import load_groups, save_groups
+from slime_like.data.heldout import eval_sets
 from slime_like.data.leftover import split_leftover
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import WeightSyncError
@@ -35,6 +35,8 @@ from slime_like.rollout.refill import Refill, fill
 from slime_like.rollout.router import Router
 from slime_like.rollout.seeds import sample_seeds
 from slime_like.types import I32, Prompt, SampleGroup
+
+TRAIN_STREAM = "train"  # of sampling seeds; each held-out set has one of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,9 @@ class RolloutManager:
 
         async def ask(before: int, count: int) -> list[SampleGroup]:
             base = rollout_id * how.most + before
-            return await self._answer_all(self._source.next(count), sampling, base, cfg.n_samples_per_prompt, "train")
+            return await self._answer_all(
+                self._source.next(count), sampling, base, cfg.n_samples_per_prompt, TRAIN_STREAM
+            )
 
         filled = await fill(ask, self._keep, how, rollout_id)
         return Produced(rollout_id, filled.groups, started, now(), filled.num_generated, filled.num_refills)
@@ -167,7 +171,8 @@ class RolloutManager:
         context = GenerateContext(sampling, self._decode, group_id, group_id * n, self._spec.max_context_len)
         async with self._router.lease((len(prompt.token_ids) + sampling.max_new_tokens) * n) as engine:
             samples = await self._generate(prompt, engine, seeds, context)
-        return (await self._rewards.score([SampleGroup(group_id, prompt, tuple(samples))]))[0]
+        group = SampleGroup(group_id, prompt, tuple(samples))
+        return (await self._rewards.score([group], unshaped=stream != TRAIN_STREAM))[0]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_like.config.eval_sets import EvalSet, check_eval_sets, eval_sets
+from slime_like.config.eval_overrides import check_overrides
 from slime_like.config.rollout import EvalConfig, RewardConfig
+from slime_like.data.heldout import EvalSet, eval_sets
 from slime_like.errors import ConfigError
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
@@ -81,6 +82,7 @@ SETS = EvalConfig(
 
 
 def test_sets_have_settings_of_their_own_over_those_of_all() -> None:
+    check_overrides(SETS, RewardConfig())
     assert eval_sets(SETS) == (
         EvalSet("aime", "a.jsonl", 16, 0.6, 1.0, -1, 99),
         EvalSet("gpqa", "g.parquet@[0:9]", 2, 0.6, 1.0, 20, None, "gpqa"),
@@ -107,4 +109,4 @@ def test_a_setting_that_cannot_work_is_named(
     overrides: dict[str, object], reward: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_eval_sets(replace(SETS, overrides=overrides), RewardConfig(**reward))  # pyright: ignore[reportArgumentType]
+        check_overrides(replace(SETS, overrides=overrides), RewardConfig(**reward))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,234 @@
+"""Whatever a data file holds: prompts, or one message that names file, row, column and fix, before a process starts."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slime_like import cli
+from slime_like.cluster import launch
+from slime_like.config.rollout import RewardConfig
+from slime_like.errors import DataError
+from slime_like.reward.check import label_rule, row_rule
+from tests.config.model_folder import write_model
+from tests.data.character_tokenizer import TEMPLATE, characters
+from tests.data.sources import CHAT, TEN, data, source, texts, write
+
+REWARD = RewardConfig()
+RULES: dict[str, Any] = {"tokenizer": CHAT, "needs_label": label_rule(REWARD), "row_problem": row_rule(REWARD)}
+GOOD = TEN[0]
+
+Bad = tuple[dict[str, Any], str]
+ROWS: dict[str, Bad] = {
+    "column missing": ({"question": "1", "label": "1"}, "has no 'prompt' but 'question', 'label'"),
+    "column null": ({"prompt": None, "label": "1"}, "has no 'prompt' but"),
+    "number for a prompt": ({"prompt": 5, "label": "1"}, "'prompt' is 5; it must be a string or a list"),
+    "empty prompt": ({"prompt": "", "label": "1"}, "'prompt' has no token"),
+    "no turn": ({"prompt": [], "label": "1"}, "'prompt' is []; it must be"),
+    "turn without text": (
+        {"prompt": [{"role": "user", "content": None}], "label": "1"},
+        "'prompt' message 0 has content=None",
+    ),
+    "label missing": ({"prompt": "1", "label": None}, "label missing: no 'label'"),
+    "labels": ({"prompt": "1", "label": ["1", "2"]}, "'label' is ['1', '2']; a label is a string or a number"),
+    "truth for a label": ({"prompt": "1", "label": True}, "'label' is True"),
+    "unknown rm_type": ({"prompt": "1", "label": "1", "rm_type": "boxed_mth"}, "did you mean 'boxed_math'?"),
+    "server without address": ({"prompt": "1", "rm_type": "remote_rm"}, "set reward.remote_url"),
+    "number for rm_type": ({"prompt": "1", "label": "1", "rm_type": 3}, "'rm_type' is 3"),
+    "no option is right": (
+        {"prompt": "1", "label": "1", "rm_type": "gpqa", "metadata": {"correct_letter": "Z"}},
+        "its right option is 'Z', which is not one of A, B",
+    ),
+    "list for metadata": ({"prompt": "1", "label": "1", "metadata": [1]}, "'metadata' is [1]"),
+    "text for metadata": ({"prompt": "1", "label": "1", "metadata": "{"}, "'metadata' is text that is not JSON"),
+    "too long": ({"prompt": "x" * 64, "label": "1"}, "'prompt' has 64 tokens"),
+}
+TYPED: dict[str, Bad] = {
+    "bytes for a label": ({"prompt": "1", "label": b"1"}, "'label' is b'1'; a label is a string or a number"),
+    "bytes for a prompt": ({"prompt": b"1", "label": "1"}, "'prompt' is b'1'; it must be a string"),
+    "day for a label": ({"prompt": "1", "label": datetime.date(2026, 1, 2)}, "'label' is datetime.date(2026, 1, 2)"),
+    "metadata beyond JSON": (
+        {"prompt": "1", "label": "1", "metadata": {"day": datetime.date(2026, 1, 2)}},
+        "'metadata' holds what JSON cannot",
+    ),
+}
+
+
+def parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, **options)
+    return path
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, name: str) -> None:
+    row, message = ROWS[name]
+    path = write(tmp_path / "bad.jsonl", [GOOD, row])
+    with pytest.raises(DataError) as caught:
+        source(path, **RULES)
+    assert f"{path}, line 2: " in str(caught.value) and message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*ROWS, *TYPED])
+def test_a_bad_row_of_parquet_is_named(tmp_path: Path, name: str) -> None:
+    """A table has one type per column, so that the whole column is what the row is."""
+    row, message = (ROWS | TYPED)[name]
+    path = parquet(tmp_path / "bad.parquet", [row])
+    with pytest.raises(DataError) as caught:
+        source(path, **RULES)
+    assert f"{path}, row 0: " in str(caught.value) and message in str(caught.value)
+
+
+def test_rows_of_several_kinds_stand_in_one_file(tmp_path: Path) -> None:
+    turn = [{"role": "user", "content": "hi"}]
+    rows = [
+        {"prompt": "hi", "label": 4},
+        {"prompt": turn, "label": "4.5", "metadata": None, "source": "b"},
+        {"prompt": "ho", "label": None, "rm_type": "gpqa", "metadata": {"correct_letter": "A"}},
+        {"prompt": "hi", "label": 0.5, "rm_type": " f1 ", "metadata": '{"k": 1}'},
+    ]
+    found = source(write(tmp_path / "mixed.jsonl", rows), shuffle=False, **RULES).next(4)
+    assert [p.text for p in found] == ["hi", "<user>hi<assistant>", "ho", "hi"]
+    assert [(p.label, p.rm_type) for p in found] == [("4", None), ("4.5", None), (None, "gpqa"), ("0.5", "f1")]
+    assert found[3].metadata == {"k": 1}
+
+
+def test_a_parquet_table_of_verls_columns_is_read_by_dotted_keys(tmp_path: Path) -> None:
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2+2="}],
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": 0},
+    }
+    config = data(label_key="reward_model.ground_truth", metadata_key="extra_info")
+    (prompt,) = source(parquet(tmp_path / "a.parquet", [row]), config, **RULES).next(1)
+    assert (prompt.text, prompt.label, prompt.metadata) == ("<user>2+2=<assistant>", "4", {"index": 0})
+
+
+def test_parquets_own_types_are_read(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "prompt": pa.array(["a", "b"]).dictionary_encode(),
+            "label": pa.array([Decimal("1.50"), Decimal("2.00")]),
+            "metadata": pa.array([[("k", "1")], []], pa.map_(pa.string(), pa.string())),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    found = source(tmp_path / "a.parquet", shuffle=False, **RULES).next(2)
+    assert [(p.text, p.label, dict(p.metadata)) for p in found] == [("a", "1.50", {"k": "1"}), ("b", "2.00", {})]
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.9, 0.999])
+def test_a_truncated_parquet_file_is_named(tmp_path: Path, keep: float) -> None:
+    path = parquet(tmp_path / "a.parquet", TEN * 500)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
+    with pytest.raises(DataError, match=rf"{path} is not a readable parquet file .+ write it again or name another"):
+        source(path)
+
+
+def test_a_parquet_file_damaged_in_the_middle_is_named_with_the_row(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", [{"prompt": f"{i}", "label": "1"} for i in range(5000)], row_group_size=1000)
+    content = bytearray(path.read_bytes())
+    metadata = pq.ParquetFile(path).metadata
+    start = metadata.row_group(3).column(0).data_page_offset
+    content[start : start + 400] = b"\xff" * 400
+    path.write_bytes(bytes(content))
+    with pytest.raises(DataError, match=rf"{path}, row \d+ or after: cannot be read \(.+\); write the file again"):
+        source(path)
+    assert len(source(f"{path}@[0:1000]")) == 1000
+
+
+@pytest.mark.parametrize(("column", "place"), [("prompt", 2), ("label", 0)])
+def test_half_a_surrogate_pair_is_a_bad_row(tmp_path: Path, column: str, place: int) -> None:
+    row = {"prompt": "1", "label": "1"} | {column: "ab"[:place] + "\ud83d"}
+    with pytest.raises(DataError, match=rf"line 1: '{column}' has '\\ud83d' at character {place}, which is no text"):
+        source(write(tmp_path / "a.jsonl", [row]))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=True) | st.text(st.characters(), max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "k"]), inner),
+    max_leaves=6,
+)
+COLUMNS = st.dictionaries(st.sampled_from(["prompt", "label", "rm_type", "metadata", "x"]), JSON)
+LINES = COLUMNS.map(json.dumps) | JSON.map(json.dumps) | st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=st.lists(LINES, max_size=12))
+def test_any_lines_are_prompts_or_counted_bad_rows(tmp_path: Path, lines: list[str]) -> None:
+    path = tmp_path / "any.jsonl"
+    path.write_bytes("".join(f"{line}\n" for line in [json.dumps(GOOD), *lines]).encode())
+    rows = sum(1 for line in path.read_bytes().split(b"\n") if line.strip())
+    found = source(path, data(on_bad_row="skip"), **RULES)
+    assert len(found) + found.num_bad_rows == rows
+    assert GOOD["prompt"] in texts(found.prompts)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer can be opened."""
+    made = write_model(tmp_path_factory.mktemp("model"), vocab_size=128)
+    characters(template=TEMPLATE).save_pretrained(made)
+    return made
+
+
+def bad_train(tmp_path: Path) -> list[str]:
+    return [f"data.train={write(tmp_path / 'a.jsonl', [GOOD, {'prompt': '1'}])}"]
+
+
+def bad_heldout(tmp_path: Path) -> list[str]:
+    train, heldout = (
+        write(tmp_path / "a.jsonl", [GOOD]),
+        parquet(tmp_path / "b.parquet", [{"question": "1", "label": "1"}]),
+    )
+    return [f"data.train={train}", f"evaluation.datasets.b={heldout}"]
+
+
+def bad_column(tmp_path: Path) -> list[str]:
+    path = write(tmp_path / "a.jsonl", [GOOD])
+    return [f"data.train={path}", f"evaluation.datasets.b={path}", "evaluation.overrides.b.label_key=answer"]
+
+
+def cut_parquet(tmp_path: Path) -> list[str]:
+    path = parquet(tmp_path / "a.parquet", TEN)
+    path.write_bytes(path.read_bytes()[:-5])
+    return [f"data.train={path}"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (bad_train, "a.jsonl, line 2: label missing"),
+        (bad_heldout, "b.parquet, row 0: has no 'prompt' but 'question', 'label'"),
+        (bad_column, "a.jsonl, line 1: label missing: no 'answer'"),
+        (cut_parquet, "a.parquet is not a readable parquet file"),
+    ],
+)
+def test_train_py_says_it_in_one_line_before_a_process_starts(
+    folder: Path,
+    tmp_path: Path,
+    make: Callable[[Path], list[str]],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def started(*args: object) -> None:
+        raise AssertionError("a process was about to start")
+
+    monkeypatch.setattr(launch, "Placement", started)
+    code = cli.main(
+        [f"model.hf_checkpoint={folder}", f"run.dir={tmp_path / 'run'}", "placement.device=cpu", *make(tmp_path)]
+    )
+    said = capsys.readouterr().err
+    assert code == 2
+    assert said.startswith("DataError: ") and said.count("\n") == 1 and words in said
