@@ -27,7 +27,9 @@ WILD = re.compile(
     r"\d{60,}"  # numbers without end
     r"|\^\s*\{[^{}]*\^|\^\s*[\w.]+\s*\^"  # powers of powers
     r"|\^\s*\{?\s*[-+]?[\d\s,]{5,}"  # large exponents
+    r"|[)\]}]\s*\^\s*\{?\s*\d{3,}"  # large powers of a formula
     r"|\d{4,}\s*\}*\s*!|!\s*!"  # large and repeated factorials
+    r"|\\(?:sum|prod)(?![a-zA-Z]).*\d{3,}"
     r"|\\[dt]?binom\s*\{?\s*\d{4,}"
     r"|\\(?:sum|prod|int|oint|iint|iiint|lim|det|log|ln)(?![a-zA-Z]).*\\(?:sum|prod|int|oint|iint|iiint|lim)(?![a-zA-Z])",
     re.DOTALL,
