@@ -83,18 +83,20 @@ class HFExport:
 
     @torch.no_grad()
     def _gather(self, weights: tuple[Weight, ...], parameter: torch.nn.Parameter) -> tuple[Tensor, ...]:
-        """The whole HF tensors, in order, on the sender; on other ranks those or nothing."""
+        """The whole HF tensors, in order, on the sender; nothing on the ranks that help it."""
         place = self._place
         local = parameter.detach().contiguous()
+        held: list[Tensor] = []
         if len(weights) != 1:  # the sender is in the first of the groups that hold a copy of all experts
-            held = gathered(local, place.layout.ep, place.ep_group) if place.expert_dp_rank == 0 else []
-            merged = [tensor for w, one in zip(weights, held, strict=bool(held)) for tensor in w.merge([one])]
-        elif place.dp_rank or place.cp_rank:
-            merged = ()
-        else:
-            (weight,) = weights
-            merged = weight.merge(gathered(local, place.layout.tp if weight.is_split else 1, place.tp_group))
-        return tuple(t.contiguous() for t in merged)
+            if place.expert_dp_rank == 0:
+                held = gathered(local, place.layout.ep, place.ep_group)
+        elif place.dp_rank == place.cp_rank == 0:
+            held = gathered(local, place.layout.tp if weights[0].is_split else 1, place.tp_group)
+        if not self.is_sender:
+            return ()
+        groups = [held] if len(weights) == 1 else [[one] for one in held]  # what each of them is made of
+        merged = (tensor for weight, shards in zip(weights, groups, strict=True) for tensor in weight.merge(shards))
+        return tuple(tensor.contiguous() for tensor in merged)
 
 
 def gathered(local: Tensor, size: int, group: Any) -> list[Tensor]:

@@ -119,6 +119,7 @@ class RankTrainer(RankModel):
         if spec.algo.token_advantage is not None:
             name = spec.algo.token_advantage
             self.token_advantage = resolve("algo.token_advantage", name, TOKEN_ADVANTAGES)(spec.algo)
+        self._export = HFExport(self.model, self.family, place)  # who holds what never changes: pushes share it
         self._rollout: OpenRollout | None = None
 
     # ---- training ------------------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ class RankTrainer(RankModel):
     # ---- out and back --------------------------------------------------------------------------------------------
     def export(self) -> HFExport:
         """The live weights in HF names."""
-        return HFExport(self.model, self.family, self.place)
+        return self._export
 
     def export_hf(self, folder: Path) -> None:
         """Write the live weights as an HF folder."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -91,9 +92,9 @@ class Experts(DenseDecoder):
         step = int(getattr(self.hf, "decoder_sparse_step", None) or 1)
         return block not in (getattr(self.hf, "mlp_only_layers", None) or ()) and (block + 1) % step == 0
 
-    @property
-    def _sparse(self) -> list[bool]:
-        return [self.is_sparse(block) for block in range(int(self.hf.num_hidden_layers))]
+    @cached_property  # every expert of every block asks for it
+    def _sparse(self) -> tuple[bool, ...]:
+        return tuple(self.is_sparse(block) for block in range(int(self.hf.num_hidden_layers)))
 
     def blocks(self) -> tuple[str, ...]:
         pairs = zip(super().blocks(), self._sparse, strict=True)
