@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slime_like_plugins.qwen_gdn.causal_conv import causal_conv
 from slime_like_plugins.sglang_cpu.hybrid import conv, delta_rule, layers, states
 
 WIDTH, CHANNELS, SLOTS = 4, 6, 7
@@ -79,6 +80,30 @@ def test_convolution_token_by_token_is_that_of_a_prefill(length: int, seed: int)
     expected, state = convolved(x_TD, torch.zeros(WIDTH - 1, CHANNELS), weight)
     torch.testing.assert_close(torch.cat(steps), expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(pool[int(row)].t(), state, atol=0, rtol=0)
+
+
+def test_sixteen_bits_are_rounded_once_and_as_the_trainer_rounds_them() -> None:
+    lengths = [25, 3, 15]
+    x_TD, weight = random(0, sum(lengths), 32).bfloat16(), random(1, 32, WIDTH).bfloat16()
+    pool, rows = torch.zeros(SLOTS, 32, WIDTH - 1, dtype=torch.bfloat16), slots(0, 3)
+    fresh, empty = torch.zeros(3, dtype=torch.bool), pool.clone()
+    prefill = conv.causal_conv1d_fn(
+        x_TD.t(),
+        weight,
+        None,
+        conv_states=pool,
+        has_initial_state=fresh,
+        cache_indices=rows,
+        query_start_loc=bounds(lengths),
+        seq_lens_cpu=lengths,
+    ).t()
+    assert torch.equal(prefill, causal_conv(x_TD[None], weight, cu_seqlens_cpu=bounds(lengths))[0])
+    steps = [
+        conv.causal_conv1d_update(x_TD[t : t + 1], empty, weight, None, "silu", conv_state_indices=rows[:1])
+        for t in range(lengths[0])
+    ]
+    exact, _ = convolved(x_TD[: lengths[0]].float(), torch.zeros(WIDTH - 1, 32), weight.float())
+    torch.testing.assert_close(torch.cat(steps).float(), exact, atol=2**-16, rtol=2**-8)
 
 
 def test_states_that_round_their_inputs_are_refused() -> None:

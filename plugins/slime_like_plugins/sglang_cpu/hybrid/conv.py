@@ -2,7 +2,8 @@
 
 Axes: T tokens of the packed batch, B requests, D channels, W taps. A state holds the last W - 1 inputs of a request,
 before the activation; it must be stored in the precision of the inputs, or each decoded token is convolved with rounded
-ones (``SGLANG_MAMBA_CONV_DTYPE``, bfloat16 unless set).
+ones (``SGLANG_MAMBA_CONV_DTYPE``, bfloat16 unless set). 16-bit inputs are summed in float32 and rounded once, after the
+activation, as the trainer does.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ def causal_conv1d_fn(  # noqa: PLR0913  (a signature of SGLang)
     owner_T = torch.repeat_interleave(torch.arange(requests), lengths)
     rows_T = torch.arange(total) + (owner_T + 1) * history
     starts_B = torch.cumsum(lengths, 0) - lengths + torch.arange(requests) * history
-    extended = x_DT.new_empty(total + requests * history, x_DT.shape[0])
-    extended[rows_T] = x_DT[:, :total].t()
-    before_BHD = torch.where(has_initial_state[:requests, None, None], conv_states[slots].mT, 0).to(x_DT.dtype)
+    extended = x_DT.new_empty(total + requests * history, x_DT.shape[0], dtype=sum_dtype(x_DT))
+    extended[rows_T] = x_DT[:, :total].t().to(extended.dtype)
+    before_BHD = torch.where(has_initial_state[:requests, None, None], conv_states[slots].mT, 0).to(extended.dtype)
     extended[starts_B[:, None] + torch.arange(history)] = before_BHD
-    out_TD = extended[rows_T] * weight_DW[:, history].to(x_DT.dtype)
-    for back in range(1, history + 1):
-        out_TD += extended[rows_T - back] * weight_DW[:, history - back].to(x_DT.dtype)
+    weight_DW = weight_DW.to(extended.dtype)
+    out_TD = extended[rows_T - history] * weight_DW[:, 0]
+    for tap in range(1, history + 1):
+        out_TD.addcmul_(extended[rows_T - history + tap], weight_DW[:, tap])
     conv_states[slots] = extended[(starts_B + lengths)[:, None] + torch.arange(history)].mT.to(conv_states.dtype)
-    return F.pad(activated(out_TD, bias_D, activation).t(), (0, x_DT.shape[1] - total))
+    return F.pad(activated(out_TD, bias_D, activation).to(x_DT.dtype).t(), (0, x_DT.shape[1] - total))
 
 
 def causal_conv1d_update(
@@ -72,7 +74,13 @@ def causal_conv1d_update(
     slots = conv_state_indices[: len(x_BD)].long()
     window_BDW = torch.cat([conv_state[slots].to(x_BD.dtype), x_BD[:, :, None]], -1)
     conv_state[slots] = window_BDW[:, :, 1:].to(conv_state.dtype)
-    return activated((window_BDW * weight_DW.to(x_BD.dtype)).sum(-1), bias_D, activation)
+    wide = sum_dtype(x_BD)
+    return activated((window_BDW.to(wide) * weight_DW.to(wide)).sum(-1), bias_D, activation).to(x_BD.dtype)
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """What products of ``x`` with the taps are summed in: float32, or float64 where ``x`` is that."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def activated(x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:

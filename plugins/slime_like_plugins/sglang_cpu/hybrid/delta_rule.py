@@ -19,7 +19,7 @@ from torch import Tensor
 from slime_like_plugins.qwen_gdn.backend import NORM_EPS
 from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
 
-SHORT = 32  # tokens of the longest prompt up to which one after the other is faster than chunks of 64
+SHORT = 8  # tokens of the longest prompt up to which one after the other is faster than in chunks
 CHUNKED = TorchGDN()  # the trainer's backend on a CPU
 
 
