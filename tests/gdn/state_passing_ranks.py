@@ -1,9 +1,11 @@
-"""Ranks of test_gdn_cp: a convolution and a gated delta rule over ranges of a packed stream, beside the whole stream."""
+"""Ranks of test_state_passing: a convolution and a gated delta rule over ranges of a packed stream, beside the whole stream."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,11 +23,11 @@ D = 2 * H * K + HV * V
 
 @dataclass(frozen=True)
 class Case:
-    """Lengths of packed sequences, what the gates are scaled by (small: long memory), and a fault to plant."""
+    """Lengths of packed sequences, what the gates are scaled by (small: long memory), and whether a fault is planted."""
 
     lengths: tuple[int, ...]
     gate: float = 1.0
-    fault: str | None = None
+    kept: bool = False  # backward of the gather keeps a rank's own gradient, as if nobody else had read its state
 
 
 def errors(world: World, cp: int, cases: list[Case]) -> list[dict[str, float]] | None:
@@ -46,7 +48,8 @@ def _errors(world: World, cp: int, case: Case) -> dict[str, float]:
     local = [x.detach()[mine].requires_grad_() if x.shape[0] == len(whole[0]) else _leaf(x) for x in whole]
     part = stream_part(layout.padded_cu_seqlens, cp=cp, cp_rank=world.rank)
     here = state_passing.Range.on_device(part, world.rank, dist.group.WORLD, torch.device("cpu"))
-    with planted(state_passing, case.fault):
+    fault = mock.patch.object(state_passing, "gather_from_sequence_parallel_region", _Kept.of)
+    with fault if case.kept else contextlib.nullcontext():
         x, gates, weight = local
         stream = here.to_stream(torch.cat((x, gates), 1))
         mixed = state_passing.causal_conv(_backend(), stream[:, :D], weight, here, "silu")
@@ -110,25 +113,9 @@ def _whole(leaves: list[Tensor], bounds: np.ndarray) -> list[Tensor]:
     return [out[0].detach(), *map(_grad, leaves)]
 
 
-class planted:
-    """``kept``: backward of the gather keeps a rank's own gradient, as if nobody else had read its state."""
-
-    def __init__(self, module: Any, fault: str | None) -> None:
-        self.module, self.fault, self.stock = module, fault, module.gather_from_sequence_parallel_region
-
-    def __enter__(self) -> None:
-        if self.fault == "kept":
-            self.module.gather_from_sequence_parallel_region = _Kept.apply_named
-        elif self.fault is not None:
-            raise AssertionError(self.fault)
-
-    def __exit__(self, *_: object) -> None:
-        self.module.gather_from_sequence_parallel_region = self.stock
-
-
 class _Kept(torch.autograd.Function):
     @staticmethod
-    def apply_named(local: Tensor, group: Any) -> Tensor:
+    def of(local: Tensor, group: Any) -> Tensor:
         return _Kept.apply(local, group)
 
     @staticmethod

@@ -16,7 +16,7 @@ SHAPES = (
     (150, 70),  # several chunks of the kernel per range
 )
 CASES = [Case(lengths, gate) for lengths in SHAPES for gate in (4.0, 0.01)]
-FAULT = Case((64,), 0.01, fault="kept")
+FAULT = Case((64,), 0.01, kept=True)
 
 
 @pytest.mark.parametrize("cp", [2, 4])

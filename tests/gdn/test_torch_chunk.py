@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like_plugins.qwen_gdn import chunk_backward, chunk_forward, packing
+from slime_like_plugins.qwen_gdn import chunk_backward, chunk_forward, packing, torch_chunk
 from slime_like_plugins.qwen_gdn.chunk_forward import Inputs
 from slime_like_plugins.qwen_gdn.torch_chunk import CHUNK, TorchGDN
 from tests.gdn.recurrence import Case, Shape, errors, make_case, of_backend, oracle, recurrence
@@ -165,7 +165,7 @@ def _drop_state_gradient(*args: object) -> object:
     return replace(grads, state=torch.zeros_like(grads.state))
 
 
-def _keep_diagonal(x: Inputs, block: chunk_forward.Block, *args: object) -> object:
+def _other_writes(x: Inputs, block: chunk_forward.Block, *args: object) -> object:
     return _GRADIENTS(x, replace(block, written=block.written.roll(1, 0)), *args)
 
 
@@ -175,7 +175,8 @@ _GRADIENTS: Callable[..., object] = chunk_backward._gradients
 FAULTS: dict[str, tuple[object, str, object, str]] = {
     "the state does not decay": (chunk_forward, "_scan", _no_cross_decay, "out"),
     "the diagonal is solved for": (chunk_forward, "unit_lower_inverse", _no_mask, "out"),
-    "another chunk's writes": (chunk_backward, "_gradients", _keep_diagonal, "q"),
+    "another chunk's writes": (chunk_backward, "_gradients", _other_writes, "q"),
+    "the state's gradient is dropped": (torch_chunk, "backward", _drop_state_gradient, "initial"),
 }
 
 

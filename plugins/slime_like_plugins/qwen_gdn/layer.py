@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from slime_like.train.megatron.layers import PackedRows
+from slime_like.train.megatron.layers import PackedRows, announce_read
 from slime_like.train.megatron.norms import GatedHeadNorm, RMSNorm
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
 from slime_like_plugins.qwen_gdn.head_wise import HeadWise
@@ -73,9 +73,8 @@ class GatedDeltaNetLayer(GatedDeltaNet):
         return self.out_proj(out.flatten(1)[:, None])
 
     def _conv_weight(self) -> Tensor:
-        """[C, W], once an overlapped gather of parameters has brought it: it is read without its module's forward."""
-        for ready in self.conv1d._forward_pre_hooks.values():
-            ready(self.conv1d, ())
+        """[C, W]."""
+        announce_read(self.conv1d)
         return self.conv1d.weight[:, 0]
 
 

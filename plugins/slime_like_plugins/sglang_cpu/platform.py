@@ -50,9 +50,8 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             server_args.mem_fraction_static = MEMORY_FRACTION
         server_args.sleep_on_idle = True  # an idle scheduler otherwise spins on a whole core
         server_args.disable_custom_all_reduce = True
-        if (
-            server_args.mamba_radix_cache_strategy == "auto"
-        ):  # the other one keeps states between chunks, which are not kept
+        # The other strategy wants the states between chunks, which are not kept.
+        if server_args.mamba_radix_cache_strategy == "auto":
             server_args.mamba_radix_cache_strategy = "no_buffer"
         if server_args.max_mamba_cache_size is None:
             server_args.max_mamba_cache_size = state_slots(server_args)

@@ -48,10 +48,7 @@ class ExpertBalance:
         if not self._sparse:
             return []
         device = self._place.device
-        sums, top = (
-            torch.zeros(3, dtype=torch.float64, device=device),
-            torch.zeros(1, dtype=torch.float64, device=device),
-        )
+        sums, top = (torch.zeros(n, dtype=torch.float64, device=device) for n in (3, 1))
         for router in self._routers:
             load_E, balance = router.take_load()
             found = torch.cat((load_E, balance[None]))

@@ -108,10 +108,8 @@ class PendingSave:
             for step in self._finalize:
                 step()
             on_rank_zero(self._name)
-        except (
-            CheckpointError,
-            CheckpointException,
-        ) as error:  # the latter a BaseException: `except Exception` misses it
+        # The latter is a BaseException: `except Exception` misses it.
+        except (CheckpointError, CheckpointException) as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(self._scratch, ignore_errors=True)
             if isinstance(error, CheckpointError):

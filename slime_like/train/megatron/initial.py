@@ -75,9 +75,8 @@ def load_megatron(model: Chunks, source: Path, key: str, family: Family) -> None
         text = str(error).strip().splitlines() or [""]
         raise CheckpointError(f"{key}: {source} is torn or no torch_dist checkpoint ({text[0][:200]})") from error
     for policy, name in zip(policies, wanted, strict=True):
-        policy.load_state_dict(
-            loaded[name], strict=False
-        )  # megatron's states of layers that hold no tensor are left out
+        # Not strict: megatron's states of layers that hold no tensor are left out.
+        policy.load_state_dict(loaded[name], strict=False)
 
 
 def _ask_as_gpt(state: dict[str, Any], stored: dict[str, Any], family: Family) -> None:

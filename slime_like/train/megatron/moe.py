@@ -55,8 +55,7 @@ class Router(TopKRouter):
         coefficient = float(self.get_aux_loss_coeff("aux_loss"))
         count_E = routing_map.sum(0).to(scores_for_aux_loss.dtype)  # neither is padding, by the caller
         dist.all_reduce(count_E, group=self.tp_cp_group)
-        tokens = count_E.sum().clamp(min=1.0) / self.topk
-        share_E = count_E / (self.topk * tokens)  # of choices, on all ranks
+        share_E = count_E / count_E.sum().clamp(min=1.0)  # of choices, on all ranks
         balance = count_E.numel() * (share_E * scores_for_aux_loss.sum(0)).sum()  # of this rank's tokens
         self._balance = _added(self._balance, balance.detach().double()[None])
         scaled: Tensor = MoEAuxLossAutoScaler.apply(probs, coefficient * balance)  # pyright: ignore[reportAssignmentType]
