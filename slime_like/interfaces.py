@@ -230,6 +230,10 @@ class Trainer(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Rollouts run, and no rank communicates until the next call: what only communication needs may go."""
+        ...
+
     def begin_save(self, folder: Path, iteration: int) -> None:
         """Copy everything as it is now and begin to write ``folder/iter_<iteration>``; ``step`` may go on."""
         ...

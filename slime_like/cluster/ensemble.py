@@ -78,6 +78,12 @@ class Ensemble:
         """[T] log-probabilities of the actor."""
         return self.actor.score(rows, exact)
 
+    def rest(self) -> None:
+        """Nobody communicates until the next call."""
+        for group in (self.actor, self.critic, self.teacher):
+            if group is not None:
+                group.rest()
+
     def begin_save(self, folder: Path, iteration: int) -> None:
         """Begin a checkpoint of each; both are of this moment."""
         if self.critic is not None:

@@ -276,6 +276,9 @@ class FrozenTrainer:
         """Never asked: there is no push to prove."""
         raise SlimeLikeError("run.mode=rollout_only has no trainer to score with")
 
+    def rest(self) -> None:
+        """Nothing ever moves."""
+
     def begin_save(self, folder: Path, iteration: int) -> None:
         """Nothing was trained."""
 

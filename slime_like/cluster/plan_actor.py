@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slime_like.cluster.plan_guard import guard_spec
+from slime_like.cluster.plan_guard import guard_spec, releases
 from slime_like.cluster.plan_roles import teacher_swap
 from slime_like.cluster.plan_types import Notes
 from slime_like.config.algo import SftConfig
@@ -62,7 +62,7 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
         deadline_s=loop.step_deadline_s,
         deterministic=cfg.run.deterministic,
         teacher_checkpoint=teacher_swap(cfg, notes.add),
-        guard=guard_spec(cfg, "trainer"),
+        guard=guard_spec(cfg, "trainer", release=releases(cfg, device, world, notes.add)),
     )
     check_attention(cfg, device, dtype)
     if cfg.run.deterministic and device == "cpu":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from slime_like.config.algo import SftConfig
 from slime_like.config.guard_policy import GuardSpec, Policy, Threshold, overrides, table
 from slime_like.config.root import TrainConfig
 
@@ -14,7 +15,7 @@ SHARED = Path("/dev/shm")
 WIDTH = 96
 
 
-def guard_spec(cfg: TrainConfig, name: str) -> GuardSpec:
+def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSpec:
     """What the ranks of the role ``name`` receive."""
     guard = cfg.guard
     default = Policy(
@@ -25,22 +26,46 @@ def guard_spec(cfg: TrainConfig, name: str) -> GuardSpec:
         action=guard.action,
         budget=guard.budget,
     )
+    never = Policy(checks="never")  # what is measured must not be disturbed
     return GuardSpec(
         wrap=guard.wrap,
-        default=default,
-        overrides=overrides("guard.", default, guard.ops, guard.groups),
+        default=never if guard.profile else default,
+        overrides=() if guard.profile else overrides("guard.", default, guard.ops, guard.groups),
         memory=guard.memory,
         symmetric=guard.symmetric,
         deadline_s=guard.deadline_s or cfg.loop.step_deadline_s,
         ring=guard.ring,
+        release=release,
+        profile=str(profile_folder(cfg.run.dir)) if guard.profile else None,
         folder=str(ring_folder(cfg.run.dir)),
         name=name,
     )
 
 
+def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str, object, str], None]) -> bool:
+    """Whether the trainer's communicators go while rollouts run; ``note`` hears what became of an open key, and why."""
+    asked = cfg.guard.release
+    if asked is not None or not cfg.guard.wrap or cfg.run.mode == "rollout_only":
+        return bool(asked)
+    shared = cfg.placement.mode == "colocated" and cfg.run.mode == "full" and not isinstance(cfg.algo, SftConfig)
+    reasons = {
+        "placement.device is cpu: gloo's buffers are small, and making them again takes longer": device == "cpu",
+        "no engine runs on the trainer's GPUs": not shared,
+        "one trainer rank": world_size == 1,
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), None)
+    note("guard.release", str(why is None).lower(), why or "engines use the trainer's GPUs while rollouts run")
+    return why is None
+
+
 def ring_folder(run_dir: str) -> Path:
     """Where the ranks of a run keep their last collectives: one folder of shared memory per run folder and node."""
     return SHARED / f"slime_like.{hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:12]}"
+
+
+def profile_folder(run_dir: str) -> Path:
+    """Where ranks write what each op took of memory, under ``guard.profile``."""
+    return Path(run_dir).resolve() / "collectives"
 
 
 def guard_lines(spec: GuardSpec) -> Iterator[str]:
@@ -49,6 +74,10 @@ def guard_lines(spec: GuardSpec) -> Iterator[str]:
         yield "guard      none: collectives are torch's own"
         return
     yield f"guard      {spec.memory} memory, deadline {spec.deadline_s:g} s{', as a group decision' * spec.symmetric}"
+    if spec.profile is not None:
+        yield f"  every op is measured, to {spec.profile}"
+    if spec.release:
+        yield "  communicators are destroyed while rollouts run, and made again for the next step"
     ops: dict[str, list[str]] = {}
     for op, policy in table(spec):
         ops.setdefault(policy, []).append(op)

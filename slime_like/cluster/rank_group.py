@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from slime_like.cluster.wait import wait_all
+from slime_like.config.resolved import ActorSpec
 from slime_like.deadline import Deadline
 
 Refs = dict[str, "ray.ObjectRef[Any]"]  # name of a rank -> its answer to come
@@ -16,11 +17,12 @@ Refs = dict[str, "ray.ObjectRef[Any]"]  # name of a rank -> its answer to come
 class RankGroup:
     """The workers of one role. ``start`` calls them, ``wait_all`` brings the answers: of several roles at once, if need be."""
 
-    def __init__(self, role: str, workers: Sequence[Any], local_ranks: Sequence[int], deadline_s: float) -> None:
+    def __init__(self, role: str, workers: Sequence[Any], local_ranks: Sequence[int], rank: ActorSpec) -> None:
         self.role = role
         self._workers = {f"{role} rank {rank}": worker for rank, worker in enumerate(workers)}
         self._local_ranks = local_ranks
-        self._deadline_s = deadline_s
+        self._deadline_s = rank.deadline_s
+        self._releases = rank.guard.release
         self._dp_ranks: dict[str, int] = {}
 
     def rendezvous(self) -> Refs:
@@ -53,6 +55,11 @@ class RankGroup:
     def on_all(self, verb: str, *args: Any, seconds: float | None = None) -> dict[str, Any]:
         """The same call on every rank, waited for."""
         return wait_all(self.start(verb, *args), self.deadline(verb, seconds))
+
+    def rest(self) -> None:
+        """No rank communicates until the next call: under ``guard.release`` communicators go. Again and again is once."""
+        if self._releases:
+            self.on_all("rest")
 
     def by_shard(self, answers: Mapping[str, Any]) -> list[Any]:
         """What the one rank that speaks for each data-parallel shard answered; the others answered None."""

@@ -73,7 +73,7 @@ class RoleGroup(RankGroup):
     """Scores a batch that was assembled for the actor's ranks, on as many data-parallel ranks as it has itself."""
 
     def __init__(self, role: str, workers: Sequence[Any], spec: CriticSpec | TeacherSpec) -> None:
-        super().__init__(role, workers, [0] * len(workers), spec.rank.deadline_s)
+        super().__init__(role, workers, [0] * len(workers), spec.rank)
         self._dp = spec.rank.layout.dp
 
     def start_score(self, batch: TrainBatch) -> Refs:

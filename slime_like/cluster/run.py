@@ -67,6 +67,7 @@ class Run:
             if self.stop.requested:
                 break
             self.rollout_id = rollout_id
+            self.trainer.rest()
             yield rollout_id
             done = rollout_id + 1
         with self.timer("save"):
@@ -120,6 +121,7 @@ class Run:
         return done == self.cfg.loop.num_rollout or (interval is not None and done % interval == 0)
 
     def _evaluate(self) -> tuple[Metric, ...]:
+        self.trainer.rest()
         with self.timer("eval"):
             return self.rollout.evaluate()
 

@@ -24,7 +24,7 @@ class TrainerGroup(RankGroup):
     """Calls every rank of the actor at once and hands back what the reporter says."""
 
     def __init__(self, workers: Sequence[Any], spec: ActorSpec, local_ranks: Sequence[int]) -> None:
-        super().__init__("trainer", workers, local_ranks, spec.deadline_s)
+        super().__init__("trainer", workers, local_ranks, spec)
         self._spec = spec
         self.version = 0
 

@@ -59,6 +59,12 @@ class RankWorker:
             self._lease.release()
             self._lease = None
 
+    def rest(self) -> None:
+        """Nothing is communicated until the next call: communicators go."""
+        from slime_like.distributed import install
+
+        install.release()
+
 
 class TrainerWorker(RankWorker):
     """Holds one rank of the actor. Methods are called on all ranks at once; those that return something do so on the reporter.

@@ -7,6 +7,7 @@ from typing import Any
 
 from slime_like.config.base import Config, key, positive, within
 from slime_like.config.guard_policy import ACTIONS, CHECKS, Policy, Threshold, overrides
+from slime_like.errors import ConfigError
 
 
 @dataclass(kw_only=True)
@@ -42,6 +43,15 @@ class GuardConfig(Config):
     ops: dict[str, Any] = key({}, "Policy per op: guard.ops.barrier=never, guard.ops.all_reduce={checks: below}.")
     groups: dict[str, Any] = key({}, "Policy per process group (tp, dp, world...), in which ops may stand again.")
     deadline_s: float | None = key(None, "Longest time of one collective; null: loop.step_deadline_s.")
+    release: bool | None = key(
+        None,
+        "Destroy the trainer's communicators while rollouts run, make them again for the next step; null: where engines "
+        "share its GPUs.",
+    )
+    profile: bool = key(
+        False,
+        "Measure the memory that each op takes, guard nothing, write run.dir/collectives: scripts/profile_comm.py.",
+    )
     ring: int = key(1024, "Last ops that each rank keeps for other processes to read after a hang.")
 
     def check(self, prefix: str) -> None:
@@ -49,5 +59,10 @@ class GuardConfig(Config):
         positive(prefix, self, "every", "budget", "deadline_s", "ring")
         within(prefix, self, 0.0, 0.1, "budget")
         within(prefix, self, 0.0, 10.0, "hysteresis")
+        for name in ("release", "profile"):
+            if getattr(self, name) and not self.wrap:
+                raise ConfigError(
+                    f"{prefix}{name}=true needs the wrapper: set {prefix}wrap=true, or choose another guard= than off"
+                )
         Threshold.parse(f"{prefix}threshold", self.threshold)
         overrides(prefix, Policy(), self.ops, self.groups)

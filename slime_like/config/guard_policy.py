@@ -83,6 +83,8 @@ class GuardSpec:
     symmetric: bool = False
     deadline_s: float = 3600.0
     ring: int = 1024
+    release: bool = False
+    profile: str | None = None  # where ranks write what each op took of memory; then nothing is guarded
     folder: str | None = None  # where the rings are; None: nobody reads them
     name: str = "rank"  # of the role, before its ranks' numbers
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from slime_like.config.collectives import Kind, Op
+from slime_like.distributed import reload
 from slime_like.distributed.ring import NO_PEER, RECORD
 
 if TYPE_CHECKING:
@@ -176,6 +177,15 @@ def _group_of(place: int | None, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return c10d._get_default_group() if group is None else group
 
 
+def redirected(raw: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that is no op, of whatever carries out the ops of its group."""
+
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        return raw(reload.target(group), *args, **kwargs)
+
+    return call
+
+
 def destroy(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
     """``destroy_process_group``, after which no counter holds on to a group."""
 
@@ -186,6 +196,7 @@ def destroy(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             for group in [group for group in w.groups if group not in c10d._world.pg_map]:
                 w.forget(group)
+            reload.forget()
 
     return call
 

@@ -9,7 +9,7 @@ from typing import Any
 from slime_like.config.collectives import Op
 from slime_like.config.guard_policy import Policy
 from slime_like.distributed.ring import GroupInfo
-from slime_like.metrics.types import Metric, Min, Sum
+from slime_like.metrics.types import Max, Metric, Min, Sum
 
 
 class Group:
@@ -74,26 +74,29 @@ class Counter:
 
 
 def metrics(counters: Iterable[Counter], lowest: int | None) -> Iterator[Metric]:
-    """``comm/...`` and ``guard/...`` of one rank since the last call of this."""
-    totals = [0] * 6
+    """``comm/...`` and ``guard/...`` of one rank since the last call of this. Over ranks counts add up, times do not."""
+    named: dict[str, list[int]] = {}  # two groups may have one label
     for counter in counters:
-        calls, size, ns, *guard = counter.fresh()
+        found = named.setdefault(f"{counter.group.info.label}/{counter.op.name}", [0] * 9)
+        named[f"{counter.group.info.label}/{counter.op.name}"] = [
+            a + b for a, b in zip(found, counter.fresh(), strict=True)
+        ]
+    for name, (calls, size, ns, checks, check_ns, _, clears, _, freed) in named.items():
         if not calls:
             continue
-        name = f"comm/{counter.group.info.label}/{counter.op.name}"
-        yield Sum(f"{name}/calls", calls)
-        yield Sum(f"{name}/bytes", size)
-        yield Sum(f"{name}/time", ns / 1e9)
-        if guard[0]:
-            yield Sum(f"{name}/checks", guard[0])
-            yield Sum(f"{name}/check_time", guard[1] / 1e9)
-        if guard[3]:
-            yield Sum(f"{name}/clears", guard[3])
-            yield Sum(f"{name}/freed_bytes", guard[5])
-        totals = [a + b for a, b in zip(totals, guard, strict=True)]
-    checks, check_ns, shortages, clears, clear_ns, freed = totals
+        yield Sum(f"comm/{name}/calls", calls)
+        yield Sum(f"comm/{name}/bytes", size)
+        yield Max(f"comm/{name}/time", ns / 1e9)
+        if checks:
+            yield Sum(f"comm/{name}/checks", checks)
+            yield Max(f"comm/{name}/check_time", check_ns / 1e9)
+        if clears:
+            yield Sum(f"comm/{name}/clears", clears)
+            yield Sum(f"comm/{name}/freed_bytes", freed)
+    totals = [sum(values) for values in zip(*named.values(), strict=True)] or [0] * 9
+    _, _, _, checks, check_ns, shortages, clears, clear_ns, freed = totals
     yield Sum("guard/checks", checks)
-    yield Sum("guard/time", (check_ns + clear_ns) / 1e9)
+    yield Max("guard/time", (check_ns + clear_ns) / 1e9)
     yield Sum("guard/shortages", shortages)
     yield Sum("guard/clears", clears)
     yield Sum("guard/freed_bytes", freed)

@@ -10,14 +10,15 @@ import torch
 
 from slime_like import deadline
 from slime_like.config.guard_policy import GuardSpec
-from slime_like.distributed import counters
+from slime_like.distributed import counters, reload
 from slime_like.distributed.errors import explain
 from slime_like.distributed.guard import Guard, Requests
 from slime_like.distributed.memory import MemorySource, make_source
+from slime_like.distributed.profile import Profile
 from slime_like.distributed.ring import Ring, sweep
 from slime_like.distributed.watchdog import Watchdog
 from slime_like.distributed.wrapper import Wrapper
-from slime_like.metrics.types import Metric
+from slime_like.metrics.types import Max, Metric
 
 _current: Wrapper | None = None
 _watchdog: Watchdog | None = None
@@ -30,10 +31,13 @@ def install(spec: GuardSpec, device: torch.device, rank: int, source: MemorySour
     if spec.wrap:
         folder = None if spec.folder is None else Path(spec.folder)
         sweep()
-        ring = Ring(folder, f"{spec.name}_rank{rank}", spec.ring)
+        name = f"{spec.name}_rank{rank}"
+        ring = Ring(folder, name, spec.ring)
         requests = Requests(folder / f"{spec.name}.requests") if spec.symmetric and folder is not None else None
         guard = Guard(source or make_source(spec.memory, device), requests)
         _current = Wrapper(spec, ring, guard, explain)
+        _current.profile = Profile() if spec.profile is not None else None
+        _current.name = name
         _current.place()
         _watchdog = Watchdog(_current, spec.deadline_s * deadline.scale())
     return _current
@@ -64,10 +68,18 @@ def phase(name: str) -> Generator[None]:
     outer = wrapper.phase_name
     wrapper.set_phase(name)
     try:
+        if wrapper.released:
+            reload.rebuild(wrapper)
         yield
     finally:
         if wrapper is _current:
             wrapper.set_phase(outer)
+
+
+def release() -> None:
+    """Destroy all communicators until the next ``phase``, under ``guard.release``. A collective: every rank calls it."""
+    if _current is not None and _current.spec.release:
+        reload.release(_current)
 
 
 def label_group(name: str, label: str) -> None:
@@ -82,4 +94,9 @@ def drain() -> list[Metric]:
         return []
     found = list(counters.metrics(_current.counters(), _current.guard.lowest))
     _current.guard.lowest = None
+    if _current.profile is not None and _current.spec.profile is not None:
+        _current.profile.write(_current, Path(_current.spec.profile), _current.name)
+    if _current.spec.release:
+        found.append(Max("guard/reload_time", _current.reload_ns / 1e9))
+        _current.reload_ns = 0
     return found

@@ -24,9 +24,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from slime_like.config.collectives import GROUP_LABELS, OPS, Kind, Op
 from slime_like.config.guard_policy import GuardSpec
-from slime_like.distributed import calls
+from slime_like.distributed import calls, reload
 from slime_like.distributed.counters import Counter, Group
 from slime_like.distributed.guard import Guard
+from slime_like.distributed.profile import Profile
 from slime_like.distributed.ring import CODES, ENDED, FAILED, OP_BITS, PHASE_BITS, GroupInfo, Ring
 from slime_like.errors import CollectiveError
 
@@ -51,12 +52,19 @@ class Wrapper:
         default_factory=dict[int, tuple[Any, Issued]]
     )  # asynchronous, by id(Work)
     await_: Callable[[Any], Any] = c10d.Work.wait  # torch's own
+    name: str = ""  # of the rank, with its role
     labels: dict[str, str] = field(default_factory=dict[str, str])  # of groups made elsewhere, by name
+    released: tuple[Any, ...] = ()  # groups without communicators, in the order of their making
+    parked: dict[tuple[str, Any], Counter] = field(default_factory=dict[tuple[str, Any], Counter])  # their counters
+    generation: int = 0  # of communicators
+    reload_ns: int = 0  # spent on destroying and making them
+    profile: Profile | None = None  # measures every op
     placed: bool = False
     composing: int = 0  # thread that is in a composite
     phase: int = 0  # of the step, as the ring's code has it
     phase_name: str = ""
     _stock: list[tuple[Any, str, Any]] = field(default_factory=list[tuple[Any, str, Any]])
+    _creators: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
 
     # ---- in and out ----------------------------------------------------------------------------------------------
     def place(self) -> None:
@@ -66,11 +74,19 @@ class Wrapper:
         for op in OPS:
             self.tables[op.name] = {}
             for name in op.methods:
-                self._replace(dist.ProcessGroup, name, functools.partial(calls.method, self, op, name))
+                self._replace(dist.ProcessGroup, name, functools.partial(self._method, op, name))
             for name in op.functions if op.kind is Kind.COMPOSITE else ():
                 self._replace_function(name, functools.partial(calls.composite, self, op))
+        if self.spec.release:
+            for name in reload.REDIRECTED:
+                self._replace(dist.ProcessGroup, name, calls.redirected)
+            self._creators = reload.place()
         self._replace(c10d.Work, "wait", functools.partial(calls.wait, self))
         self._replace_function("destroy_process_group", functools.partial(calls.destroy, self))
+
+    def _method(self, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
+        call = calls.method(self, op, name, raw)
+        return call if self.profile is None else self.profile.measured(self, op, call)
 
     def remove(self) -> None:
         """Torch's own methods and functions again."""
@@ -78,6 +94,7 @@ class Wrapper:
         for owner, name, stock in reversed(self._stock):
             setattr(owner, name, stock)
         self._stock.clear()
+        reload.restore(self._creators)
         self.ring.close()
         if self.guard.requests is not None:
             self.guard.requests.close()
@@ -100,9 +117,14 @@ class Wrapper:
     def adopt(self, op: Op, group: Any) -> Counter:
         """The counter of ``op`` in a group that has not called it before."""
         known = self.know(group)
+        if group in self.released:
+            raise CollectiveError(
+                f"{op.name} in group {known.info.label}, phase {self.phase_name}: its communicators are released "
+                "(guard.release=true); do this in a phase of slime_like.distributed.install.phase"
+            )
         code = CODES[op.name] | self.phase | known.info.number << (OP_BITS + PHASE_BITS)
         counter = Counter(op, known, self.spec.policy(op.name, known.info.label), code)
-        counter.target = group
+        counter.target = reload.target(group)
         self.guard.adopt(counter)
         self.tables[op.name][group] = counter
         return counter
@@ -127,6 +149,9 @@ class Wrapper:
     def forget(self, group: Any) -> None:
         """A group that was destroyed; what it counted is lost unless it was told before."""
         self.groups.pop(group, None)
+        reload.forget()
+        for key in [key for key in self.parked if key[1] is group]:
+            self.guard.forget(self.parked.pop(key))
         for table in self.tables.values():
             counter = table.pop(group, None)
             if counter is not None:
@@ -135,6 +160,7 @@ class Wrapper:
     def counters(self) -> list[Counter]:
         """All of them, by group and op."""
         found = [counter for table in self.tables.values() for counter in table.values()]
+        found += self.parked.values()
         return sorted(found, key=lambda c: (c.group.info.label, c.op.name))
 
     def set_phase(self, name: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.cluster.plan_guard import guard_lines, guard_spec
+from slime_like.cluster.plan_guard import guard_lines, guard_spec, releases
 from slime_like.config.base import Config
 from slime_like.config.collectives import OPS, SLIME_SKIPS, canonical
 from slime_like.config.guard_policy import ACTIONS, CHECKS, GuardSpec, Policy, Threshold
@@ -302,12 +302,37 @@ def test_what_is_more_special_goes_first() -> None:
         ("guard.threshold=3", r"guard\.threshold='3' is no amount of memory"),
         ("guard.budget=0.5", r"guard\.budget=0\.5 must lie in"),
         ("guard.action=panic", r"guard\.action='panic' is not one of none, trim, clear, raise"),
+        (("guard=off", "guard.release=true"), r"guard\.release=true needs the wrapper"),
         ("guard=slim", r"guard=slim is unknown: did you mean 'slime'"),
     ],
 )
-def test_bad_keys_are_refused(override: str, message: str) -> None:
+def test_bad_keys_are_refused(override: str | tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_config([*QUICKSTART, override], files=False)
+        load_config([*QUICKSTART, *([override] if isinstance(override, str) else override)], files=False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "device", "world", "expected", "reason"),
+    [
+        ((), "cpu", 2, False, "placement.device is cpu"),
+        ((), "cuda", 2, True, "engines use the trainer's GPUs while rollouts run"),
+        ((), "cuda", 1, False, "one trainer rank"),
+        (("placement.mode=split",), "cuda", 2, False, "no engine runs on the trainer's GPUs"),
+        (("guard.release=true",), "cpu", 1, True, ""),
+        (("guard.release=false",), "cuda", 2, False, ""),
+        (("guard=off",), "cuda", 2, False, ""),
+    ],
+)
+def test_communicators_go_where_engines_need_the_memory(
+    argv: tuple[str, ...], device: str, world: int, expected: bool, reason: str
+) -> None:
+    notes: list[tuple[str, object, str]] = []
+    cfg = load_config([*QUICKSTART, *argv], files=False)
+    assert releases(cfg, device, world, lambda *note: notes.append(note)) is expected
+    assert [(key, value) for key, value, _ in notes] == ([("guard.release", str(expected).lower())] if reason else [])
+    assert all(why.startswith(reason) for _, _, why in notes)
+    lines = "\n".join(guard_lines(guard_spec(cfg, "trainer", release=expected)))
+    assert ("destroyed while rollouts run" in lines) is expected
 
 
 def test_the_plan_shows_every_op_under_its_policy() -> None:

@@ -1,31 +1,53 @@
-"""A trainer rank that is stopped in the middle of a run: named, and the run ends with everything that belongs to it."""
+"""Two real trainer ranks: what their collectives take is measured, and one that is stopped is named as the run ends."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from slime_like.cluster.plan_guard import ring_folder
+from slime_like.config.load import load_config
 from slime_like.distributed.ring import read_rings
-from tests.e2e.runs import Training, last_step
+from tests.e2e.runs import REPOSITORY, RUN_S, Training, last_step, metrics
 
 pytestmark = pytest.mark.e2e
 
 
-def test_a_stopped_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    training = Training(
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Supervised training on two ranks; the first run makes its data and model."""
+    assets = tmp_path_factory.mktemp("assets")
+    return (
         "+recipe=quickstart_sft",
-        f"run.dir={run_dir}",
-        f"model.hf_checkpoint={tmp_path / 'assets' / 'model'}",
-        f"data.train={tmp_path / 'assets' / 'sft.jsonl'}",
+        f"model.hf_checkpoint={assets / 'model'}",
+        f"data.train={assets / 'sft.jsonl'}",
         "placement.actor_num_gpus_per_node=2",
-        "guard.deadline_s=3",
-        log=tmp_path / "log",
     )
+
+
+def test_the_users_own_run_is_profiled(two_ranks: tuple[str, ...], tmp_path: Path) -> None:
+    """And its communicators come and go meanwhile."""
+    script = [sys.executable, "scripts/profile_comm.py", "--steps", "3", "--out", str(tmp_path)]
+    own = (*two_ranks, f"run.dir={tmp_path / 'run'}", "guard.release=true", "run.save_hf=false")
+    done = subprocess.run([*script, *own], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=RUN_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "| op | group | ranks | calls | bytes per call | first use: allocator |" in done.stdout
+    assert any(line.startswith("| all_reduce | dp") and " | 2 | " in line for line in done.stdout.splitlines())
+    cfg = load_config(["+recipe=quickstart_sft", "--config-dir", str(tmp_path), "guard=measured"], files=False)
+    assert "all_reduce" in cfg.guard.ops
+    rows = metrics(tmp_path / "run")
+    assert [row["guard/checks"] for row in rows if "guard/checks" in row] == [0, 0, 0]
+    assert all(row["guard/reload_time"] > 0 for row in rows if "train/loss" in row)
+
+
+def test_a_stopped_rank_is_named_and_the_run_ends(two_ranks: tuple[str, ...], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    training = Training(*two_ranks, f"run.dir={run_dir}", "guard.deadline_s=3", log=tmp_path / "log")
     training.wait_until(lambda: last_step(run_dir) >= 2)
     rings = ring_folder(str(run_dir))
     pids = {name: reading.pid for name, reading in read_rings(rings).items()}

@@ -49,11 +49,12 @@ class MegatronActor(CheckpointedRank):
 
     def step(self, steps: Sequence[Sequence[Rows]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
         """Train on one rollout: ``steps[k]`` are this dp rank's rows of optimizer step k, ``num_tokens[k]`` its global
-        count of trained tokens. The reporter returns metrics of all ranks, the others ()."""
+        count of trained tokens. The reporter returns metrics of all ranks, the others what
+        the wrapper counted there."""
         with install.phase("step"):
             metrics = self.trainer.train(steps, num_tokens, self.version)
         self.version += 1
-        return self._with_counts(metrics)
+        return (*metrics, *install.drain())
 
     def open_rollout(self, steps: Sequence[Sequence[Rows]]) -> None:
         """First third of ``step``: the scores of this rank's own policies."""
@@ -70,11 +71,7 @@ class MegatronActor(CheckpointedRank):
         with install.phase("step"):
             metrics = self.trainer.update(num_tokens, self.version, frozen=frozen)
         self.version += 1
-        return self._with_counts(metrics)
-
-    def _with_counts(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
-        """With what the wrapper counted on the reporter since the step before."""
-        return (*metrics, *install.drain()) if self.is_reporter else metrics
+        return (*metrics, *install.drain())
 
     def score(self, rows: Rows, exact: str | None = None) -> F32 | None:
         """[T] log-probabilities at the sampling temperature, 0 at first tokens, on the reporter; else None."""

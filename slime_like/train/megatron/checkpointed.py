@@ -39,8 +39,10 @@ class CheckpointedRank(ABC):
         Raises ``CheckpointError`` on every rank when a rank could not write its part.
         """
         pending = self._pending
+        if pending is None:
+            return True
         with install.phase("save"):
-            if pending is not None and (wait or pending.is_written()):
+            if wait or pending.is_written():
                 self._pending = None
                 pending.finish(self.deadline_s)
         return self._pending is None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from slime_like.batch import Columns, Rows
 from slime_like.config.resolved import CriticSpec, TeacherSpec
+from slime_like.distributed import install
 from slime_like.metrics.types import Metric
 from slime_like.train.megatron import groups
 from slime_like.train.megatron.checkpointed import CheckpointedRank
@@ -54,13 +55,16 @@ class MegatronRole(CheckpointedRank):
 
     def score(self, steps: Sequence[Sequence[Rows]]) -> tuple[Columns | None, tuple[Metric, ...]]:
         """Values or log-probabilities of this shard's rows, on the rank that speaks for it."""
-        return self.model.score(steps)
+        with install.phase("score"):
+            columns, metrics = self.model.score(steps)
+        return columns, (*metrics, *install.drain())
 
     def update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
         """A critic's optimizer steps on what it scored last."""
-        metrics = self.critic.update(returns, num_tokens)
+        with install.phase("step"):
+            metrics = self.critic.update(returns, num_tokens)
         self.version += 1
-        return metrics
+        return (*metrics, *install.drain())
 
     def parts(self) -> Parts:
         """What a critic's checkpoints hold."""

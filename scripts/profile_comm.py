@@ -1,0 +1,129 @@
+"""What every collective takes of memory, first use and later calls apart, and a guard policy made from it.
+
+python scripts/profile_comm.py [--steps N] [--out DIR] [--name NAME] ARGUMENTS OF train.py    the run itself, N rollouts
+python scripts/profile_comm.py --sweep RANKS [--out DIR] [--name NAME]                        ops by themselves
+
+Prints a table (the worst of all ranks, MiB; allocator: growth of what the process holds, driver: drop of free memory; on a
+CPU resident memory, and what the host and its control groups leave) and writes DIR/guard/NAME.yaml, with a reason for
+each op. Use it by ``--config-dir DIR guard=NAME``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
+
+from slime_like.cli import main as train_main  # noqa: E402
+from slime_like.cluster.plan_guard import profile_folder  # noqa: E402
+from slime_like.config.load import load_config  # noqa: E402
+from slime_like.distributed import advice  # noqa: E402
+from slime_like.errors import SlimeLikeError  # noqa: E402
+
+SIZES = (2**10, 2**16, 2**22)  # bytes
+REPEATS = 5
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code, as train.py's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3, help="rollouts of the user's own run")
+    parser.add_argument("--sweep", type=int, metavar="RANKS", help="no run: each op in a world of so many ranks")
+    parser.add_argument(
+        "--out", type=Path, default=Path("measured"), help="a folder of configs; NAME.yaml goes to its guard/"
+    )
+    parser.add_argument("--name", default="measured")
+    given, rest = parser.parse_known_args(argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        if given.sweep is not None:
+            folder, origin = Path(scratch), f"a sweep over {given.sweep} ranks"
+            sweep(given.sweep, folder)
+        else:
+            code, folder = run(rest, given.steps)
+            if code:
+                return code
+            origin = " ".join([f"{given.steps} rollouts of train.py", *rest])
+        ranks = advice.read_rows(folder)
+        if not any(ranks.values()):
+            sys.stderr.write("no rank issued a collective: profile a run with several trainer ranks, or --sweep 2\n")
+            return 1
+        for line in advice.table(ranks):
+            sys.stdout.write(line + "\n")
+        path = given.out / "guard" / f"{given.name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(advice.to_yaml(ranks, origin))
+        sys.stdout.write(f"\n{path}; use it by --config-dir {given.out} guard={given.name}\n\n{path.read_text()}")
+    return 0
+
+
+def run(rest: Sequence[str], steps: int) -> tuple[int, Path]:
+    """train.py, measured: its exit code, and where its ranks wrote what they saw."""
+    argv = [*rest, f"loop.num_rollout={steps}", "guard=auto", "guard.profile=true"]
+    try:
+        folder = profile_folder(load_config(argv, files=False).run.dir)
+    except SlimeLikeError:
+        return train_main(argv), Path()  # which says what is wrong
+    for old in folder.glob("*.json"):
+        old.unlink()
+    return train_main(argv), folder
+
+
+def sweep(ranks: int, folder: Path) -> None:
+    """Every op in several sizes, on ranks of this machine."""
+    from torch import multiprocessing
+
+    spawn = getattr(multiprocessing, "spawn")  # noqa: B009 (untyped)
+    spawn(_rank, args=(ranks, str(folder)), nprocs=ranks)
+
+
+def _rank(rank: int, size: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from slime_like.config.guard_policy import GuardSpec
+    from slime_like.distributed import install
+
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    install.install(GuardSpec(wrap=True, profile=folder), device, rank)
+    store = dist.FileStore(str(Path(folder) / "store"), size)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    for num_bytes in SIZES:
+        for _ in range(REPEATS):
+            _every_op(device, num_bytes // 4 // size * size)
+    install.drain()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _every_op(device: Any, n: int) -> None:
+    """``n`` floats a rank."""
+    import torch
+    import torch.distributed as dist
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mine = torch.ones(n, device=device)
+    part, whole = mine[: n // size].clone(), mine.repeat(size)
+    gather, scatter = getattr(dist, "all_gather_into_tensor"), getattr(dist, "reduce_scatter_tensor")  # noqa: B009
+    dist.all_reduce(mine)
+    dist.broadcast(mine, 0)
+    gather(whole, mine)
+    scatter(part, mine)
+    dist.all_to_all_single(torch.empty_like(mine), mine)
+    dist.barrier()
+    if size > 1:
+        peers = (rank + 1) % size, (rank - 1) % size
+        batch = [dist.P2POp(dist.isend, mine, peers[0]), dist.P2POp(dist.irecv, torch.empty_like(mine), peers[1])]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,173 @@
+"""What ranks do for test_reload: groups that overlap, destroyed and made again many times, alone and under megatron."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from slime_like.config.guard_policy import GuardSpec, Policy
+from slime_like.config.resolved import Layout
+from slime_like.distributed import install
+from slime_like.errors import CollectiveError
+from tests.train.ranks import World
+
+CYCLES = 50
+SPEC = GuardSpec(wrap=True, default=Policy(checks="never"), release=True)
+Held = tuple[int, int]
+
+
+def held() -> Held:
+    """Threads and file descriptors of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def everything(
+    world: World, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, str]]
+) -> dict[str, Any]:
+    """All of this file, on the same ranks."""
+    from slime_like.train.megatron import host
+
+    host.install("cpu")  # which starts no thread; from here on every thread is a communicator's
+    out: dict[str, Any] = {"gloo alone": gloo_alone(world, scratch / "alone")}
+    wrapper = install.install(SPEC, torch.device("cpu"), world.rank)
+    assert wrapper is not None
+    out["nothing"] = held()
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{world.host}:{world.port}", rank=world.rank, world_size=world.size
+    )
+    out |= cycles(world)
+    released = {name: trained(world, models[kind], layout, SPEC) for name, (layout, kind) in layouts.items()}
+    install.remove()
+    dist.destroy_process_group()
+    store = dist.FileStore(str(scratch / "store"), world.size)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    plain = {name: trained(world, models[kind], layout, GuardSpec()) for name, (layout, kind) in layouts.items()}
+    return {**out, "released training": released, "plain training": plain}
+
+
+# ---- alone -----------------------------------------------------------------------------------------------------------
+def cycles(world: World) -> dict[str, Any]:
+    """Ops in every group, and all communicators destroyed and made again between them."""
+    wrapper = install.current()
+    assert wrapper is not None
+    groups = make_groups()
+    before = [(id(group), group.group_name, dist.get_process_group_ranks(group)) for group in groups]
+    out: dict[str, Any] = {"same": 0, "held": [], "released": [], "keys": []}
+    expected = ops(world, groups)
+    for _ in range(CYCLES):
+        install.release()
+        out["released"].append(held())
+        with install.phase("step"):
+            found = ops(world, groups)
+        out["same"] += all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        out["held"].append(held())
+        out["keys"].append(c10d._get_default_store().num_keys() if world.rank == 0 else 0)
+    out["unchanged"] = before == [(id(g), g.group_name, dist.get_process_group_ranks(g)) for g in groups]
+    out["calls"] = {c.group.info.name: c.calls for c in wrapper.counters() if c.op.name == "all_reduce"}
+    out["generation"] = wrapper.generation
+    out["reload seconds"] = wrapper.reload_ns / 1e9
+    out["refused"] = refusals(groups)
+    with install.phase("end"):
+        for group in groups[1:]:
+            dist.destroy_process_group(group)
+        dist.barrier()
+    return out
+
+
+def refusals(groups: list[Any]) -> dict[str, str]:
+    """What cannot be done, and what it says."""
+    out: dict[str, str] = {}
+    work = dist.irecv(torch.zeros(2), (dist.get_rank() - 1) % dist.get_world_size())
+    out["in flight"] = _error(install.release)
+    sent = dist.isend(torch.zeros(2), (dist.get_rank() + 1) % dist.get_world_size())
+    for pending in (sent, work):
+        assert pending is not None
+        pending.wait()
+    past = torch.ones(2)
+    out["past the wrapper"] = _error(lambda: torch.ops._c10d_functional.all_reduce(past, "sum", "0"))
+    install.release()
+    out["released"] = _error(lambda: dist.all_reduce(torch.zeros(1)))
+    out["released object"] = _error(lambda: dist.all_gather_object([0] * dist.get_world_size(), 1))
+    return out
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except (CollectiveError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def gloo_alone(world: World, store: Path) -> list[Held]:
+    """Threads and descriptors as torch's own groups are made, used and destroyed, without any of this."""
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store), world.size), rank=world.rank, world_size=world.size
+    )
+    found: list[Held] = []
+    for _ in range(5):
+        groups = make_groups()
+        ops(world, groups)
+        while len(groups) > 1:
+            dist.destroy_process_group(groups.pop())
+        found.append(held())
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def make_groups() -> list[Any]:
+    """The world, rows and columns of its ranks, and a chain: each rank is in several that overlap."""
+    lists = [[0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2], [1, 2, 3]]
+    made: list[Any] = [dist.new_group(ranks) for ranks in lists]
+    return [dist.group.WORLD, *(group for group, ranks in zip(made, lists, strict=True) if dist.get_rank() in ranks)]
+
+
+def ops(world: World, groups: list[Any]) -> list[torch.Tensor]:
+    """In each group a sum, a sum by the group's own method, coalesced gathers; sends round the world."""
+    out: list[torch.Tensor] = []
+    for group in groups:
+        total = torch.arange(5.0) + world.rank
+        dist.all_reduce(total, group=group)
+        again = total + world.rank
+        group.allreduce([again]).wait()
+        gathered = [torch.zeros(5 * group.size()) for _ in range(2)]
+        with c10d._coalescing_manager(group=group, async_ops=True) as works:
+            for tensor in gathered:
+                getattr(dist, "all_gather_into_tensor")(tensor, again, group=group)  # noqa: B009 (deprecated to pyright)
+        works.wait()
+        out += [total, again, *gathered]
+    mine, got = torch.full((3,), float(world.rank)), torch.zeros(3)
+    peers = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peers[0]), dist.P2POp(dist.irecv, got, peers[1])]):
+        work.wait()
+    return [*out, got]
+
+
+# ---- under megatron ----------------------------------------------------------------------------------------------------
+def trained(world: World, model: Path, layout: Layout, guard: GuardSpec) -> dict[str, Any]:
+    """Digests of weights and scores over two rollouts; communicators go after each verb where ``guard`` says so."""
+    from tests.train.jobs import make_actor
+    from tests.train.lifecycle import batch, digest, train
+
+    actor = make_actor(world, model, layout, guard=guard)
+    digests: list[str] = []
+    for seed in (1, 2):
+        train(actor, layout, seed)
+        install.release()
+        score = actor.score(batch(seed)[0])
+        digests += [digest(actor), "" if score is None else score.tobytes().hex()]
+        install.release()
+    wrapper = install.current()
+    if wrapper is None:
+        return {"digests": digests, "generations": 0, "groups": 0}
+    groups = len(wrapper.released)
+    with install.phase("end"):
+        return {"digests": digests, "generations": wrapper.generation, "groups": groups}

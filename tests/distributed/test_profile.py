@@ -1,0 +1,99 @@
+"""What ops take of memory, as a table and as a policy that the config loader reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime_like.cluster.plan_guard import guard_spec
+from slime_like.config.load import load_config
+from slime_like.distributed import advice
+from slime_like.distributed.advice import MIB, Measured
+from slime_like.distributed.profile import Taken
+
+ROOT = Path(__file__).resolve().parents[2]
+CLEAN = Measured(
+    op="broadcast",
+    group="dp",
+    source="driver",
+    calls=10,
+    num_bytes=1000,
+    time_ns=10**9,
+    question_ns=10_000,
+    first_allocator=0,
+    first_driver=0,
+    later_allocator=0,
+    later_driver=0,
+)
+FIRST = dataclasses.replace(CLEAN, op="all_reduce", first_driver=300 * MIB)
+GROWS = dataclasses.replace(CLEAN, op="all_gather", later_allocator=64 * MIB)
+SLOW = dataclasses.replace(GROWS, op="reduce_scatter", question_ns=8_000_000)
+RANKS = {"trainer_rank0": [CLEAN, GROWS, SLOW], "trainer_rank1": [CLEAN, FIRST, GROWS]}
+
+
+def guard_of(folder: Path, text: str) -> dict[str, str]:
+    """Checks per op of the guard that ``text`` is, read as a user would."""
+    (folder / "guard").mkdir(parents=True, exist_ok=True)
+    (folder / "guard" / "measured.yaml").write_text(text)
+    cfg = load_config(["+recipe=quickstart", "--config-dir", str(folder), "guard=measured"], files=False)
+    spec = guard_spec(cfg, "trainer")
+    return {"threshold": cfg.guard.threshold} | {op: spec.policy(op, "dp").checks for op in cfg.guard.ops}
+
+
+def test_an_op_is_guarded_by_what_it_takes(tmp_path: Path) -> None:
+    text = advice.to_yaml(RANKS, "three ops")
+    assert guard_of(tmp_path, text) == {
+        "threshold": "600MiB",
+        "broadcast": "never",
+        "all_reduce": "auto",
+        "all_gather": "below",
+        "reduce_scatter": "auto",
+    }
+    assert "twice the 300.0 MiB that all_reduce took in group dp at its first use" in text
+    lines = {line.split(":")[0].strip(): line.partition("# ")[2] for line in text.splitlines() if line[:2] == "  "}
+    assert lines["broadcast"].startswith("takes no memory")
+    assert lines["all_reduce"].startswith("the first use takes 300.0 MiB, none of 9 later calls")
+    assert lines["all_gather"].endswith("0.01% of the op's own time")
+    assert lines["reduce_scatter"].endswith("8.0% of the op's own time")
+
+
+def test_what_other_processes_take_of_a_host_is_not_the_ops() -> None:
+    host = dataclasses.replace(FIRST, source="host", first_allocator=MIB)
+    (found,) = advice.advise({"rank0": [host]})
+    assert (found.checks, advice.threshold({"rank0": [host]})[0]) == ("never", 256)
+
+
+def test_the_first_use_and_later_ones_are_told_apart() -> None:
+    taken = Taken()
+    for allocator, driver in ((5, 300), (7, 0), (-3, 2)):
+        taken.add(allocator, driver, 100)
+    assert (taken.first_allocator, taken.first_driver, taken.later_allocator, taken.later_driver) == (5, 300, 7, 2)
+    assert (taken.calls, taken.question_ns) == (3, 300)
+    row = dataclasses.replace(FIRST, first_allocator=2 * MIB)
+    *_, line = advice.table({"rank0": [row], "rank1": [dataclasses.replace(row, later_driver=MIB, calls=30)]})
+    assert line == "| all_reduce | dp | 2 | 40 | 50 | 2.00 | 300.00 | 0.00 | 1.00 | 10.0 |"
+
+
+@pytest.mark.ranks
+def test_a_sweep_over_two_ranks(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/profile_comm.py", "--sweep", "2", "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    ops = {"all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"}
+    ops |= {"barrier", "isend", "irecv"}
+    assert {line.split(" | ")[0][2:] for line in done.stdout.splitlines() if "| world | 2 |" in line} == ops
+    guard = guard_of(tmp_path / "again", (tmp_path / "out" / "guard" / "measured.yaml").read_text())
+    assert ops < set(guard)
+    # Each call of a gather writes to new memory, which a process on a CPU comes to hold by writing.
+    assert guard["barrier"] == "never"
+    assert guard["all_gather_into_tensor"] != "never"

@@ -1,0 +1,74 @@
+"""Communicators destroyed and made again: nothing that uses them notices, and nothing is left of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime_like.config.resolved import Layout
+from tests.distributed.cycles import CYCLES
+from tests.train.models import make_model
+from tests.train.ranks import run_ranks
+
+# Four ranks, so that each is in groups that overlap with others: rows, columns, pipelines, experts.
+LAYOUTS: dict[str, tuple[Layout, str]] = {
+    "pp2 dp2": (Layout(pp=2, dp=2), "qwen3"),
+    "tp2 sp dp2 ep2": (Layout(tp=2, dp=2, ep=2, sequence_parallel=True), "qwen3_moe"),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("reload")
+    models = {name: make_model(folder / name, name, tied=False) for name in ("qwen3", "qwen3_moe")}
+    return run_ranks("tests.distributed.cycles:everything", 4, models, folder, LAYOUTS)
+
+
+@pytest.mark.ranks
+def test_overlapping_groups_compute_the_same_in_every_cycle(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["same"] == rank["generation"] == CYCLES
+        assert rank["unchanged"]  # the very objects, with their names and ranks
+        assert set(rank["calls"].values()) == {2 * (CYCLES + 1)}
+
+
+@pytest.mark.ranks
+def test_released_communicators_leave_no_thread_and_no_descriptor(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        threads, files = rank["nothing"]
+        for now_threads, now_files in rank["released"]:
+            # The store's connection stays, on rank 0 its server with a connection of each rank.
+            assert now_threads <= threads + 2
+            assert now_files <= files + 20
+        assert rank["held"][0][0] > rank["released"][0][0] + 6  # which many threads carried before
+
+
+@pytest.mark.ranks
+def test_nothing_grows_over_the_cycles(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["gloo alone"][-1] == rank["gloo alone"][0]  # gloo leaks nothing where groups are let go
+        assert rank["held"][-1] == rank["held"][1]
+        assert rank["released"][-1] == rank["released"][1]
+        assert rank["keys"][-1] == rank["keys"][1]
+
+
+@pytest.mark.ranks
+def test_what_cannot_be_done_says_so(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        refused = rank["refused"]
+        assert "cannot be released while irecv has not ended" in refused["in flight"]
+        assert "called past slime_like's wrapper, does not support allreduce" in refused["past the wrapper"]
+        assert "all_reduce in group world, phase start: its communicators are released" in refused["released"]
+        assert "all_gather_object in group world" in refused["released object"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_megatron_does_not_notice(name: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        released, plain = rank["released training"][name], rank["plain training"][name]
+        assert released["digests"] == plain["digests"]
+        assert len(set(released["digests"])) > 1
+        assert released["generations"] >= 4
+        assert released["groups"] > 10
