@@ -64,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
 
 def run(rest: Sequence[str], steps: int) -> tuple[int, Path]:
     """train.py, measured: its exit code, and where its ranks wrote what they saw."""
-    argv = [*rest, f"loop.num_rollout={steps}", "guard=auto", "guard.profile=true"]
+    short = [f"loop.num_rollout={steps}", "optim.warmup_steps=0", "optim.warmup_fraction=null"]  # of no account here
+    argv = [*rest, *short, "guard=auto", "guard.profile=true"]
     try:
         folder = profile_folder(load_config(argv, files=False).run.dir)
     except SlimeLikeError:

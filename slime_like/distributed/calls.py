@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import perf_counter_ns as clock
 from typing import TYPE_CHECKING, Any, cast
+from weakref import ref
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,12 +19,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from slime_like.config.collectives import Kind, Op
 from slime_like.distributed import reload
-from slime_like.distributed.ring import NO_PEER, RECORD
+from slime_like.distributed.ring import ENDED, NO_PEER, RECORD
 
 if TYPE_CHECKING:
     from slime_like.distributed.wrapper import Wrapper
 
 ANY_PEER = -1
+PURGE_AT = 1024  # outstanding works: those that were dropped are looked for
+SAY = frozenset(kind for name, kind in vars(c10d).items() if name.endswith("Options") and hasattr(kind, "asyncOp"))
 NONE: Any = object()  # an argument that was not given
 
 
@@ -35,37 +38,36 @@ def method(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[.
 def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
     """Ops of all ranks of a group. torch gives ``ops, opts`` or ``out, in, opts``; whatever else comes is passed on."""
     table, check, await_ = w.tables[op.name], w.guard.check, w.await_
-    pack, memory, words, tick = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.ticks.__next__
-    mask, places, payload = w.ring.slots - 1, w.ring.offsets, op.payload
+    pack, memory, words, take, payload = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.take, op.payload
 
     def call(group: Any, a: Any = NONE, b: Any = NONE, c: Any = NONE, *rest: Any, **kw: Any) -> Any:
         try:
             counter = table[group]
         except KeyError:
             counter = w.adopt(op, group)
+        counter.calls += 1
         started = clock()
         if started >= counter.due and w.composing != get_ident():
             check(counter, started)
             started = clock()
-        counter.calls += 1
         size = 0
         if payload is not None:
             given = b if payload else a
-            many = given.__class__ is list and len(given) == 1 and given[0].__class__ is Tensor
-            size = given.nbytes if given.__class__ is Tensor else given[0].nbytes if many else _size(given)
+            if given.__class__ is list and len(given) == 1:
+                given = given[0]
+            size = given.nbytes if given.__class__ is Tensor else _size(given)
             counter.bytes += size
-        index = tick()
-        offset, end = places[index & mask]
+        index, offset, end = take()
         pack(memory, offset, index, started, 0, size, counter.code, counter.next(), NO_PEER)
         try:
             if rest or kw or b is NONE:
-                opts, work = _issue(raw, counter.target, [x for x in (a, b, c, *rest) if x is not NONE], kw)
+                opts, work = _issue(raw, counter.target, (a, b, c, *rest), kw)
             elif c is NONE:
                 opts, work = b, raw(counter.target, a, b)
             else:
                 opts, work = c, raw(counter.target, a, b, c)
             if work is not None:
-                if getattr(opts, "asyncOp", True):
+                if opts.asyncOp if opts.__class__ in SAY else getattr(opts, "asyncOp", True):
                     return w.outstanding(work, counter, index, started)
                 await_(work)
         except BaseException as error:  # noqa: BLE001 (fault boundary: whatever it is ends the op, and goes on)
@@ -79,54 +81,69 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
 
 
 def _issue(raw: Callable[..., Any], target: Any, args: Sequence[Any], kw: dict[str, Any]) -> tuple[Any, Any]:
-    """Options and work of a call with any arguments."""
-    return args[-1] if args else kw.get("opts"), raw(target, *args, **kw)
+    """Options and work of a call with any arguments, as ``barrier(opts=...)``."""
+    if args[0] is NONE:
+        return kw.get("opts"), raw(target, **kw)
+    given = [x for x in args if x is not NONE]
+    return given[-1] if given else kw.get("opts"), raw(target, *given, **kw)
 
 
 def _point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
     """Sends, receives, and batches of them: asynchronous, numbered for each peer."""
-    table, carries = w.tables[op.name], op.payload is not None
+    table, check, carries, anyone = w.tables[op.name], w.guard.check, op.payload is not None, name == "recv_anysource"
+    pack, memory, words, take, loose = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.take, w.loose
 
-    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        counter = table.get(group) or w.adopt(op, group)
+    def call(group: Any, a: Any = NONE, b: Any = NONE, c: Any = NONE, *rest: Any, **kw: Any) -> Any:
+        try:
+            counter = table[group]
+        except KeyError:
+            counter = w.adopt(op, group)
         counter.calls += 1
         started = clock()
         if started >= counter.due and w.composing != get_ident():
-            w.guard.check(counter, started)
+            check(counter, started)
             started = clock()
         size, peer = 0, NO_PEER
         if carries:
-            size = _size(args[0])
-            peer = ANY_PEER if name == "recv_anysource" else int(args[1])
+            given = a[0] if a.__class__ is list and len(a) == 1 else a
+            size = given.nbytes if given.__class__ is Tensor else _size(given)
             counter.bytes += size
-        members = counter.group
-        members.peers[op.name, peer] = sequence = members.peers.get((op.name, peer), 0) + 1
-        index = next(w.ring.ticks)
-        offset = w.ring.place(index) * 8
-        RECORD.pack_into(w.ring.memory, offset, index, started, 0, size, counter.code, sequence, peer)
+            peer = ANY_PEER if anyone else b
         try:
-            work = raw(counter.target, *args, **kwargs)
+            sequence = counter.peers[peer]()
+        except KeyError:
+            sequence = counter.meet(peer)
+        index, offset, end = take()
+        pack(memory, offset, index, started, 0, size, counter.code, sequence, peer)
+        try:
+            if rest or kw or c is NONE:
+                work = raw(counter.target, *[x for x in (a, b, c, *rest) if x is not NONE], **kw)
+            else:
+                work = raw(counter.target, a, b, c)
         except BaseException as error:  # noqa: BLE001 (fault boundary: whatever it is ends the op, and goes on)
             failed = w.failed(counter, index, error)
             raise failed from failed.__cause__
         if work is None:
-            w.ended(index, clock())
-            counter.ns += clock() - started
-            return None
-        return w.outstanding(work, counter, index, started)
+            words[end] = clock()
+        elif id(work) in loose or len(loose) > PURGE_AT:
+            return w.outstanding(work, counter, index, started)
+        else:
+            loose[id(work)] = (ref(work), counter, index)
+        counter.ns += clock() - started
+        return work
 
     return call
 
 
 def wait(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
     """The wrapper round ``Work.wait``: where asynchronous ops end, and where most of them fail."""
-    loose = w.loose
+    pop, words, base, mask, width = w.loose.pop, w.ring.words, w.ring.place(0), w.ring.slots - 1, RECORD.size // 8
 
     def call(work: Any, *args: Any, **kwargs: Any) -> Any:
-        found = loose.pop(id(work), None)
+        found = pop(id(work), None)
         if found is None or found[0]() is not work:
             return raw(work, *args, **kwargs)
-        counter, index, _ = found[1]
+        _, counter, index = found
         started = clock()
         try:
             done = raw(work, *args, **kwargs)
@@ -135,7 +152,9 @@ def wait(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
             raise failed from failed.__cause__
         ended = clock()
         counter.ns += ended - started
-        w.ended(index, ended)
+        place = base + (index & mask) * width
+        if words[place] == index:  # else its place is taken by a later one
+            words[place + ENDED] = ended
         return done
 
     return call
@@ -158,10 +177,8 @@ def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]
         if started >= counter.due and w.composing != get_ident():
             w.guard.check(counter, started)
             started = clock()
-        index = next(w.ring.ticks)
-        RECORD.pack_into(
-            w.ring.memory, w.ring.place(index) * 8, index, started, 0, 0, counter.code, counter.calls, NO_PEER
-        )
+        index, offset, _ = w.ring.take()
+        RECORD.pack_into(w.ring.memory, offset, index, started, 0, 0, counter.code, counter.calls, NO_PEER)
         with w.composing_op(counter, index, started):
             return raw(*args, **kwargs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from slime_like.config.collectives import Op
@@ -15,12 +15,11 @@ from slime_like.metrics.types import Max, Metric, Min, Sum
 class Group:
     """A process group on this rank. Mutable and bare: it changes with every op."""
 
-    __slots__ = ("info", "next", "peers")
+    __slots__ = ("info", "next")
 
     def __init__(self, info: GroupInfo) -> None:
         self.info = info
         self.next = itertools.count(1).__next__  # the number of its next collective
-        self.peers: dict[tuple[str, int], int] = {}  # sends to and receives from each peer so far
 
 
 class Counter:
@@ -40,6 +39,7 @@ class Counter:
         "next",
         "ns",
         "op",
+        "peers",
         "policy",
         "shortages",
         "target",
@@ -49,11 +49,17 @@ class Counter:
     def __init__(self, op: Op, group: Group, policy: Policy, code: int) -> None:
         self.op, self.group, self.policy, self.code = op, group, policy, code
         self.next = group.next
+        self.peers: dict[int, Callable[[], int]] = {}  # the number of its next send to, or receive from, each peer
         self.due: float = 0  # when the guard wants to be called, in ns of perf_counter_ns
         self.calls = self.bytes = self.ns = 0  # ns: in the op and in waiting for it, on this rank's thread
         self.checks = self.check_ns = self.shortages = self.clears = self.clear_ns = self.freed = 0
         self.target: Any = None  # the ProcessGroup that carries out its calls
         self.told: tuple[int, ...] = (0,) * 9
+
+    def meet(self, peer: int) -> int:
+        """The number of the first send to, or receive from, ``peer``."""
+        self.peers[peer] = itertools.count(1).__next__
+        return self.peers[peer]()
 
     def fresh(self) -> tuple[int, ...]:
         """What was added since the last call of this."""

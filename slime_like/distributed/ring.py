@@ -78,9 +78,10 @@ class Ring:
         self.words = memoryview(self.memory).cast("q")
         self.words[1], self.words[2], self.words[3] = os.getpid(), start_time(os.getpid()), self.slots
         self.words[0] = MAGIC
-        self.ticks = itertools.count()
-        # Of each slot: where its record begins, in bytes, and the word that says when its op ended.
-        self.offsets = [(self.place(slot) * 8, self.place(slot) + ENDED) for slot in range(self.slots)]
+        # For each op its number, where its record begins, in bytes, and the word that says when it ended.
+        offsets = [self.place(slot) * 8 for slot in range(self.slots)]
+        ends = [self.place(slot) + ENDED for slot in range(self.slots)]
+        self.take = zip(itertools.count(), itertools.cycle(offsets), itertools.cycle(ends), strict=False).__next__
         self._groups: list[GroupInfo] = []
         self._phases: dict[str, int] = {}
 

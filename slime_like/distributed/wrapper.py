@@ -31,9 +31,8 @@ from slime_like.distributed.profile import Profile
 from slime_like.distributed.ring import CODES, ENDED, FAILED, OP_BITS, PHASE_BITS, GroupInfo, Ring
 from slime_like.errors import CollectiveError
 
-PURGE_AT = 1024  # outstanding works: those that were dropped are looked for
 PHASE_MASK = ((1 << PHASE_BITS) - 1) << OP_BITS
-Issued = tuple[Counter, int, int]  # an op that is being waited for: its counter, number in the ring, start
+Issued = tuple[Any, Counter, int]  # an op that is being waited for: its work (weakly), counter, number in the ring
 
 
 @dataclass(slots=True)
@@ -48,9 +47,7 @@ class Wrapper:
     tables: dict[str, dict[Any, Counter]] = field(
         default_factory=dict[str, dict[Any, Counter]]
     )  # op -> group -> counter
-    loose: dict[int, tuple[Any, Issued]] = field(
-        default_factory=dict[int, tuple[Any, Issued]]
-    )  # asynchronous, by id(Work)
+    loose: dict[int, Issued] = field(default_factory=dict[int, Issued])  # asynchronous, by id(Work)
     await_: Callable[[Any], Any] = c10d.Work.wait  # torch's own
     name: str = ""  # of the rank, with its role
     labels: dict[str, str] = field(default_factory=dict[str, str])  # of groups made elsewhere, by name
@@ -174,9 +171,9 @@ class Wrapper:
         """An asynchronous op was issued: ``work`` may be waited for at any time, or never."""
         gone = self.loose.get(id(work))  # a work that was dropped, in whose place this one is
         if gone is not None:
-            self.ended(gone[1][1], started)
-        self.loose[id(work)] = (weakref.ref(work), (counter, index, started))
-        if len(self.loose) > PURGE_AT:
+            self.ended(gone[2], started)
+        self.loose[id(work)] = (weakref.ref(work), counter, index)
+        if len(self.loose) > calls.PURGE_AT:
             self.settle()
         counter.ns += clock() - started
         return work
@@ -198,7 +195,7 @@ class Wrapper:
 
     def settle(self) -> None:
         """Note the end of asynchronous ops that nobody waited for, though they are complete or were dropped."""
-        for key, (ref, (_, index, _)) in list(self.loose.items()):
+        for key, (ref, _, index) in list(self.loose.items()):
             work = ref()
             if work is None or work.is_completed():
                 self.ended(index, clock())

@@ -12,8 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slime_like.config.guard_policy import GuardSpec, Policy
 from slime_like.distributed import install
+from slime_like.distributed.calls import PURGE_AT
 from slime_like.distributed.watchdog import oldest_in_flight
-from slime_like.distributed.wrapper import PURGE_AT, Wrapper
+from slime_like.distributed.wrapper import Wrapper
 
 CPU = torch.device("cpu")
 

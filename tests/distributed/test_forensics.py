@@ -115,7 +115,7 @@ def test_a_killed_ranks_ring_is_read_and_then_swept(tmp_path: Path) -> None:
 
 # ---- rings made by hand ----------------------------------------------------------------------------------------------
 def write(ring: Ring, op: str, sequence: int, size: int, *, ended: int = 5, peer: int = NO_PEER, at: int = 1) -> None:
-    index = next(ring.ticks)
+    index, *_ = ring.take()
     code = CODES[op] | ring.phase("step") << OP_BITS | GROUP.number << (OP_BITS + PHASE_BITS)
     RECORD.pack_into(ring.memory, ring.place(index) * 8, index, at, ended, size, code, sequence, peer)
 
@@ -187,7 +187,7 @@ def test_groups_with_other_worlds_and_other_roles_do_not_mix(tmp_path: Path) -> 
     critic.add_group(GroupInfo(0, GROUP.name, "dp", (0,)))
     write(critic, "all_reduce", 1, 999)
     trainers[0].add_group(foreign)
-    index = next(trainers[0].ticks)
+    index, *_ = trainers[0].take()
     code = CODES["broadcast"] | foreign.number << (OP_BITS + PHASE_BITS)
     RECORD.pack_into(trainers[0].memory, trainers[0].place(index) * 8, index, 1, 0, 4, code, 1, NO_PEER)
     assert findings(read_rings(tmp_path)) == []

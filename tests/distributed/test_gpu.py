@@ -43,7 +43,7 @@ def test_a_clear_gives_cached_blocks_back() -> None:
 def test_nccl_ops_pass_the_wrapper(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     """One rank: results as without, and what the first call of an op takes from the driver's free memory."""
     torch.cuda.set_device(DEVICE)
-    spec = GuardSpec(wrap=True, default=Policy(checks="always"), folder=str(tmp_path), name="trainer")
+    spec = GuardSpec(wrap=True, default=Policy(checks="always"), folder=str(tmp_path), name="trainer", release=True)
     wrapper = install.install(spec, DEVICE, 0)
     assert wrapper is not None
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -56,8 +56,15 @@ def test_nccl_ops_pass_the_wrapper(tmp_path: Path, record_property: Callable[[st
             torch.cuda.synchronize()
             assert torch.equal(tensor.cpu(), torch.arange(1024.0))
             record_property(f"all_reduce_{name}_drop_bytes", before - source.free())
+        install.release()
+        record_property("released_bytes", source.free())
+        with install.phase("step"):
+            tensor = torch.arange(1024.0, device=DEVICE)
+            dist.all_reduce(tensor)
+        assert wrapper.generation == 1
+        assert torch.equal(tensor.cpu(), torch.arange(1024.0))
         (counter,) = [c for c in wrapper.counters() if c.op.name == "all_reduce"]
-        assert (counter.calls, counter.checks) == (2, 2)
+        assert (counter.calls, counter.checks) == (3, 3)
     finally:
         dist.destroy_process_group()
         install.remove()

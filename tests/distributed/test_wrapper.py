@@ -12,7 +12,7 @@ import pytest
 from slime_like.config.collectives import GROUP_LABELS, OPS, SLIME_SKIPS, Kind, aliases, canonical
 from slime_like.config.resolved import Layout
 from slime_like.errors import ConfigError
-from tests.distributed.wrapped import TRACED, Compared
+from tests.distributed.wrapped import ROUNDS, SHORT_AT, TRACED, Compared
 from tests.train.models import make_model
 from tests.train.ranks import run_ranks
 
@@ -67,8 +67,8 @@ def test_the_layouts_use_what_they_are_there_for(compared: list[dict[str, Compar
 
 
 @pytest.fixture(scope="module")
-def every_op() -> list[dict[str, Any]]:
-    return run_ranks("tests.distributed.wrapped:every_op", 2)
+def every_op(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks("tests.distributed.wrapped:every_op", 2, tmp_path_factory.mktemp("requests"))
 
 
 @pytest.mark.ranks
@@ -105,6 +105,29 @@ def test_every_way_to_call_an_op_is_seen_once(every_op: list[dict[str, Any]]) ->
 @pytest.mark.ranks
 def test_removed_or_off_it_leaves_torchs_own_methods(every_op: list[dict[str, Any]]) -> None:
     assert all(rank["restored"] and rank["untouched"] for rank in every_op)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("action", ["trim", "clear", "raise"])
+def test_one_rank_is_short_of_memory(action: str, every_op: list[dict[str, Any]]) -> None:
+    """Alone it acts alone; as a group decision all do, before the same op or the next one."""
+    other, short = (rank["together"][f"{action} False"] for rank in every_op)
+    assert other["done"] == []
+    assert [(what.split(":")[0], at) for what, at in short["done"]] == [(action, SHORT_AT)]
+    other, short = (rank["together"][f"{action} True"] for rank in every_op)
+    assert [(what.split(":")[0], at) for what, at in short["done"]] == [(action, SHORT_AT)]
+    ((what, at),) = other["done"]
+    assert what.split(":")[0] == action
+    assert at in (SHORT_AT, SHORT_AT + 1)
+    assert action != "raise" or "another rank of this node asked for it" in what
+    for rank in (other, short):
+        assert rank["sums"] == [2.0 * i + 1 for i in range(ROUNDS)]
+        assert (rank["shortages"], rank["clears"]) == (1, action != "raise")
+
+
+@pytest.mark.ranks
+def test_every_third_call_is_the_first_fourth_and_seventh(every_op: list[dict[str, Any]]) -> None:
+    assert [rank["every third"] for rank in every_op] == [3, 3]
 
 
 def test_every_alias_has_one_op() -> None:

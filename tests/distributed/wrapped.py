@@ -16,9 +16,10 @@ from torch.distributed import all_reduce as bound_before_install
 from torch.distributed import distributed_c10d as c10d
 
 from slime_like.config.collectives import OPS, Kind
-from slime_like.config.guard_policy import GuardSpec, Policy
+from slime_like.config.guard_policy import GuardSpec, Policy, Threshold
 from slime_like.config.resolved import Layout
 from slime_like.distributed import install
+from slime_like.errors import MemoryShortage
 from tests.train.jobs import make_actor
 from tests.train.lifecycle import batch, digest, train
 from tests.train.ranks import World
@@ -140,7 +141,7 @@ def _work(actor: Any, scratch: Path, layout: Layout) -> tuple[list[str], dict[st
 
 
 # ---- every op, by every way to call it -------------------------------------------------------------------------------
-def every_op(world: World) -> dict[str, Any]:
+def every_op(world: World, folder: Path) -> dict[str, Any]:
     """Each op of the table, wrapped and not: results, counts, and what is in place afterwards."""
     dist.init_process_group(
         "gloo", init_method=f"tcp://{world.host}:{world.port}", rank=world.rank, world_size=world.size
@@ -178,7 +179,86 @@ def every_op(world: World) -> dict[str, Any]:
         "restored": restored,
         "untouched": untouched,
         "in flight": in_flight,
+        "together": {
+            f"{action} {symmetric}": together(world, folder / f"{action}{symmetric}", action, symmetric=symmetric)
+            for action in ("trim", "clear", "raise")
+            for symmetric in (False, True)
+        },
+        "every third": every_third(world),
     }
+
+
+# ---- one rank is short of memory ---------------------------------------------------------------------------------------
+SHORT_RANK, SHORT_AT, ROUNDS = 1, 2, 6
+
+
+class Memory:
+    """Plenty, until it is set to little; ``done`` says what was made of it, and before which op."""
+
+    name, total = "simulated", 16 * 2**30
+
+    def __init__(self) -> None:
+        self.left, self.at = 8 * 2**30, 0
+        self.done: list[tuple[str, int]] = []
+
+    def free(self) -> int:
+        """So many bytes."""
+        return self.left
+
+    def held(self) -> int:
+        """The rest."""
+        return self.total - self.left
+
+    def trim(self) -> None:
+        """Noted; helps."""
+        self.done.append(("trim", self.at))
+        self.left = 8 * 2**30
+
+    def clear(self) -> None:
+        """Noted; helps."""
+        self.done.append(("clear", self.at))
+        self.left = 8 * 2**30
+
+
+def together(world: World, folder: Path, action: str, *, symmetric: bool) -> dict[str, Any]:
+    """Sums over all ranks, and one rank is short of memory before one of them: what each rank does, and before which sum."""
+    memory = Memory()
+    policy = Policy(checks="always", threshold=Threshold(2**30, None), action=action)
+    spec = GuardSpec(wrap=True, default=policy, symmetric=symmetric, folder=str(folder), name="trainer")
+    dist.barrier()
+    assert install.install(spec, torch.device("cpu"), world.rank, memory) is not None
+    sums: list[float] = []
+    for memory.at in range(ROUNDS):
+        if world.rank == SHORT_RANK and memory.at == SHORT_AT:
+            memory.left = 2**20
+        value = torch.tensor(float(memory.at + world.rank))
+        try:
+            dist.all_reduce(value)
+        except MemoryShortage as error:
+            memory.done.append((f"raise: {error}", memory.at))
+            memory.left = 8 * 2**30
+            dist.all_reduce(value)
+        sums.append(value.item())
+    counted = {metric.name: metric.value for metric in install.drain()}
+    install.remove()
+    return {
+        "done": memory.done,
+        "sums": sums,
+        "shortages": counted["guard/shortages"],
+        "clears": counted["guard/clears"],
+    }
+
+
+def every_third(world: World) -> int:
+    """Questions in seven calls."""
+    spec = GuardSpec(wrap=True, default=Policy(checks="every_n", every=3))
+    wrapper = install.install(spec, torch.device("cpu"), world.rank, Memory())
+    assert wrapper is not None
+    for _ in range(7):
+        dist.all_reduce(torch.zeros(1))
+    (counter,) = wrapper.counters()
+    install.remove()
+    return counter.checks
 
 
 def _every_op(world: World) -> list[Any]:
