@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from slime_like.config.names import REWARDS
@@ -17,6 +19,11 @@ def test_what_exists_loads(name: str) -> None:
     assert callable(load_reward("reward.name", name))
     check_reward(RewardConfig(name=name))
     check_reward(RewardConfig(weights={"rm_type": 1.0, name: 0.5}))
+
+
+def test_every_name_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    assert [name for name in REWARDS if f"| `{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("name", REWARDS)

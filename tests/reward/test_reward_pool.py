@@ -146,6 +146,15 @@ def test_parts_add_up_by_their_weights_and_are_kept() -> None:
     assert unknown(metrics) == []
 
 
+def test_evaluation_leaves_out_what_weights_add_to_a_rows_reward() -> None:
+    pool = RewardPool(RewardConfig(name="answer", weights={"rm_type": 2.0, f"{USERS}:length": 0.5}))
+    try:
+        found = asyncio.run(pool.score([group("4", "5"), group("Answer: 4", rm_type="dapo")], unshaped=True))
+    finally:
+        pool.close()
+    assert [s.reward for g in found for s in g.samples] == [Reward(1.0, 1.0), Reward(0.0, 0.0), Reward(1.0, 1.0)]
+
+
 def test_a_part_that_is_late_costs_the_whole_sample() -> None:
     pool = RewardPool(
         RewardConfig(weights={f"{USERS}:length": 1.0, f"{USERS}:hangs_for_all": 1.0}, timeout_s=0.5, fallback=-1.0)
