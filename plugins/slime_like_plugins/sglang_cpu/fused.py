@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slime_like_plugins.sglang_cpu.attention import BatchedAttention
 from slime_like_plugins.sglang_cpu.kernels import Kernels
+from slime_like_plugins.sglang_cpu.products import Products
 from slime_like_plugins.sglang_cpu.structure import Block, blocks, obstacle
 
 KEPT_ROWS = 1024  # most rows that memory is held for; a longer prefill takes its own and gives it back
@@ -29,6 +30,7 @@ class FusedForward:
     def __init__(self, model: Any, kernels: Kernels) -> None:
         self._model, self._kernels = model, kernels
         self._blocks = blocks(model)
+        self._product = Products(model, [linear for b in self._blocks for linear in (b.qkv, b.out, b.gate_up, b.down)])
         attention = model.model.layers[0].self_attn
         self._rope = attention.rotary_emb
         self._heads, self._dim = attention.num_heads, attention.head_dim
@@ -62,29 +64,28 @@ class FusedForward:
 
     def _hidden(self, token_ids: Tensor, positions: Tensor, batch: Any) -> Tensor:
         """[B, T] after the last norm."""
-        kernels, eps, backend = self._kernels, self._eps, attention_backend()
+        kernels, eps, backend, product = self._kernels, self._eps, attention_backend(), self._product
+        product.renew()
         pool, slots = backend.token_to_kv_pool, batch.out_cache_loc
         x_BT = F.embedding(token_ids, self._model.model.embed_tokens.weight)
         size = len(x_BT)
         angles = self._angles(batch), positions
         assert slots.dtype is positions.dtype is torch.int64
         assert slots.is_contiguous() and positions.is_contiguous() and len(slots) == len(positions) == size
-        h, qkv, q, gate_up, product, delta = self._buffers(size, x_BT.dtype)
+        h, qkv, q, gate_up, activated, delta = self._buffers(size, x_BT.dtype)
         q = q.view(size, self._heads, self._dim)
         carried: Tensor | None = None
         for block in self._blocks:
             layer = block.attention.layer_id
             kernels.add_rms_norm(x_BT, carried, block.attention_norm.weight, h, eps)
-            project(h, block.qkv, qkv)
+            qkv = product(h, block.qkv, qkv)
             pools = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
             kernels.rope_and_store(qkv, head_norms(block), angles, slots, pools, q, eps)
             attended = backend.attend(q, pools, block.attention.scaling, batch)
-            project(attended.view(size, -1), block.out, delta)
+            delta = product(attended.view(size, -1), block.out, delta)
             kernels.add_rms_norm(x_BT, delta, block.mlp_norm.weight, h, eps)
-            project(h, block.gate_up, gate_up)
-            kernels.silu_mul(gate_up, product)
-            project(product, block.down, delta)
-            carried = delta
+            kernels.silu_mul(product(h, block.gate_up, gate_up), activated)
+            carried = delta = product(activated, block.down, delta)
         out_BT = torch.empty_like(x_BT)
         kernels.add_rms_norm(x_BT, carried, self._model.model.norm.weight, out_BT, eps)
         return out_BT
@@ -110,14 +111,6 @@ class FusedForward:
         if size <= KEPT_ROWS:
             self._memory = made
         return made
-
-
-def project(x: Tensor, linear: Any, out: Tensor) -> None:
-    """``linear`` applied to rows, into ``out``."""
-    if linear.bias is None:
-        torch.mm(x, linear.weight.t(), out=out)
-    else:
-        torch.addmm(linear.bias, x, linear.weight.t(), out=out)
 
 
 def head_norms(block: Block) -> tuple[Tensor, Tensor] | None:
