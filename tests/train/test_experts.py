@@ -10,15 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_like.config.names import FAMILIES
 from slime_like.config.resolved import Layout
-from slime_like.errors import CheckpointError, ConfigError
-from slime_like.registry import resolve
-from slime_like.train.megatron.families.base import Family
+from slime_like.errors import CheckpointError
 from slime_like.train.megatron.families.experts import ExpertMatrix, global_key, keys_of_peers
 from slime_like.train.megatron.hf import HFFolder
 from tests.train.jobs import SP, Job, Results
 from tests.train.parity import comparison
+from tests.train.weights import assert_refused, assert_same_tensors, family_of
 
 pytestmark = pytest.mark.ranks
 
@@ -127,12 +125,7 @@ def test_a_planted_fault_exceeds_the_bound(fault: str, results: Results) -> None
 
 @pytest.mark.parametrize("name", ROUND_TRIP)
 def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Path], results: Results) -> None:
-    before = load_file(models[ROUND_TRIP[name][0]] / "model.safetensors")
-    after: dict[str, torch.Tensor] = {}
-    for file in results[name][0].glob("*.safetensors"):
-        after |= load_file(file)
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert_same_tensors(results[name][0], models[ROUND_TRIP[name][0]])
 
 
 @pytest.mark.parametrize("target", RESHARDED)
@@ -165,14 +158,9 @@ def fused(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def family_of(folder: Path) -> Family:
-    kind: type[Family] = resolve("model.family", "qwen3_moe", FAMILIES)
-    return kind(HFFolder(folder).config(), 1)
-
-
 def test_fused_experts_are_read_as_those_that_lie_alone(models: dict[str, Path], fused: Path) -> None:
     alone, together = HFFolder(models["qwen3_moe"]), HFFolder(fused)
-    table = family_of(fused).weights()
+    table = family_of(fused, "qwen3_moe").weights()
     assert sum(isinstance(weight, ExpertMatrix) for weight in table.values()) == 4 * 8 * 2
     for key, weight in table.items():
         for a, b in zip(weight.read(alone), weight.read(together), strict=True):
@@ -185,7 +173,7 @@ def test_fused_experts_of_another_shape_are_named(name: str, fused: Path, tmp_pa
     tensors = load_file(fused / "model.safetensors")
     save_file(tensors | {full: tensors[full][:7].clone()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((fused / "config.json").read_text())
-    weights = family_of(tmp_path).weights()
+    weights = family_of(tmp_path, "qwen3_moe").weights()
     key = f"blocks.2.mlp.experts.0.linear_{'fc1' if name == 'gate_up_proj' else 'fc2'}.weight"
     with pytest.raises(CheckpointError, match=rf"{full} has shape \(7, .*config\.json implies \(8, "):
         weights[key].read(HFFolder(tmp_path))
@@ -198,7 +186,7 @@ def test_a_missing_expert_is_named(models: dict[str, Path], tmp_path: Path) -> N
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((models["qwen3_moe"] / "config.json").read_text())
     with pytest.raises(CheckpointError, match=rf"{name}.* is missing"):
-        family_of(tmp_path).weights()["blocks.1.mlp.experts.5.linear_fc1.weight"].read(HFFolder(tmp_path))
+        family_of(tmp_path, "qwen3_moe").weights()["blocks.1.mlp.experts.5.linear_fc1.weight"].read(HFFolder(tmp_path))
 
 
 def test_keys_are_those_of_the_whole_model() -> None:
@@ -220,20 +208,12 @@ def test_keys_are_those_of_the_whole_model() -> None:
     ],
 )
 def test_a_router_that_cannot_be_is_refused(models: dict[str, Path], change: dict[str, int], message: str) -> None:
-    hf = HFFolder(models["qwen3_moe"]).config()
-    for key, value in change.items():
-        setattr(hf, key, value)
-    kind: type[Family] = resolve("model.family", "qwen3_moe", FAMILIES)
-    with pytest.raises(ConfigError, match=message):
-        kind(hf, 1)
+    assert_refused(models["qwen3_moe"], "qwen3_moe", 1, change, message)
 
 
 def test_blocks_without_experts_have_an_mlp(models: dict[str, Path]) -> None:
-    hf = HFFolder(models["qwen3_moe"]).config()
-    hf.mlp_only_layers = [2]
-    kind: type[Family] = resolve("model.family", "qwen3_moe", FAMILIES)
-    family = kind(hf, 1)
+    family = family_of(models["qwen3_moe"], "qwen3_moe", mlp_only_layers=[2])
     assert family.blocks() == ("*E", "*E", "*-", "*E")
     assert "blocks.2.mlp.linear_fc1.weight" in family.weights()
-    hf.mlp_only_layers, hf.decoder_sparse_step = [], 2
-    assert kind(hf, 1).blocks() == ("*-", "*E", "*-", "*E")
+    alternating = family_of(models["qwen3_moe"], "qwen3_moe", decoder_sparse_step=2)
+    assert alternating.blocks() == ("*-", "*E", "*-", "*E")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
-import torch
 
 from slime_like.config.resolved import Layout
 from tests.train.jobs import SP, Job, Results
 from tests.train.lifecycle import Exported
 from tests.train.parity import by_expert
+from tests.train.weights import assert_hf_agrees
 
 pytestmark = pytest.mark.ranks
 
@@ -34,19 +33,7 @@ JOBS = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_hf_loads_the_export_and_agrees(name: str, results: Results) -> None:
-    from transformers import AutoModelForCausalLM
-
-    exported: list[Exported] = results[name]
-    (scores,) = [e.scores for e in exported if e.scores is not None]
-    rows = exported[0].rows
-    model = AutoModelForCausalLM.from_pretrained(exported[0].folder, dtype=torch.float32)
-    for start, stop in zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True):
-        ids = torch.from_numpy(rows.token_ids[start:stop].astype(np.int64))[None]
-        with torch.no_grad():
-            log_p = torch.log_softmax(model(input_ids=ids).logits[0, :-1] / 0.7, -1)
-        expected = log_p.gather(1, ids[0, 1:, None])[:, 0].numpy()
-        assert scores[start] == 0
-        np.testing.assert_allclose(scores[start + 1 : stop], expected, atol=1e-5)
+    assert_hf_agrees(results[name])
 
 
 @pytest.mark.parametrize("name", CASES)

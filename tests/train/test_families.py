@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from slime_like.config.names import FAMILIES
 from slime_like.config.resolved import Layout
-from slime_like.registry import resolve
-from slime_like.train.megatron.families.base import Family
-from slime_like.train.megatron.hf import HFFolder
 from tests.train.jobs import SP, Job, Results
 from tests.train.parity import comparison
+from tests.train.weights import assert_refused, assert_same_tensors, assert_shards_merge, family_of
 
 pytestmark = pytest.mark.ranks
 
@@ -56,27 +52,13 @@ def test_a_planted_fault_exceeds_the_bound(results: Results) -> None:
 
 @pytest.mark.parametrize("name", ROUND_TRIP)
 def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Path], results: Results) -> None:
-    from safetensors.torch import load_file
-
-    before = load_file(models[ROUND_TRIP[name][0]] / "model.safetensors")
-    folder: Path = results[name][0]
-    after: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        after |= load_file(file)
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert_same_tensors(results[name][0], models[ROUND_TRIP[name][0]])
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_merge_to_the_hf_tensors(models: dict[str, Path], kind: str, tp: int) -> None:
-    source = HFFolder(models[kind])
-    family: type[Family] = resolve("model.family", KINDS[kind], FAMILIES)
-    for key, weight in family(source.config(), tp).weights().items():
-        tensors = [source.tensor(n, s) for n, s in zip(weight.names, weight.shapes, strict=True)]
-        shards = [weight.split(tensors, tp, rank) for rank in range(tp)]
-        for merged, tensor in zip(weight.merge(shards), tensors, strict=True):
-            assert torch.equal(merged, tensor), key
+    assert_shards_merge(family_of(models[kind], KINDS[kind], tp), models[kind], tp)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +72,4 @@ def test_shards_merge_to_the_hf_tensors(models: dict[str, Path], kind: str, tp: 
 def test_a_variant_the_family_cannot_carry(
     models: dict[str, Path], kind: str, change: dict[str, Any], message: str
 ) -> None:
-    from slime_like.errors import ConfigError
-
-    hf = HFFolder(models[kind]).config()
-    for key, value in change.items():
-        setattr(hf, key, value)
-    family: type[Family] = resolve("model.family", KINDS[kind], FAMILIES)
-    with pytest.raises(ConfigError, match=message):
-        family(hf, 1)
+    assert_refused(models[kind], KINDS[kind], 1, change, message)

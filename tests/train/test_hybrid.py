@@ -12,15 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.config.names import FAMILIES
 from slime_like.config.resolved import Layout
-from slime_like.registry import resolve
-from slime_like.train.megatron.families.base import Family
-from slime_like.train.megatron.hf import HFFolder
 from tests.train.jobs import SP, Job, Results
 from tests.train.lifecycle import Exported
 from tests.train.options import OVERLAP
-from tests.train.parity import comparison, without_fla
+from tests.train.parity import comparison
+from tests.train.weights import (
+    assert_hf_agrees,
+    assert_refused,
+    assert_same_tensors,
+    assert_shards_merge,
+    family_of,
+    tensors_of,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -155,17 +159,9 @@ def test_norms_of_16_bits_round_once_and_keep_nothing_wide(results: Results) -> 
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.parametrize("name", ROUND_TRIP)
 def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Path], results: Results) -> None:
-    before, after = tensors_of(models[ROUND_TRIP[name][0]]), tensors_of(results[name][0])
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[key], before[key]) and after[key].dtype == before[key].dtype for key in before)
+    assert_same_tensors(results[name][0], models[ROUND_TRIP[name][0]])
 
 
 def test_what_is_not_trained_goes_into_an_export_but_not_to_engines(models: dict[str, Path], results: Results) -> None:
@@ -181,33 +177,15 @@ def test_what_is_not_trained_goes_into_an_export_but_not_to_engines(models: dict
 
 
 def test_hf_loads_the_export_and_agrees(results: Results) -> None:
-    from transformers import AutoModelForCausalLM
-
-    exported: list[Exported] = results["hybrid export"]
-    (scores,) = [e.scores for e in exported if e.scores is not None]
-    rows = exported[0].rows
-    model = AutoModelForCausalLM.from_pretrained(exported[0].folder, dtype=torch.float32)
-    for start, stop in zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True):
-        ids = torch.from_numpy(rows.token_ids[start:stop]).long()[None]
-        with torch.no_grad(), without_fla(model):
-            log_p = torch.log_softmax(model(input_ids=ids).logits[0, :-1] / 0.7, -1)
-        expected = log_p.gather(1, ids[0, 1:, None])[:, 0]
-        torch.testing.assert_close(torch.from_numpy(scores[start + 1 : stop]), expected, atol=1e-5, rtol=0)
+    assert_hf_agrees(results["hybrid export"])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_merge_to_the_hf_tensors(models: dict[str, Path], kind: str, tp: int) -> None:
-    source = HFFolder(models[kind])
-    family: type[Family] = resolve("model.family", KINDS[kind], FAMILIES)
-    made = family(source.config(), min(tp, 2))  # of the table alone: two key-value heads are not for four ranks
-    for key, weight in made.weights().items():
-        if tp == 4 and "linear_attn" not in weight.names[0]:
-            continue
-        tensors = [source.tensor(n, s) for n, s in zip(weight.names, weight.shapes, strict=True)]
-        shards = [weight.split(tensors, tp, rank) for rank in range(tp)]
-        for merged, tensor in zip(weight.merge(shards), tensors, strict=True):
-            assert torch.equal(merged, tensor), key
+    # Two key-value heads are not for four ranks; DeltaNets alone are.
+    family = family_of(models[kind], KINDS[kind], min(tp, 2))
+    assert_shards_merge(family, models[kind], tp, only="linear_attn" if tp == 4 else "")
 
 
 @pytest.mark.parametrize(
@@ -223,11 +201,4 @@ def test_shards_merge_to_the_hf_tensors(models: dict[str, Path], kind: str, tp: 
 def test_a_variant_the_family_cannot_carry(
     models: dict[str, Path], kind: str, change: dict[str, Any], message: str
 ) -> None:
-    from slime_like.errors import ConfigError
-
-    hf = HFFolder(models[kind]).config()
-    for key, value in change.items():
-        setattr(hf, key, value)
-    family: type[Family] = resolve("model.family", KINDS[kind], FAMILIES)
-    with pytest.raises(ConfigError, match=message):
-        family(hf, 2)
+    assert_refused(models[kind], KINDS[kind], 2, change, message)

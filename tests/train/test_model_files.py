@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from slime_like.config.resolved import Layout
 from slime_like.errors import CheckpointError, ConfigError
@@ -17,6 +16,7 @@ from slime_like.train.megatron.groups import check_layout
 from slime_like.train.megatron.hf import HFFolder
 from slime_like.train.megatron.transformer_config import choose_family, pipeline_pattern
 from tests.train.models import VOCAB, make_spec
+from tests.train.weights import assert_shards_merge, family_of
 
 
 @pytest.fixture
@@ -33,13 +33,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_shards_merge_to_the_hf_tensors(models: dict[str, Path], kind: str, tp: int) -> None:
-    source = HFFolder(models[kind])
-    for key, weight in Qwen3(source.config(), tp).weights().items():
-        tensors = [source.tensor(n, s) for n, s in zip(weight.names, weight.shapes, strict=True)]
-        shards = [weight.split(tensors, tp, rank) for rank in range(tp)]
-        assert len({shard.shape for shard in shards}) == 1, key
-        for merged, tensor in zip(weight.merge(shards), tensors, strict=True):
-            assert torch.equal(merged, tensor), key
+    assert_shards_merge(family_of(models[kind], "qwen3", tp), models[kind], tp)
 
 
 def test_vocabulary_padding_does_not_depend_on_tp(models: dict[str, Path]) -> None:

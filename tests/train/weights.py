@@ -1,0 +1,78 @@
+"""What tests of every family ask of its weights: shards that make the whole, folders that say the same, variants refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slime_like.config.names import FAMILIES
+from slime_like.errors import ConfigError
+from slime_like.registry import resolve
+from slime_like.train.megatron.families.base import Family
+from slime_like.train.megatron.hf import HFFolder
+from tests.train.lifecycle import Exported
+from tests.train.parity import TEMPERATURE, without_fla
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of an HF folder."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def family_of(folder: Path, name: str, tp: int = 1, **changes: Any) -> Family:
+    """Family ``name`` of the model in ``folder``, some keys of whose config are changed."""
+    hf = HFFolder(folder).config()
+    for key, value in changes.items():
+        setattr(hf, key, value)
+    kind: type[Family] = resolve("model.family", name, FAMILIES)
+    return kind(hf, tp)
+
+
+def assert_refused(folder: Path, name: str, tp: int, changes: dict[str, Any], message: str) -> None:
+    """A variant that the family cannot carry is refused with ``message``."""
+    with pytest.raises(ConfigError, match=message):
+        family_of(folder, name, tp, **changes)
+
+
+def assert_shards_merge(family: Family, folder: Path, tp: int, *, only: str = "") -> None:
+    """The shards of ``tp`` ranks are alike in shape and make the HF tensors; ``only`` those with this in their name."""
+    source, seen = HFFolder(folder), 0
+    for key, weight in family.weights().items():
+        if only not in weight.names[0]:
+            continue
+        tensors = [source.tensor(n, s) for n, s in zip(weight.names, weight.shapes, strict=True)]
+        shards = [weight.split(tensors, tp, rank) for rank in range(tp)]
+        assert len({shard.shape for shard in shards}) == 1, key
+        for merged, tensor in zip(weight.merge(shards), tensors, strict=True):
+            assert torch.equal(merged, tensor), key
+        seen += 1
+    assert seen > 0
+
+
+def assert_same_tensors(found: Path, expected: Path) -> None:
+    """Two HF folders hold the same tensors, bit for bit."""
+    after, before = tensors_of(found), tensors_of(expected)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) and after[key].dtype == before[key].dtype for key in before)
+
+
+def assert_hf_agrees(exported: list[Exported]) -> None:
+    """transformers loads what the ranks exported, and gives each token the log-probability that the trainer gave it."""
+    from transformers import AutoModelForCausalLM
+
+    (scores,) = [e.scores for e in exported if e.scores is not None]
+    rows = exported[0].rows
+    model = AutoModelForCausalLM.from_pretrained(exported[0].folder, dtype=torch.float32)
+    for start, stop in zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True):
+        ids = torch.from_numpy(rows.token_ids[start:stop].astype(np.int64))[None]
+        with torch.no_grad(), without_fla(model):
+            log_p = torch.log_softmax(model(input_ids=ids).logits[0, :-1] / TEMPERATURE, -1)
+        expected = log_p.gather(1, ids[0, 1:, None])[:, 0].numpy()
+        assert scores[start] == 0
+        np.testing.assert_allclose(scores[start + 1 : stop], expected, rtol=0, atol=1e-5)
