@@ -82,6 +82,14 @@ def test_auto_refuses_another_experiment_and_names_the_way(tmp_path: Path) -> No
     assert first_rollout(config(run_dir, lr=0.0, resume=str(run_dir / "checkpoints")), run_dir) == 4
 
 
+def test_auto_goes_on_under_another_guard(tmp_path: Path) -> None:
+    """What a run that ended for want of memory, or at a deadline of the guard, is told to change."""
+    run_dir = used_folder(tmp_path / "run")
+    cfg = config(run_dir)
+    cfg = replace(cfg, guard=replace(cfg.guard, action="trim", deadline_s=900.0))
+    assert first_rollout(cfg, run_dir) == 4
+
+
 def test_a_complete_run_says_so(tmp_path: Path) -> None:
     run_dir = used_folder(tmp_path / "run")
     with pytest.raises(RunComplete, match=r"4 rollouts were trained, loop\.num_rollout is 4"):
