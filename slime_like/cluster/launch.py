@@ -64,6 +64,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
     inputs = load_inputs(cfg, plan)
     with claimed(cfg, run_dir):
         remove_leftovers(run_dir)
+        shutil.rmtree(ring_folder(cfg.run.dir), ignore_errors=True)  # of a part of this run that was killed
         sink = open_sinks(cfg.metrics, run_dir, first_step=first, num_steps=cfg.loop.num_rollout, settings=asdict(cfg))
         stop = StopRequest()
         cluster = _Cluster(cfg, plan, run_dir, Progress(partial(_say, cfg)))

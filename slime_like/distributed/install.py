@@ -30,7 +30,7 @@ def install(spec: GuardSpec, device: torch.device, rank: int, source: MemorySour
     remove()
     if spec.wrap:
         folder = None if spec.folder is None else Path(spec.folder)
-        sweep()
+        sweep(keep=folder)
         name = f"{spec.name}_rank{rank}"
         ring = Ring(folder, name, spec.ring)
         requests = Requests(folder / f"{spec.name}.requests") if spec.symmetric and folder is not None else None

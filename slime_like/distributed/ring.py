@@ -6,6 +6,7 @@ A ring is a file of ``/dev/shm`` mapped by its rank: recording an op is two writ
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import mmap
@@ -21,7 +22,7 @@ from slime_like.config.collectives import OPS, Op
 SHARED = Path("/dev/shm")
 PREFIX = "slime_like."
 MAGIC = 0x51_6C_69_6D_65_01
-HEAD = 64  # bytes: magic, pid, start time of the process, slots, last request of a group decision
+HEAD = 64  # bytes: magic, pid, start time of the process, slots, its namespace of process ids
 RECORD = struct.Struct("7q")  # index, started ns, ended ns, bytes, code, sequence, peer
 ENDED, FAILED = 2, -1  # field that says when an op ended; what it holds where it failed
 OP_BITS, PHASE_BITS = 8, 8
@@ -77,6 +78,7 @@ class Ring:
                 self.memory = mmap.mmap(file.fileno(), size)
         self.words = memoryview(self.memory).cast("q")
         self.words[1], self.words[2], self.words[3] = os.getpid(), start_time(os.getpid()), self.slots
+        self.words[4] = pid_namespace()
         self.words[0] = MAGIC
         # For each op its number, where its record begins, in bytes, and the word that says when it ended.
         offsets = [self.place(slot) * 8 for slot in range(self.slots)]
@@ -122,7 +124,7 @@ class Ring:
         if self.path is not None and self.folder is not None:
             self.path.unlink(missing_ok=True)
             self.path.with_suffix(".json").unlink(missing_ok=True)
-            if self.folder.exists() and not any(self.folder.iterdir()):
+            with contextlib.suppress(OSError):  # others are in it, or the last of them has removed it
                 self.folder.rmdir()
 
 
@@ -144,9 +146,12 @@ def read_rings(folder: Path) -> dict[str, Reading]:
 def _read(path: Path) -> Reading | None:
     try:
         data = path.read_bytes()
+    except OSError:  # removed since it was listed
+        return None
+    try:
         described = json.loads(path.with_suffix(".json").read_text())
     except (OSError, ValueError):
-        data, described = (path.read_bytes() if path.exists() else b""), {"groups": [], "phases": []}
+        described = {"groups": [], "phases": []}
     if len(data) < HEAD or struct.unpack_from("=q", data)[0] != MAGIC:
         return None
     _, pid, started, slots = struct.unpack_from("=4q", data)
@@ -172,27 +177,43 @@ NO_PEER = -2
 
 def process_state(pid: int, started: int) -> str:
     """What /proc says of the process that made a ring."""
-    if start_time(pid) != started:
-        return "dead"
-    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(stat, "running")
+    state, since = _stat(pid)
+    return (
+        {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(state, "running") if since == started else "dead"
+    )
 
 
 def start_time(pid: int) -> int:
     """Clock ticks from boot to the start of a process: with its id, its identity. -1 where there is none."""
+    return _stat(pid)[1]
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and start time, read at once: processes end while they are looked at."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return -1
-    return int(stat.rpartition(")")[2].split()[19])
+        return "X", -1
+    return fields[0], int(fields[19])
 
 
-def sweep(shared: Path = SHARED) -> list[Path]:
-    """Remove the folders of rings all of whose processes are dead: what a run that was killed left behind."""
+def pid_namespace() -> int:
+    """What this process's id is an id in: containers may share /dev/shm and still number their processes each."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def sweep(shared: Path = SHARED, keep: Path | None = None) -> list[Path]:
+    """Remove the folders of rings all of whose processes are dead: what runs that were killed left behind.
+
+    ``keep``: the folder that this process and others are about to fill, of which one may find only what was there before.
+    """
     removed: list[Path] = []
     for folder in shared.glob(f"{PREFIX}*"):
         rings = list(folder.glob("*.ring"))
-        if rings and not any(_alive(path) for path in rings):
+        if folder != keep and rings and not any(_alive(path) for path in rings):
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
@@ -205,5 +226,7 @@ def _alive(path: Path) -> bool:
         return False
     if len(head) < HEAD:
         return True  # being made
-    magic, pid, started = struct.unpack_from("=3q", head)
-    return magic != MAGIC or process_state(pid, started) != "dead"
+    magic, pid, started, _, namespace = struct.unpack_from("=5q", head)
+    if magic != MAGIC or namespace != pid_namespace():
+        return True  # being made, or of a container whose processes are not seen from here
+    return process_state(pid, started) != "dead"

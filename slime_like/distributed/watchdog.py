@@ -45,10 +45,12 @@ class Watchdog:
             self._wrapper.settle()
             since = oldest_in_flight(self._wrapper)
             if since is not None and (time.perf_counter_ns() - since) / 1e9 > self._limit:
-                folder = self._wrapper.ring.folder
-                sys.stderr.write(f"a collective did not end in {self._limit:.0f} s\n{report(folder)}\n")
-                sys.stderr.flush()
-                self._die()
+                try:
+                    folder = self._wrapper.ring.folder
+                    sys.stderr.write(f"a collective did not end in {self._limit:.0f} s\n{report(folder)}\n")
+                    sys.stderr.flush()
+                finally:
+                    self._die()
                 return
 
 

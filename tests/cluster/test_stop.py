@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slime_like.cluster import launch
+from slime_like.cluster.plan_guard import ring_folder
 from slime_like.cluster.stop import StopRequest
 from slime_like.config.load import load_config
 from tests.config.model_folder import write_model
@@ -47,7 +48,8 @@ class Processes(launch._Cluster):
     """A cluster that has started nothing, and whose taking down is interrupted."""
 
     def start(self, inputs: Any, first: int, sink: Any, stop: StopRequest) -> Any:
-        return None
+        assert not ring_folder(self.cfg.run.dir).exists(), "what a killed part of the run left there"
+        ring_folder(self.cfg.run.dir).mkdir()
 
     def close(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
@@ -65,6 +67,7 @@ def test_what_was_started_is_taken_down_whatever_is_pressed(
     cfg = load_config([f"model.hf_checkpoint={model}", f"data.train={data}", f"run.dir={tmp_path / 'run'}"])
     monkeypatch.setattr(launch, "_Cluster", Processes)
     monkeypatch.setattr(launch, "load_inputs", lambda *_: None)  # the folder has no tokenizer
+    ring_folder(cfg.run.dir).mkdir()
     if ends == "by itself":
         with launch.launch(cfg):
             pass
@@ -73,3 +76,4 @@ def test_what_was_started_is_taken_down_whatever_is_pressed(
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
     assert (tmp_path / "run" / "closed").exists()
+    assert not ring_folder(cfg.run.dir).exists()

@@ -1,0 +1,96 @@
+"""Rings among processes that come and go: what is looked at may end meanwhile, and nobody removes what others begin."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime_like.distributed import ring as ring_module
+from slime_like.distributed import watchdog
+from slime_like.distributed.ring import PREFIX, Ring, process_state, read_rings, start_time, sweep
+
+
+def dead_ring(folder: Path) -> None:
+    """What a rank that was killed leaves."""
+    code = "import sys, pathlib; from slime_like.distributed.ring import Ring; Ring(pathlib.Path(sys.argv[1]), 'a_rank0', 8)"
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, reads, started = Path.read_text, itertools.count(), start_time(os.getpid())
+
+    def once(path: Path, *args: Any, **kwargs: Any) -> str:
+        if next(reads):
+            raise ProcessLookupError(path)
+        return stock(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", once)
+    assert process_state(os.getpid(), started) == "running"
+    assert process_state(os.getpid(), started) == "dead"
+
+
+def test_a_ring_that_is_removed_while_it_is_read_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Ring(tmp_path, "a_rank0", 8)
+
+    def gone(path: Path) -> bytes:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_bytes", gone)
+    assert read_rings(tmp_path) == {}
+
+
+def test_a_folder_that_ranks_are_about_to_fill_is_not_swept(tmp_path: Path) -> None:
+    """Of two ranks that start, one could take what the other has just made for what was there before."""
+    own, other = tmp_path / f"{PREFIX}own", tmp_path / f"{PREFIX}other"
+    for folder in (own, other):
+        dead_ring(folder)
+    assert sweep(tmp_path, keep=own) == [other]
+    assert sweep(tmp_path) == [own]
+
+
+def test_rings_of_another_container_are_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --ipc=host they lie in the same /dev/shm, and their process ids say nothing here."""
+    folder = tmp_path / f"{PREFIX}theirs"
+    dead_ring(folder)
+    own = ring_module.pid_namespace()
+    monkeypatch.setattr(ring_module, "pid_namespace", lambda: own + 1)
+    assert sweep(tmp_path) == []
+    monkeypatch.undo()
+    assert sweep(tmp_path) == [folder]
+
+
+def test_the_last_to_close_removes_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "rings"
+    first, last = (Ring(folder, f"a_rank{rank}", 8) for rank in range(2))
+    first.close()
+    assert folder.exists()
+    last.close()
+    assert not folder.exists()
+    late = Ring(folder, "a_rank0", 8)
+    assert late.path is not None
+    late.path.unlink()
+    folder.rmdir()  # by one that closed at the same time
+    late.close()
+
+
+def test_a_rank_ends_though_the_report_of_its_hang_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(folder: object) -> str:
+        raise OSError("no report")
+
+    ended: list[str] = []
+    monkeypatch.setattr(watchdog, "report", broken)
+    monkeypatch.setattr(watchdog, "oldest_in_flight", lambda wrapper: 0)
+    wrapper: Any = SimpleNamespace(settle=lambda: None, ring=SimpleNamespace(folder=None))
+    made = object.__new__(watchdog.Watchdog)
+    made._wrapper, made._limit, made._period = wrapper, 0.0, 0.0
+    made._stopped, made._die = watchdog.threading.Event(), lambda: ended.append("ended")
+    with pytest.raises(OSError, match="no report"):
+        made._watch()
+    assert ended == ["ended"]
