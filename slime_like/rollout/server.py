@@ -30,6 +30,7 @@ from slime_like.deadline import Deadline
 from slime_like.errors import EngineError
 from slime_like.imports import heavy_imports
 from slime_like.ports import PortLease
+from slime_like.rollout import segments
 from slime_like.rollout.model_config import override_args
 from slime_like.rollout.startup import other_models
 
@@ -69,6 +70,7 @@ class EngineServer:
         self._lease: PortLease | None = None
         self._scratch: str | None = None
         self.url = ""
+        self.segments: frozenset[Path] = frozenset()  # named shared memory of its processes, as found so far
 
     @property
     def pid(self) -> int:
@@ -113,6 +115,7 @@ class EngineServer:
                 raise EngineError(f"engine did not start: {self.cause_of_death()}")
             deadline.remaining(f"engine at {self.url} (log: {self._spec.log_path})")
             time.sleep(POLL_S)
+        self.segments = segments.mapped(self.pid)
 
     def decodes_with(self) -> str:
         """How an engine on a CPU decodes, in the words of its log; empty elsewhere and before it is ready."""
@@ -145,14 +148,16 @@ class EngineServer:
         )
 
     def stop(self) -> None:
-        """Kill the engine's process group and nothing else; safe to call twice.
+        """Kill the engine's process group and nothing else, and remove what it shared; safe to call twice.
 
         SIGKILL at once: SGLang's SIGTERM handler polls every five seconds, and an engine has nothing to save.
         """
         if self._process is not None:
+            self.segments |= segments.mapped(self._process.pid)
             with contextlib.suppress(ProcessLookupError):  # the whole group is gone already
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            segments.remove(self.segments)
             assert self._process.stdin is not None
             self._process.stdin.close()
         if self._lease is not None:
@@ -257,7 +262,7 @@ def server_arguments(launch: Launch) -> dict[str, Any]:
 
 
 def die_with_parent() -> None:
-    """Remove the private folder and kill this process group once stdin, whose other end the parent holds, comes to its end."""
+    """Once stdin, whose other end the parent holds, comes to its end: kill this process group, and leave nothing of it."""
 
     scratch = Path(os.environ.get("TMPDIR", ""))
 
@@ -266,6 +271,7 @@ def die_with_parent() -> None:
             pass
         if scratch.name.startswith(SCRATCH_PREFIX):  # made for this engine alone, by EngineServer.start
             shutil.rmtree(scratch, ignore_errors=True)
+        segments.remove(segments.mapped(os.getpgid(0)))
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -114,6 +114,9 @@ def test_an_engine_dies_with_the_process_that_started_it(tmp_path: Path) -> None
 def test_nothing_is_left_of_it(engine_tp2: Engine) -> None:
     engine_tp2.server.stop()
     assert not Path(f"/proc/{engine_tp2.server.pid}").exists()
+    shared = engine_tp2.server.segments
+    assert {path.name.split("_")[1] for path in shared} >= {"loads", "shm"}  # sglang_loads_*, sgl_shm_*
+    assert [path for path in shared if path.exists()] == []
     port = int(engine_tp2.server.url.split(":")[-1])
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED

@@ -1,0 +1,39 @@
+"""Named shared memory of an engine's processes, which outlives them when they are killed.
+
+SGLang removes it in no other way than by ending normally, and sweeps leftovers in its own CI only. Goes when SGLang's
+processes map memory without a name, or their supervisor removes the names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+SHARED = Path("/dev/shm")
+# Load figures, messages between tensor parallel ranks, semaphores of multiprocessing, CUDA's and NCCL's own. Nothing else:
+# a user may keep a model there.
+PREFIXES = ("sglang_loads_", "sgl_shm_", "sem.mp-", "cuda.shm.", "nccl-")
+
+
+def mapped(group: int) -> frozenset[Path]:
+    """What the living processes of a process group have mapped now."""
+    found: set[Path] = set()
+    for process in Path("/proc").iterdir():
+        try:
+            if not process.name.isdigit() or os.getpgid(int(process.name)) != group:
+                continue
+            lines = (process / "maps").read_text().splitlines()
+        except OSError:  # ended meanwhile
+            continue
+        paths = (Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED}/" in line)
+        found |= {path for path in paths if path.parent == SHARED and path.name.startswith(PREFIXES)}
+    return frozenset(found)
+
+
+def remove(segments: Iterable[Path]) -> None:
+    """Remove the names; who has the memory mapped keeps it."""
+    for segment in segments:
+        with contextlib.suppress(OSError):
+            segment.unlink()
