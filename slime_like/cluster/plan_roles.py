@@ -25,6 +25,7 @@ def critic_spec(cfg: TrainConfig, actor: ActorSpec, note: Note) -> CriticSpec | 
         return None
     critic, loop = cfg.critic, cfg.loop
     folder = critic.hf_checkpoint or actor.model.hf_checkpoint
+    key = "model.hf_checkpoint" if critic.hf_checkpoint is None else "critic.hf_checkpoint"
     rate = actor.optim.lr if critic.lr is None else critic.lr
     if critic.lr is None:
         note("critic.lr", rate, "optim.lr")
@@ -42,7 +43,7 @@ def critic_spec(cfg: TrainConfig, actor: ActorSpec, note: Note) -> CriticSpec | 
     optim = settle_schedule(optim, steps, warmup_key="critic.lr_warmup_steps")
     optim.seal()
     rank = replace(
-        _rank(actor, "critic", critic.hf_checkpoint, role_layout(cfg, critic, actor.layout, folder)),
+        _rank(actor, "critic", critic.hf_checkpoint, role_layout(cfg, critic, actor.layout, key, folder)),
         optim=optim,
         num_steps=steps,
     )
@@ -74,7 +75,8 @@ def teacher_spec(cfg: TrainConfig, actor: ActorSpec) -> TeacherSpec | None:
     if not isinstance(cfg.algo, DistillConfig) or teacher.hf_checkpoint is None or actor.swaps_teacher:
         return None
     folder = teacher.hf_checkpoint
-    return TeacherSpec(_rank(actor, "teacher", folder, role_layout(cfg, teacher, actor.layout, folder)))
+    layout = role_layout(cfg, teacher, actor.layout, "teacher.hf_checkpoint", folder)
+    return TeacherSpec(_rank(actor, "teacher", folder, layout))
 
 
 def _rank(actor: ActorSpec, role: str, folder: str | None, layout: Layout) -> ActorSpec:
@@ -87,15 +89,16 @@ def _rank(actor: ActorSpec, role: str, folder: str | None, layout: Layout) -> Ac
     return replace(actor, model=model, model_key=f"{role}.hf_checkpoint", layout=layout, guard=guard)
 
 
-def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout, folder: str) -> Layout:
+def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout, key: str, folder: str) -> Layout:
     """The actor's layout with the sizes that the role has of its own, and an even pipeline without virtual stages.
 
-    Experts of the role's model in ``folder`` are distributed as the actor's where their number and its ranks allow it.
+    Experts of the role's model in ``folder``, the value of ``key``, are distributed as the actor's where their number and
+    its ranks allow it.
     """
     tp, pp = role.tp or actor.tp, role.pp or actor.pp
     cp, dp = role.cp or actor.cp, role.dp or actor.dp
     sequence_parallel = cfg.parallel.sequence_parallel and tp > 1
-    experts = read_hf_config("hf_checkpoint", folder).num_experts if Path(folder).exists() else actor.ep
+    experts = read_hf_config(key, folder).num_experts if Path(folder).exists() else actor.ep
     ep = actor.ep if experts and experts % actor.ep == 0 and (tp * cp * dp) % actor.ep == 0 else 1
     return replace(actor, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sequence_parallel=sequence_parallel, vpp=1, segments=())
 
@@ -123,6 +126,6 @@ def role_bytes(critic: CriticSpec | None, teacher: TeacherSpec | None, process_b
     for spec, per_parameter in ((critic, 16), (teacher, 4)):
         if spec is not None:
             layout, folder = spec.rank.layout, spec.rank.model.hf_checkpoint
-            parameters = check_weights("hf_checkpoint", folder) if Path(folder).exists() else 0
+            parameters = check_weights(spec.rank.model_key, folder) if Path(folder).exists() else 0
             total += layout.world_size * process_bytes + layout.dp * parameters * per_parameter
     return total

@@ -129,8 +129,10 @@ def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): {fix}") from error
+    if "made" not in state:  # of a run without engines, which has no groups
+        return state
     leftover = _leftover(folder, next_rollout)
-    for groups in [leftover, *(made_path(leftover, m["rollout_id"]) for m in state["made"])] if "made" in state else []:
+    for groups in (leftover, *(made_path(leftover, made["rollout_id"]) for made in state["made"])):
         try:
             load_groups(groups)
         except DataError as error:

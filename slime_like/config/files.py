@@ -82,12 +82,12 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:
-    """SGLang 0.5.23 builds an output layer of its own for these, and leaves it as it came from memory."""
+    """Raise ``CheckpointError`` on an output layer that SGLang 0.5.23 builds, but does not fill from the embedding."""
     generates = cfg.run.mode != "train_only" and not isinstance(cfg.algo, SftConfig)
     if generates and model.tied and model.model_type in ("qwen3_moe", "qwen3_next"):
         raise CheckpointError(
             f"model.hf_checkpoint={model.folder!r}: config.json has tie_word_embeddings=true, which SGLang's "
-            f"{model.model_type} does not read: its output layer would be of no value; save the model with an output "
+            f"{model.model_type} does not read: its output layer would stay uninitialised; save the model with an output "
             "layer of its own (tie_word_embeddings=false)"
         )
 

@@ -20,11 +20,6 @@ def segments(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
     Without further keys an even split; where it leaves a rest, early segments get one block more.
     """
     check_pipeline(parallel)
-    found = _segments(parallel, num_layers)
-    return found
-
-
-def _segments(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
     if parallel.pipeline_layout is not None:
         return _checked_layout(parallel, parallel.pipeline_layout, num_layers)
     if any(getattr(parallel, key) is not None for key in UNEVEN):

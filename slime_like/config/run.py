@@ -51,7 +51,7 @@ class WeightsConfig(Config):
         if self.probe_layers and self.probe_sequences == 0:
             raise ConfigError(
                 f"{prefix}probe_layers=true has no effect with {prefix}probe_sequences=0, as nothing is scored: "
-                f"set {prefix}probe_sequences=4, or {prefix}probe_layers=false"
+                f"set {prefix}probe_sequences=2, or {prefix}probe_layers=false"
             )
 
 

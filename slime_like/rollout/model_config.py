@@ -37,7 +37,16 @@ def override_args(model_path: str) -> dict[str, Any]:
         fields[ROTATED] = rotated
     if not nested:
         return fields
-    return {"text_config": fields, "language_model_only": True} if fields else {"language_model_only": True}
+    return ({"text_config": fields} if fields else {}) | {"language_model_only": True}
+
+
+def joined(ours: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Overrides of two sides, field by field also within nested configs; ``given`` goes first."""
+    both = ours | given
+    for name, value in ours.items():
+        if isinstance(value, dict) and isinstance(given.get(name), dict):
+            both[name] = joined(cast("dict[str, Any]", value), given[name])
+    return both
 
 
 def interval(types: list[str], model_path: str) -> int:

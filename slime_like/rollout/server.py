@@ -31,7 +31,7 @@ from slime_like.errors import EngineError
 from slime_like.imports import heavy_imports
 from slime_like.ports import PortLease
 from slime_like.rollout import segments
-from slime_like.rollout.model_config import override_args
+from slime_like.rollout.model_config import joined, override_args
 from slime_like.rollout.startup import other_models
 
 POLL_S = 0.05
@@ -257,7 +257,7 @@ def server_arguments(launch: Launch) -> dict[str, Any]:
     arguments |= spec.sglang | identity
     if overrides := override_args(spec.model_path):
         given = json.loads(arguments.get(MODEL_OVERRIDES) or "{}")
-        arguments[MODEL_OVERRIDES] = json.dumps(overrides | given)
+        arguments[MODEL_OVERRIDES] = json.dumps(joined(overrides, given))
     return arguments
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
@@ -41,9 +41,13 @@ class TensorSender:
         for bucket in source.buckets(self._max_bytes):
             if not source.is_sender:
                 continue
-            requests = self._requests(bucket, next(regions))
+            messages = self._messages(bucket, next(regions))
             await asyncio.gather(*in_flight)
-            in_flight = [asyncio.create_task(request) for request in requests]
+            in_flight = [
+                asyncio.create_task(receiver.update_from_tensors(message))
+                for receivers, message in messages
+                for receiver in receivers
+            ]
             await asyncio.sleep(0)
             sent += [meta_of(name, tensor) for name, tensor in bucket.tensors]
         await asyncio.gather(*in_flight)
@@ -54,15 +58,11 @@ class TensorSender:
         for region in self._regions:
             region.close()
 
-    def _requests(self, bucket: Bucket, region: Region) -> list[Coroutine[Any, Any, None]]:
-        requests: list[Coroutine[Any, Any, None]] = []
-        if self._near:
-            message = region.write(bucket)
-            requests += [receiver.update_from_tensors(message) for receiver in self._near]
-        if self._far:
-            payload = serialize(bucket)
-            requests += [receiver.update_from_tensors(payload) for receiver in self._far]
-        return requests
+    def _messages(self, bucket: Bucket, region: Region) -> list[tuple[Sequence[WeightReceiver], bytes]]:
+        """What which engines are told about ``bucket``."""
+        near = [(self._near, region.write(bucket))] if self._near else []
+        far = [(self._far, serialize(bucket))] if self._far else []
+        return [*near, *far]
 
 
 def serialize(bucket: Bucket) -> bytes:

@@ -106,7 +106,7 @@ RULES = {
     "layers of no probe": (
         "weights.probe_layers=true weights.probe_sequences=0",
         "weights.probe_layers=true",
-        "weights.probe_sequences=4",
+        "weights.probe_sequences=2",
     ),
     "refill without filter": ("rollout.max_refills=3", "rollout.max_refills=3", "rollout.filters=[nonzero_std]"),
     "oversampling without filter": (

@@ -85,7 +85,7 @@ def test_every_way_to_call_an_op_is_seen_once(every_op: list[dict[str, Any]]) ->
         assert calls["broadcast_object_list"] == calls["batch_isend_irecv"] == 1
         assert (calls.get("send"), calls.get("recv")) == ((1, None) if rank else (None, 1))
         assert calls["isend"] + calls["irecv"] == 3
-        assert found["no time"] == 0
+        assert found["no time"] == []
         assert found["in flight"] == 0
         unseen = {op.name for op in OPS} - set(calls)
         assert unseen <= {
