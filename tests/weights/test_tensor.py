@@ -1,0 +1,88 @@
+"""Buckets reach engines of this machine through shared memory and others in a request, each whole, whenever it is read."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from slime_like.config.resolved import TransportSpec
+from slime_like.interfaces import Bucket, TensorMeta
+from slime_like.weights.bucket import buckets
+from slime_like.weights.shared import is_message, received
+from slime_like.weights.tensor import TensorSender
+
+HERE = "10.0.0.1"
+
+
+class Source:
+    """Weights of one rank; each bucket's memory is written over when the next one is asked for."""
+
+    is_sender = True
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        for bucket in buckets(((name, tensor.clone()) for name, tensor in self._tensors.items()), max_bytes):
+            yield bucket
+            for _, tensor in bucket.tensors:
+                tensor.fill_(float("nan"))
+
+
+class Receiver:
+    """Reads a message some turns of the event loop after it came."""
+
+    def __init__(self, host: str, refuses: int = -1) -> None:
+        self.host, self.tp = host, 1
+        self.found: dict[str, torch.Tensor] = {}
+        self.shared: list[bool] = []
+        self._refuses = refuses
+
+    async def update_from_tensors(self, payload: bytes) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if len(self.shared) == self._refuses:
+            raise ValueError("refused")
+        self.shared.append(is_message(payload))
+        if self.shared[-1]:
+            with received(payload) as tensors:
+                self.found |= {name: tensor.clone() for name, tensor in tensors}
+                del tensors
+        else:
+            self.found |= dict(pickle.Unpickler(io.BytesIO(payload)).load())  # noqa: S301
+
+
+def sender(*receivers: Any) -> TensorSender:
+    spec = TransportSpec("tensor", "", 100, 10.0)
+    return TensorSender(receivers, transport=spec, group_name="", host=HERE)
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.full((10 + i,), float(i)) for i in range(7)}
+
+
+def test_every_engine_gets_every_bucket_whole(weights: dict[str, torch.Tensor]) -> None:
+    near, far = [Receiver(HERE), Receiver(HERE)], [Receiver("10.0.0.2")]
+    made = sender(*near, *far)
+    sent = asyncio.run(made.send(Source(weights)))
+    asyncio.run(made.close())
+    assert sent == [TensorMeta(name, tuple(tensor.shape), "float32") for name, tensor in weights.items()]
+    for receiver in (*near, *far):
+        assert len(receiver.shared) > 2
+        assert set(receiver.shared) == {receiver.host == HERE}
+        assert receiver.found.keys() == weights.keys()
+        assert all(torch.equal(receiver.found[name], tensor) for name, tensor in weights.items())
+
+
+def test_an_engine_that_refuses_a_bucket_ends_the_push(weights: dict[str, torch.Tensor]) -> None:
+    made = sender(Receiver(HERE, refuses=1), Receiver("10.0.0.2"))
+    with pytest.raises(ValueError, match="refused"):
+        asyncio.run(made.send(Source(weights)))
+    asyncio.run(made.close())
