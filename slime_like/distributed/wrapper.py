@@ -195,11 +195,12 @@ class Wrapper:
 
     def settle(self) -> None:
         """Note the end of asynchronous ops that nobody waited for, though they are complete or were dropped."""
-        for key, (ref, _, index) in list(self.loose.items()):
+        for key, issued in list(self.loose.items()):
+            ref, _, index = issued
             work = ref()
             if work is None or work.is_completed():
                 self.ended(index, clock())
-            if work is None:
+            if work is None and self.loose.get(key) is issued:  # else another work has its place by now
                 self.loose.pop(key, None)
 
     @contextlib.contextmanager

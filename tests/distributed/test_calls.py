@@ -52,6 +52,20 @@ def test_works_that_nobody_waits_for_are_forgotten(wrapper: Wrapper) -> None:
     assert oldest_in_flight(wrapper) is None
 
 
+def test_a_work_that_takes_a_dropped_ones_place_is_not_forgotten_with_it(wrapper: Wrapper) -> None:
+    """The watchdog's thread settles while others issue ops."""
+    dist.all_reduce(torch.zeros(2))
+    (counter,) = wrapper.counters()
+    later: Any = (lambda: counter, counter, 1)
+
+    def dropped() -> None:
+        wrapper.loose[7] = later
+
+    wrapper.loose[7] = (dropped, counter, 0)  # pyright: ignore[reportArgumentType]
+    wrapper.settle()
+    assert wrapper.loose.pop(7) is later
+
+
 def test_a_destroyed_group_is_forgotten(wrapper: Wrapper) -> None:
     group: Any = dist.new_group([0, 1])
     dist.all_reduce(torch.zeros(2), group=group)

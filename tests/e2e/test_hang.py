@@ -12,6 +12,7 @@ import pytest
 
 from slime_like.cluster.plan_guard import ring_folder
 from slime_like.config.load import load_config
+from slime_like.deadline import Deadline
 from slime_like.distributed.ring import read_rings
 from tests.e2e.runs import REPOSITORY, RUN_S, Training, last_step, metrics
 
@@ -34,7 +35,8 @@ def test_the_users_own_run_is_profiled(two_ranks: tuple[str, ...], tmp_path: Pat
     """And its communicators come and go meanwhile."""
     script = [sys.executable, "scripts/profile_comm.py", "--steps", "3", "--out", str(tmp_path)]
     own = (*two_ranks, f"run.dir={tmp_path / 'run'}", "guard.release=true", "run.save_hf=false")
-    done = subprocess.run([*script, *own], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=RUN_S)
+    limit = Deadline("test", "profile_comm.py", RUN_S).limit
+    done = subprocess.run([*script, *own], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=limit)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "| op | group | ranks | calls | bytes per call | first use: allocator |" in done.stdout
     assert any(line.startswith("| all_reduce | dp") and " | 2 | " in line for line in done.stdout.splitlines())

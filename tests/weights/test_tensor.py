@@ -15,6 +15,7 @@ from slime_like.config.resolved import TransportSpec
 from slime_like.interfaces import Bucket, TensorMeta
 from slime_like.weights.bucket import buckets
 from slime_like.weights.shared import is_message, received
+from slime_like.weights.stream import meta_of
 from slime_like.weights.tensor import TensorSender
 
 HERE = "10.0.0.1"
@@ -27,6 +28,9 @@ class Source:
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
+
+    def manifest(self) -> tuple[TensorMeta, ...]:
+        return tuple(meta_of(name, tensor) for name, tensor in self._tensors.items())
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         for bucket in buckets(((name, tensor.clone()) for name, tensor in self._tensors.items()), max_bytes):
@@ -73,7 +77,7 @@ def test_every_engine_gets_every_bucket_whole(weights: dict[str, torch.Tensor]) 
     made = sender(*near, *far)
     sent = asyncio.run(made.send(Source(weights)))
     asyncio.run(made.close())
-    assert sent == [TensorMeta(name, tuple(tensor.shape), "float32") for name, tensor in weights.items()]
+    assert sent == list(Source(weights).manifest())
     for receiver in (*near, *far):
         assert len(receiver.shared) > 2
         assert set(receiver.shared) == {receiver.host == HERE}
