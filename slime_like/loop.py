@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from slime_like.cluster.launch import launch
 from slime_like.config.root import TrainConfig
-from slime_like.data.assemble import assemble
 
 
 def train(cfg: TrainConfig) -> None:
@@ -26,7 +25,7 @@ def train(cfg: TrainConfig) -> None:
             with run.timer("train_wait"):
                 collected = run.rollout.collect(rollout_id)
             with run.timer("train"):
-                stats = run.trainer.step(assemble(collected.groups, run.assembly, rollout_id))
+                stats = run.trainer.step(run.assemble(rollout_id, collected))
             with run.timer("update_weights"):
                 probed = run.sync.push(stats.version)
             run.finish_rollout(rollout_id, collected, stats, probed)

@@ -45,6 +45,8 @@ from slime_like.interfaces import MetricSink, Trainer
 from slime_like.metrics.sinks import open_sinks
 from slime_like.metrics.spans import Spans
 from slime_like.registry import resolve
+from slime_like.report.record import METRICS
+from slime_like.report.write import write_report
 from slime_like.rollout.manager import ManagerSpec
 from slime_like.types import StepStats
 from slime_like.weights import manifest
@@ -84,6 +86,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
         finally:
             stop.hold()
             with ExitStack() as teardown:  # each happens, whatever becomes of the others; processes first
+                teardown.callback(_report, cfg, run_dir)
                 teardown.callback(sink.close)
                 teardown.callback(stop.restore)
                 teardown.callback(shutil.rmtree, ring_folder(cfg.run.dir), ignore_errors=True)
@@ -293,6 +296,18 @@ class FrozenTrainer:
 
     def export_hf(self, folder: Path) -> None:
         """Nothing was trained."""
+
+
+def _report(cfg: TrainConfig, run_dir: Path) -> None:
+    """Write report.html; a run that has ended well is not undone by a report that could not be written."""
+    if not (run_dir / METRICS).is_file() or not (run_dir / METRICS).stat().st_size:
+        return
+    try:
+        path = write_report(run_dir)
+    except Exception as error:  # noqa: BLE001  fault boundary: the run's own result goes on
+        sys.stderr.write(f"{cfg.run.name}: no report: {one_line(error)}\n")
+    else:
+        _say(cfg, f"report: {path}")
 
 
 def _say(cfg: TrainConfig, text: str) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slime_like.batch import TrainBatch
 from slime_like.cluster.checkpoints import Checkpoints
 from slime_like.cluster.fault import fatal
 from slime_like.cluster.rollouts import Rollout
@@ -15,9 +16,10 @@ from slime_like.cluster.stop import StopRequest
 from slime_like.cluster.sync import Sync
 from slime_like.config.kill_at import KillAt, parse_kill_at
 from slime_like.config.root import TrainConfig
-from slime_like.data.assemble import AssembleSpec
+from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.data.dump import rollout_path, save_groups
 from slime_like.data.group_metrics import group_metrics
+from slime_like.data.token_view import choose, save_view, token_view, view_path
 from slime_like.interfaces import MetricSink, Trainer
 from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import Last, Metric, reduce_metrics
@@ -82,6 +84,17 @@ class Run:
         """Times a phase: ``perf/<name>_time`` and a span in metrics.jsonl."""
         with self.spans(name), fatal(self.kill, PHASES.get(name, name), self.rollout_id):
             yield
+
+    def assemble(self, rollout_id: int, collected: Collected) -> TrainBatch:
+        """The rollout as the trainer takes it. With ``run.dump_rollouts`` some of it is scored and written first."""
+        batch = assemble(collected.groups, self.assembly, rollout_id)
+        if self.cfg.run.dump_rollouts and self.cfg.run.mode != "rollout_only":
+            with self.timer("dump"):
+                rows = choose(batch, collected.groups, self.assembly.max_tokens_per_rank)
+                if rows is not None:
+                    view = token_view(rows, self.trainer.score(rows), self.trainer.version)
+                    save_view(view_path(self.run_dir / "rollouts", rollout_id), view)
+        return batch
 
     def finish_rollout(
         self, rollout_id: int, collected: Collected, stats: StepStats, probed: tuple[Metric, ...]

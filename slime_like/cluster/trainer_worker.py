@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ray.util import get_node_ip_address
 
 from slime_like.batch import Columns, Rows
+from slime_like.cluster.peaks import MemoryPeaks
 from slime_like.cluster.stacks import dump_stacks_on_signal
 from slime_like.config.names import TRANSPORTS
 from slime_like.config.resolved import ActorSpec, TransportSpec
@@ -76,10 +77,12 @@ class TrainerWorker(RankWorker):
         super().__init__("trainer", rank, world_size, stacks_dir, env)
         self._actor: MegatronActor | None = None
         self._sender: WeightSender | None = None
+        self._peaks = MemoryPeaks(cuda=False)
         self._events = asyncio.new_event_loop()
 
     def connect(self, spec: ActorSpec, master: tuple[str, int], local_rank: int) -> int:
         """Join the other ranks and build the model; returns the data-parallel rank."""
+        self._peaks = MemoryPeaks(cuda=spec.device == "cuda")
         with heavy_imports():
             from slime_like.train.megatron.actor import MegatronActor
 
@@ -102,11 +105,18 @@ class TrainerWorker(RankWorker):
 
     def step(self, steps: Sequence[Sequence[Rows]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
         """This rank's rows of every optimizer step."""
-        return self.actor.step(steps, num_tokens)
+        with self._peaks("step"):
+            metrics = self.actor.step(steps, num_tokens)
+        return self._with_peaks(metrics)
+
+    def _with_peaks(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
+        """With what the phases since the step before took at most, on the reporter."""
+        return (*metrics, *self._peaks.drain()) if self.actor.is_reporter else metrics
 
     def open_rollout(self, steps: Sequence[Sequence[Rows]]) -> None:
         """First third of ``step``, where other roles take part: scores by this rank's own policies."""
-        self.actor.open_rollout(steps)
+        with self._peaks("score"):
+            self.actor.open_rollout(steps)
 
     def estimate(self, columns: Mapping[str, Columns]) -> Columns | None:
         """Second third: advantages; returns what a critic is to learn."""
@@ -114,11 +124,14 @@ class TrainerWorker(RankWorker):
 
     def update(self, num_tokens: Sequence[int], frozen: bool) -> tuple[Metric, ...]:
         """Last third: the optimizer steps."""
-        return self.actor.update(num_tokens, frozen=frozen)
+        with self._peaks("step"):
+            metrics = self.actor.update(num_tokens, frozen=frozen)
+        return self._with_peaks(metrics)
 
     def score(self, rows: Rows, exact: str | None = None) -> F32 | None:
         """[T] log-probabilities, on the reporter."""
-        return self.actor.score(rows, exact)
+        with self._peaks("score"):
+            return self.actor.score(rows, exact)
 
     def layer_kinds(self) -> tuple[str, ...]:
         """Kinds of layers on this rank that ``score`` can compute in float64."""
@@ -126,7 +139,8 @@ class TrainerWorker(RankWorker):
 
     def begin_save(self, folder: str, iteration: int) -> None:
         """Begin to write this rank's part of a checkpoint."""
-        self.actor.begin_save(Path(folder), iteration)
+        with self._peaks("save"):
+            self.actor.begin_save(Path(folder), iteration)
 
     def finish_save(self, wait: bool) -> bool:
         """Whether the checkpoint that was begun is whole."""
@@ -150,7 +164,7 @@ class TrainerWorker(RankWorker):
         """Send this rank's weights to every engine; returns what was sent."""
         from slime_like.distributed import install
 
-        with install.phase("push"):
+        with install.phase("push"), self._peaks("push"):
             source = self.actor.weights()
             return self._events.run_until_complete(self._connect_sender(engines, transport).send(source))
 

@@ -119,7 +119,9 @@ class RunConfig(Config):
     )
     save_hf: bool = key(False, "Export the final weights in HF format to dir/hf.")
     save_hf_interval: int | None = key(None, "Export weights in HF format every N rollouts to dir/hf_iter_<N>.")
-    dump_rollouts: bool = key(False, "Write each rollout's groups to dir/rollouts.")
+    dump_rollouts: bool = key(
+        False, "Write each rollout's groups to dir/rollouts, and how the trainer scored some of them token by token."
+    )
     replay_from: str | None = key(None, "Folder of dumped rollouts to train on instead of generating.")
     debug_kill_at: str | None = key(
         None, "Fault for tests: kill the driver at phase:rollout[:seconds], as push:3:0.25 (collect, step, push, save)."

@@ -230,6 +230,14 @@ ENTRIES = (
     Entry("guard/freed_bytes", "what that gave back", "bytes"),
     Entry("guard/free_bytes", "least free memory that a question of any rank found", "bytes", "above guard.threshold"),
     Entry("guard/reload_time", "destroying and making communicators, the longest of all ranks (guard.release)", "s"),
+    Entry(
+        "memory/<phase>",
+        "peak memory of the reporting trainer rank in a phase (step, score, push, save) since the step before: what torch "
+        "allocated on a GPU, resident memory on a CPU",
+        "bytes",
+        "flat; if it grows from step to step, something is kept",
+    ),
+    Entry("perf/dump_time", "scoring and writing the samples that run.dump_rollouts shows token by token", "s"),
     Entry("perf/step_time", "from one step's line to the next, without what ran beside it", "s"),
     Entry("perf/rollout_time", "generating and scoring one rollout", "s"),
     Entry("perf/train_wait_time", "the trainer waiting for a rollout", "s", "near 0 when asynchronous"),

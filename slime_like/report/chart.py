@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 420, 190, 58, 24, 12, 10
+MOST = 1000  # points of a line
+LARGEST = 1e300  # of what is drawn, so that ranges are finite too
 COLOURS = 8  # classes c0..c7 of the page's style
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: (x, y) in the order of x; a y that is not finite leaves a gap."""
+    """One line: (x, y) in the order of x; a y that is not finite (or beyond 1e300) leaves a gap."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -22,7 +24,7 @@ class Series:
 
 def chart(title: str, series: Sequence[Series], *, unit: str = "", note: str = "", mark: float | None = None) -> str:
     """An SVG figure of ``series`` over steps, with a legend where there are several; ``mark`` is an x to point at."""
-    shown = [line for line in series if any(math.isfinite(y) for _, y in line.points)]
+    shown = [line for line in series if any(_drawn(y) for _, y in line.points)]
     head = f"<figcaption>{escape(title)}{f' <small>{escape(unit)}</small>' if unit else ''}</figcaption>"
     if not shown:
         return f"<figure>{head}<p class=note>no value</p></figure>"
@@ -54,22 +56,22 @@ def number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1e6 else f"{value:.3e}"
 
 
+def _drawn(y: float) -> bool:
+    return math.isfinite(y) and abs(y) <= LARGEST
+
+
 def _lines(series: Sequence[Series], mark: float | None) -> Iterator[str]:
-    points = [(x, y) for line in series for x, y in line.points if math.isfinite(y)]
+    points = [(x, y) for line in series for x, y in line.points if _drawn(y)]
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     y_low, y_high = min(y for _, y in points), max(y for _, y in points)
     pad = (y_high - y_low) * 0.05 or abs(y_high) * 0.05 or 1.0
-    if not math.isfinite(pad):
-        pad = 0.0
     y_low, y_high = y_low - pad, y_high + pad
 
     def at_x(x: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * ((x - x_low) / (x_high - x_low) if x_high > x_low else 0.5)
 
     def at_y(y: float) -> float:
-        return TOP + (HEIGHT - TOP - BOTTOM) * (
-            1 - (y / y_high if y_low == -math.inf else (y - y_low) / (y_high - y_low))
-        )
+        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (y - y_low) / (y_high - y_low))
 
     for y in ticks(y_low, y_high):
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at_y(y):.1f}" y2="{at_y(y):.1f}"/>'
@@ -80,20 +82,32 @@ def _lines(series: Sequence[Series], mark: float | None) -> Iterator[str]:
         yield f'<line class="mark" x1="{at_x(mark):.1f}" x2="{at_x(mark):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
     for line in series:
         colour = f"c{line.colour % COLOURS}"
-        for piece in _pieces(line.points):
+        for piece in _pieces(_thinned(line.points)):
             if len(piece) > 1:
                 path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in piece)
                 yield f'<polyline class="line {colour}" points="{path}"/>'
         for x, y in line.points if len(line.points) <= 80 else line.points[-1:]:
-            if math.isfinite(y):
+            if _drawn(y):
                 label = escape(f"{line.name} at {number(x)}: {y!r}")
                 yield f'<circle class="dot {colour}" cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="2"><title>{label}</title></circle>'
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most ``MOST`` points, the smallest and the largest of each stretch: no spike is lost."""
+    size = -(-len(points) // (MOST // 2))
+    if size <= 2:
+        return list(points)
+    kept: list[tuple[float, float]] = []
+    for at in range(0, len(points), size):
+        stretch = [point for point in points[at : at + size] if _drawn(point[1])] or [points[at]]
+        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+    return kept
 
 
 def _pieces(points: Sequence[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
     piece: list[tuple[float, float]] = []
     for point in points:
-        if math.isfinite(point[1]):
+        if _drawn(point[1]):
             piece.append(point)
         elif piece:
             yield piece

@@ -7,15 +7,18 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from slime_like.config.rollout import DataConfig
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.data.prompts import FileSource, SourceContext
+from slime_like.data.token_view import load_view, view_path
 from tests.e2e import checks
 from tests.e2e.conftest import Warm
 from tests.e2e.runs import Finished, Training, last_step, metrics, train
+from tests.report.pages import check_self_contained
 
 pytestmark = pytest.mark.e2e
 TEMPERATURE = 0.7
@@ -213,3 +216,25 @@ def is_of_run(process: psutil.Process, run_dir: Path) -> bool:
         return str(run_dir) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+def test_the_report_tells_of_the_run(run: Done) -> None:
+    html = (run.run_dir / "report.html").read_text()
+    text = " ".join(check_self_contained(html).text)
+    for words in ("Trainer and engine", "arithmetic", "train_wait", "highest peak, GiB", "Sampled tokens"):
+        assert words in text
+    assert f"Rollout {ROLLOUTS - 1}, scored by the trainer's version {ROLLOUTS - 1}" in text
+    assert f"{ROLLOUTS} of {ROLLOUTS} rollouts trained on" in text
+
+
+def test_samples_are_kept_as_the_trainer_saw_them(run: Done) -> None:
+    """Before a rollout is trained on, trainer and engine hold the same weights: their log-probabilities are equal."""
+    for rollout_id in range(ROLLOUTS):
+        view = load_view(view_path(run.run_dir / "rollouts", rollout_id))
+        sampled = view.versions >= 0
+        assert view.version == rollout_id
+        assert set(view.versions[sampled].tolist()) == {rollout_id}
+        difference = np.abs(view.trainer_logprobs - view.rollout_logprobs)[sampled]
+        assert difference.max() <= checks.MAX_LOGPROB_DIFFERENCE
+        assert np.array_equal(view.loss_weight > 0, sampled), "every sampled token is trained on, and no other"
+        assert np.array_equal(np.isfinite(view.advantages), sampled)

@@ -1,0 +1,31 @@
+"""Write report.html of a run, finished or going on: curves, trainer against engine, time, memory, sampled tokens.
+
+python scripts/report.py runs/quickstart [--out report.html]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from slime_like.errors import SlimeLikeError
+from slime_like.report.write import write_report
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0, or 2 where the folder is no run's or cannot be read or written."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run.dir of a run")
+    parser.add_argument("--out", type=Path, help="where to; default: report.html in the run's folder")
+    given = parser.parse_args(argv)
+    try:
+        print(write_report(given.run, given.out))
+    except (SlimeLikeError, OSError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

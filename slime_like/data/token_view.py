@@ -1,0 +1,150 @@
+"""A few sequences of a rollout, token by token: what the engine and the trainer thought of each, and what it counted.
+
+``run.dump_rollouts`` writes one beside each rollout's groups: ``tokens_<id>.npz``, without pickled objects. The trainer's
+log-probabilities are those of the weights that the rollout is about to train, before the first optimizer step.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime_like.batch import Rows, TrainBatch
+from slime_like.data.columns import FILLER_ID
+from slime_like.errors import DataError
+from slime_like.types import F32, I32, I64, SampleGroup
+
+FORMAT = 1
+MOST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TokenView:
+    """S sequences of T tokens together. ``[T]`` columns stand at the token they speak of, as in ``Rows``."""
+
+    version: int  # of the trainer that scored them
+    sample_ids: I64  # [S]
+    cu_seqlens: I32  # [S + 1]
+    token_ids: I32  # [T]
+    versions: I32  # [T], weight version that sampled the token, -1 where not sampled
+    rollout_logprobs: F32  # [T], nan where not sampled
+    trainer_logprobs: F32  # [T], nan at a sequence's first token
+    loss_weight: F32  # [T], 0 where not trained
+    advantages: F32  # [T], nan where not trained, or where the ranks compute it
+
+    def __post_init__(self) -> None:
+        count = int(self.cu_seqlens[-1])
+        for item in fields(self)[3:]:
+            assert getattr(self, item.name).shape == (count,), f"{item.name} for {count} tokens"
+
+    def sequence(self, index: int) -> slice:
+        """Where sequence ``index`` stands in the columns."""
+        return slice(int(self.cu_seqlens[index]), int(self.cu_seqlens[index + 1]))
+
+
+def view_path(folder: Path, rollout_id: int) -> Path:
+    """Where the view of a rollout lies in a folder of dumps."""
+    return folder / f"tokens_{rollout_id:07d}.npz"
+
+
+def choose(batch: TrainBatch, groups: Sequence[SampleGroup], max_tokens: int) -> Rows | None:
+    """The best and the worst sample of the first groups, at most ``MOST`` and ``max_tokens``, as one packed row.
+
+    None where the batch trains on none of them.
+    """
+    places = {
+        int(sample_id): (rows, index)
+        for step in batch.steps
+        for rank in step.rows
+        for rows in rank
+        for index, sample_id in enumerate(rows.sample_ids)
+        if int(sample_id) != FILLER_ID
+    }
+    chosen: list[tuple[Rows, int]] = []
+    left = max_tokens
+    for sample_id in _candidates(groups):
+        if sample_id not in places or len(chosen) == MOST:
+            continue
+        rows, index = places[sample_id]
+        length = int(rows.cu_seqlens[index + 1] - rows.cu_seqlens[index])
+        if length <= left:
+            chosen.append((rows, index))
+            left -= length
+    return _packed(chosen) if chosen else None
+
+
+def token_view(rows: Rows, trainer_logprobs_T: F32, version: int) -> TokenView:
+    """The view of packed ``rows`` that the trainer of ``version`` has scored."""
+    lengths = np.diff(rows.cu_seqlens)
+    first = np.zeros(len(rows.token_ids), dtype=bool)
+    first[rows.cu_seqlens[:-1]] = True
+    per_sequence = np.full(len(lengths), np.nan, dtype=np.float32) if rows.advantages is None else rows.advantages
+    nan = np.float32(np.nan)
+    return TokenView(
+        version=version,
+        sample_ids=rows.sample_ids,
+        cu_seqlens=rows.cu_seqlens,
+        token_ids=rows.token_ids,
+        versions=rows.versions,
+        rollout_logprobs=np.where(rows.versions >= 0, rows.rollout_logprobs, nan).astype(np.float32),
+        trainer_logprobs=np.where(first, nan, trainer_logprobs_T).astype(np.float32),
+        loss_weight=rows.loss_weight,
+        advantages=np.where(rows.loss_weight > 0, np.repeat(per_sequence, lengths), nan).astype(np.float32),
+    )
+
+
+def save_view(path: Path, view: TokenView) -> None:
+    """Write ``view`` to ``path``, whole or not at all."""
+    columns = {item.name: np.asarray(getattr(view, item.name)) for item in fields(view)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, format=np.array(FORMAT), **columns)
+    partial.replace(path)
+
+
+def load_view(path: Path) -> TokenView:
+    """Read what ``save_view`` wrote. Raises ``DataError`` naming the file."""
+    try:
+        with np.load(path, allow_pickle=False) as columns:
+            if int(columns["format"]) != FORMAT:
+                raise DataError(f"{path} has format {columns['format']}, this version reads {FORMAT}: dump it again")
+            found: dict[str, Any] = {item.name: columns[item.name] for item in fields(TokenView)}
+        return TokenView(version=int(found.pop("version")), **found)
+    except (OSError, ValueError, KeyError, IndexError, AssertionError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} is not a view of a rollout's tokens ({error}): dump it again") from error
+
+
+def _candidates(groups: Sequence[SampleGroup]) -> Iterator[int]:
+    """Ids of the best and the worst sample of each group, group by group."""
+    for group in groups:
+        scored = sorted((s for s in group.samples if s.reward is not None), key=lambda s: -_score(s.reward))
+        yield from dict.fromkeys(sample.sample_id for sample in (*scored[:1], *scored[-1:]))
+
+
+def _score(reward: object) -> float:
+    return float(getattr(reward, "score", 0.0))
+
+
+def _packed(chosen: Sequence[tuple[Rows, int]]) -> Rows:
+    """The chosen sequences of several rows as rows of their own."""
+    places = [(rows, slice(int(rows.cu_seqlens[i]), int(rows.cu_seqlens[i + 1])), i) for rows, i in chosen]
+    lengths = [where.stop - where.start for _, where, _ in places]
+    advantages = [rows.advantages[i] for rows, _, i in places if rows.advantages is not None]
+    names = sorted(set.intersection(*(set(rows.extras) for rows, _, _ in places)))
+    return Rows(
+        token_ids=np.concatenate([rows.token_ids[where] for rows, where, _ in places]),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        loss_weight=np.concatenate([rows.loss_weight[where] for rows, where, _ in places]),
+        versions=np.concatenate([rows.versions[where] for rows, where, _ in places]),
+        rollout_logprobs=np.concatenate([rows.rollout_logprobs[where] for rows, where, _ in places]),
+        rewards=np.array([rows.rewards[i] for rows, _, i in places], dtype=np.float32),
+        advantages=np.array(advantages, dtype=np.float32) if len(advantages) == len(places) else None,
+        sample_ids=np.array([rows.sample_ids[i] for rows, _, i in places], dtype=np.int64),
+        extras={name: np.concatenate([rows.extras[name][where] for rows, where, _ in places]) for name in names},
+    )

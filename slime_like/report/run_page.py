@@ -1,0 +1,225 @@
+"""One run as one page: curves, the difference between trainer and engine, where time and memory went, sampled tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any, cast
+
+from slime_like.metrics import dictionary
+from slime_like.report.attribution import attribute
+from slime_like.report.chart import Series, chart, number
+from slime_like.report.page import page, table
+from slime_like.report.record import Record, Row, flat
+from slime_like.report.samples import SampledRollout
+from slime_like.report.token_page import Decode, group_html, legend
+
+CHARTS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "Reward": (
+        ("reward", ("rollout/raw_reward", "rollout/accuracy")),
+        ("groups that teach nothing", ("rollout/zero_std_ratio",)),
+    ),
+    "KL and entropy": (
+        ("KL to the reference", ("train/kl_loss",)),
+        ("KL of old and new policy", ("train/ppo_kl",)),
+        ("KL to the teacher", ("train/teacher_kl",)),
+        ("entropy", ("train/entropy", "train/entropy_loss")),
+        ("log-probability of sampled tokens", ("rollout/log_probs",)),
+    ),
+    "Lengths": (
+        ("response length", tuple(f"rollout/response_len/{name}" for name in ("mean", "median", "min", "max"))),
+        ("cut or aborted", ("rollout/truncated_ratio", "rollout/aborted_ratio")),
+    ),
+    "Optimisation": (
+        ("loss", ("train/loss", "train/pg_loss")),
+        ("gradient norm", ("train/grad_norm", "train/critic_grad_norm")),
+        ("learning rate", ("train/lr", "train/critic_lr")),
+        ("clipped tokens", ("train/pg_clipfrac", "train/tis_clipfrac")),
+        ("critic", ("train/value_loss", "train/critic_loss")),
+        ("explained variance", ("train/explained_variance",)),
+    ),
+    "Trainer and engine": (
+        ("|trainer - engine|, mean", ("train/train_rollout_logprob_abs_diff",)),
+        ("|trainer - engine|, largest", tuple(f"train/train_rollout_logprob_abs_diff_{n}" for n in ("p99", "max"))),
+        ("KL of engine and trainer", ("train/train_rollout_kl_k3",)),
+        ("after each push", ("probe/logprob_abs_diff_max", "probe/logprob_abs_diff_mean")),
+        ("tokens of older versions", ("train/off_policy_token_ratio",)),
+        ("staleness", ("rollout/staleness_max", "rollout/staleness_mean")),
+    ),
+}
+PHASES = ("train_wait", "train", "update_weights", "eval", "save")  # of the loop, one after another
+INSIDE = ("rollout", "actor_train", "log_probs", "ref_log_probs", "values", "critic_train", "teacher_log_probs", "dump")
+MEMORY = "memory/"
+GIB = 2**30
+
+
+def run_page(record: Record, sampled: Sequence[SampledRollout], decode: Decode) -> str:
+    """The page of a run; ``sampled`` are the rollouts whose tokens are shown."""
+    return page(record.name, _body(record, sampled, decode))
+
+
+def _body(record: Record, sampled: Sequence[SampledRollout], decode: Decode) -> Iterator[str]:
+    yield from _head(record)
+    for title, charts in CHARTS.items():
+        if title == "Trainer and engine":
+            yield from _evaluation(record)
+        found = [_chart(record, name, metrics) for name, metrics in charts]
+        if shown := [text for text in found if text]:
+            yield f'<h2>{title}</h2><div class="grid-of-charts">{"".join(shown)}</div>'
+    views = [rollout.view for rollout in sampled if rollout.view is not None]
+    parts = attribute(record, views)
+    yield "<h3>Where the difference comes from</h3>"
+    yield table(("cause", "measured", "by"), ((part.cause, part.found, part.how) for part in parts))
+    yield from _time(record)
+    yield from _memory(record)
+    yield from _samples(sampled, decode)
+    yield from _metrics(record)
+    yield "<h2>Configuration</h2><details><summary>every key</summary>"
+    yield table(("key", "value"), ((key, repr(value)) for key, value in flat(record.config).items()))
+    yield "</details>"
+
+
+def _head(record: Record) -> Iterator[str]:
+    rows, config = record.rows, flat(record.config)
+    last = rows[-1].step
+    seconds = rows[-1].time - rows[0].time
+    took = f", {seconds:.0f} s from its first line to its last" if len(rows) > 1 and math.isfinite(seconds) else ""
+    planned = config.get("loop.num_rollout")
+    of = f" of {planned}" if planned is not None else ""
+    yield f"<h1>{escape(record.name)}</h1>"
+    yield f"<p class=dim>{escape(str(record.folder))}; {last}{of} rollouts trained on{took}</p>"
+    facts = [
+        f"{key}={config[key]}"
+        for key in (
+            "algo.name",
+            "model.hf_checkpoint",
+            "data.train",
+            "reward.name",
+            "placement.mode",
+            "loop.max_staleness",
+        )
+        if key in config
+    ]
+    yield f"<p><code>{escape(' '.join(facts))}</code></p>"
+    yield from (f"<p class=bad>{escape(note)}</p>" for note in record.notes)
+
+
+def _unit(metric: str) -> str:
+    return next((entry.unit for entry in dictionary.ENTRIES if entry.matches(metric)), "")
+
+
+def _chart(record: Record, title: str, metrics: Sequence[str]) -> str:
+    lines = [
+        Series(name.partition("/")[2], record.curve(name), at) for at, name in enumerate(metrics) if record.curve(name)
+    ]
+    return chart(title, lines, unit=_unit(metrics[0])) if lines else ""
+
+
+def _evaluation(record: Record) -> Iterator[str]:
+    names = [name for name in record.metrics if name.startswith("eval/")]
+    sets = [name for name in names if not any(name.startswith(f"{other}-") for other in names)]
+    if sets:
+        yield '<h2>Evaluation</h2><div class="grid-of-charts">'
+        yield from (_chart(record, name.removeprefix("eval/"), (name,)) for name in sets)
+        qualified = [name for name in names if name not in sets]
+        yield from (_chart(record, name.removeprefix("eval/"), (name,)) for name in qualified)
+        yield "</div>"
+
+
+def _seconds(row: Row, phase: str) -> float:
+    return row.values.get(f"perf/{phase}_time", 0.0)
+
+
+def _time(record: Record) -> Iterator[str]:
+    rows = [row for row in record.rows if row.step > 0] or list(record.rows)
+    totals = {phase: sum(_seconds(row, phase) for row in rows) for phase in PHASES}
+    whole = sum(totals.values())
+    yield "<h2>Time</h2>"
+    if not whole > 0:
+        yield "<p class=note>no phase was timed</p>"
+        return
+    yield _bar(totals, whole)
+    inside = {phase: sum(_seconds(row, phase) for row in rows) for phase in INSIDE}
+    cells = [(phase, "phase of the loop", spent, spent / whole) for phase, spent in totals.items() if spent]
+    cells += [(phase, "beside or within a phase", spent, spent / whole) for phase, spent in inside.items() if spent]
+    yield table(
+        ("", "", "s", "s per step", "share of the loop"),
+        (
+            (name, kind, f"{spent:.1f}", f"{spent / len(rows):.3f}", f"{share:.1%}")
+            for name, kind, spent, share in cells
+        ),
+        numbers=(2, 3, 4),
+    )
+    lines = [Series(phase, record.curve(f"perf/{phase}_time"), at) for at, phase in enumerate(PHASES) if totals[phase]]
+    rate = _chart(record, "sampled tokens per second and engine rank", ("perf/tokens_per_gpu_per_sec",))
+    yield f'<div class="grid-of-charts">{chart("time of each phase", lines, unit="s")}{rate}</div>'
+
+
+def _bar(totals: Mapping[str, float], whole: float) -> str:
+    pieces: list[str] = []
+    left = 0.0
+    for at, (phase, spent) in enumerate(totals.items()):
+        width = 1000 * spent / whole
+        title = escape(f"{phase}: {spent / whole:.1%}")
+        pieces.append(
+            f'<rect class="c{at}" x="{left:.1f}" y="0" width="{width:.1f}" height="22"><title>{title}</title></rect>'
+        )
+        left += width
+    keys = "".join(
+        f'<span class="key c{at}">{escape(p)} {s / whole:.0%}</span>' for at, (p, s) in enumerate(totals.items()) if s
+    )
+    bar = f'<svg viewBox="0 0 1000 22" role="img" aria-label="share of time of each phase">{"".join(pieces)}</svg>'
+    return f"<figure>{bar}<p class=legend>{keys}</p></figure>"
+
+
+def _memory(record: Record) -> Iterator[str]:
+    names = [name for name in record.metrics if name.startswith(MEMORY)]
+    yield "<h2>Memory</h2>"
+    if not names and not record.curve("guard/free_bytes"):
+        yield "<p class=note>the run recorded none</p>"
+        return
+    lines = [
+        Series(name.removeprefix(MEMORY), [(step, value / GIB) for step, value in record.curve(name)], at)
+        for at, name in enumerate(names)
+    ]
+    free = [(step, value / GIB) for step, value in record.curve("guard/free_bytes")]
+    yield f'<div class="grid-of-charts">{chart("peak of the reporting trainer rank by phase", lines, unit="GiB") if lines else ""}'
+    yield f"{chart('least free memory that the guard found', [Series('free', free)], unit='GiB') if free else ''}</div>"
+    peaks = ((line.name, f"{max(y for _, y in line.points):.3f}", f"{line.points[-1][1]:.3f}") for line in lines)
+    if lines:
+        yield table(("phase", "highest peak, GiB", "last peak, GiB"), peaks, numbers=(1, 2))
+
+
+def _samples(sampled: Sequence[SampledRollout], decode: Decode) -> Iterator[str]:
+    yield "<h2>Sampled tokens</h2>"
+    if not sampled:
+        yield "<p class=note>run.dump_rollouts=true keeps each rollout's samples, and they are shown here</p>"
+        return
+    yield legend()
+    for rollout in sampled:
+        version = "" if rollout.view is None else f", scored by the trainer's version {rollout.view.version}"
+        yield f"<h3>Rollout {rollout.rollout_id}{version}</h3>"
+        for group in rollout.groups:
+            yield from group_html(group, rollout.view, decode, rollout.rollout_id)
+
+
+def _metrics(record: Record) -> Iterator[str]:
+    yield "<h2>All metrics</h2><details><summary>first, last, smallest and largest of each, with what is healthy</summary>"
+    rows: list[tuple[object, ...]] = []
+    for name in record.metrics:
+        values = [value for _, value in record.curve(name)]
+        finite = [value for value in values if math.isfinite(value)] or [math.nan]
+        entry = next((entry for entry in dictionary.ENTRIES if entry.matches(name)), dictionary.Entry(name, ""))
+        figures = map(number, (values[0], values[-1], min(finite), max(finite)))
+        rows.append((name, *figures, entry.unit, entry.meaning, entry.healthy))
+    columns = ("metric", "first", "last", "smallest", "largest", "unit", "meaning", "healthy")
+    yield table(columns, rows, numbers=(1, 2, 3, 4))
+    yield "</details>"
+
+
+def tokenizer_folder(record: Record) -> str | None:
+    """Where the run's tokenizer lies, as far as its configuration says."""
+    model = cast("Mapping[str, Any]", record.config.get("model") or {})
+    folder = model.get("hf_checkpoint")
+    return folder if isinstance(folder, str) else None

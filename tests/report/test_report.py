@@ -1,0 +1,238 @@
+"""report.html of a run: what it says, that it loads and runs nothing, and that text from models stays text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_like.data.dump import rollout_path, save_groups
+from slime_like.data.token_view import TokenView, save_view, view_path
+from slime_like.errors import DataError
+from slime_like.report.attribution import attribute, by_age, slope
+from slime_like.report.chart import Series, chart, ticks
+from slime_like.report.record import read_record
+from slime_like.report.run_page import run_page
+from slime_like.report.samples import sampled_rollouts
+from slime_like.report.token_page import visible
+from slime_like.report.write import write_report
+from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, Status
+from tests.report.pages import check_self_contained
+from tests.report.test_compare import write_run
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</span></p></body><iframe src='http://evil'>",
+    "'\" onmouseover='alert(1)",
+    "&lt;b&gt; &amp; ]]> <!-- -->",
+    "javascript:alert(1)",
+    "\u202etxet esrever\u2066",
+    "\x00\x1b[31m\ud800",
+)
+ROW = {
+    "rollout/raw_reward": 0.5,
+    "train/train_rollout_logprob_abs_diff": 1e-3,
+    "train/train_rollout_logprob_abs_diff_p99": 2e-3,
+    "train/off_policy_token_ratio": 0.25,
+    "probe/logprob_abs_diff_mean": 1e-3,
+    "probe/logprob_abs_diff_mean/mlp": 8e-4,
+    "probe/logprob_abs_diff_mean/all": 4e-4,
+    "perf/train_time": 3.0,
+    "perf/train_wait_time": 1.0,
+    "memory/step": 2.0**31,
+    "eval/sums": 0.5,
+    "eval/sums-pass@k": 0.75,
+}
+
+
+def sample(sample_id: int, spans: tuple[Span, ...], text: str = "4", reward: float = 1.0) -> Sample:
+    count = spans[-1].stop
+    logprobs = np.full(count, np.nan, dtype=np.float32)
+    for span in spans:
+        if span.source is Source.MODEL:
+            logprobs[span.start : span.stop] = -0.25
+    ids = np.arange(count, dtype=np.int32) % len(HOSTILE)
+    return Sample(0, sample_id, sample_id, 0, ids, logprobs, spans, Status.COMPLETED, text, Reward(reward))
+
+
+def view_of(found: Sample, version: int, trainer: float = -0.5) -> TokenView:
+    count = len(found.token_ids)
+    sampled = ~np.isnan(found.logprobs)
+    return TokenView(
+        version=version,
+        sample_ids=np.array([found.sample_id], dtype=np.int64),
+        cu_seqlens=np.array([0, count], dtype=np.int32),
+        token_ids=found.token_ids,
+        versions=np.where(sampled, version, -1).astype(np.int32),
+        rollout_logprobs=found.logprobs,
+        trainer_logprobs=np.where(sampled, trainer, np.nan).astype(np.float32),
+        loss_weight=np.where(sampled, 0.125, 0).astype(np.float32),
+        advantages=np.where(sampled, 1.5, np.nan).astype(np.float32),
+    )
+
+
+SPANS = (Span(0, 3, Source.PROMPT), Span(3, 5, Source.MODEL, 6), Span(5, 6, Source.TOOL), Span(6, 9, Source.MODEL, 7))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose every text is hostile."""
+    config = {"run": {"name": HOSTILE[0]}, "data": {"train": HOSTILE[1]}, "rollout": {"temperature": 1.0}}
+    folder = write_run(tmp_path / "run", [ROW | {HOSTILE[2]: 1.0}] * 4, json.dumps(config))
+    for rollout_id in range(5):
+        found = sample(rollout_id, SPANS, HOSTILE[3])
+        prompt = Prompt(0, found.token_ids[:3], HOSTILE[0], HOSTILE[4], None)
+        save_groups(rollout_path(folder / "rollouts", rollout_id), [SampleGroup(rollout_id, prompt, (found,))])
+        save_view(view_path(folder / "rollouts", rollout_id), view_of(found, 7))
+    return folder
+
+
+def page_of(folder: Path) -> str:
+    sampled = sampled_rollouts(folder / "rollouts")
+    return run_page(read_record(folder), sampled, lambda ids: HOSTILE[ids[0] % len(HOSTILE)])
+
+
+def test_hostile_text_stays_text(run: Path) -> None:
+    html = page_of(run)
+    found = check_self_contained(html)
+    text = "".join(found.text)
+    for hostile in HOSTILE[:6]:
+        assert hostile in text, "shown, as it is"
+    assert "\\u202e" in text and "\u202e" not in html and "\x00" not in html and "\x1b" not in html
+    assert not re.search(r"https?://", html.replace("http://evil", "")), "nothing outside is named"
+    html.encode()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(alphabet=st.characters(), max_size=40))
+def test_any_text_of_a_model_stays_text(text: str) -> None:
+    html = chart(text, [Series(text, [(0, 1.0)])], note=text)
+    shown = visible(text)
+    shown.encode()
+    from html import escape
+
+    page = f'<html><head><meta content="default-src \'none\'"><style></style></head><p title="{escape(shown)}">{escape(shown)}</p>{html}</html>'
+    found = check_self_contained(page)
+    assert found.tags.count("p") == (2 if text else 1)
+
+
+def test_every_token_says_all_that_is_known_of_it(run: Path) -> None:
+    text = "\n".join(check_self_contained(page_of(run)).text)
+    cells = re.findall(r"\n(-?[\d.]*)\n", text)
+    for value in ("-0.25", "-0.5", "1.5", "0.125", "6", "7"):
+        assert value in cells or f"\n{value}\n" in text
+    html = page_of(run)
+    titles = re.findall(r'<span class="t (\w+) d(\d)" title="([^"]*)"', html)
+    assert len(titles) == 9 * 3, "first, middle and last rollout"
+    sources = [source for source, _, _ in titles[:9]]
+    assert sources == ["prompt"] * 3 + ["model"] * 2 + ["tool"] + ["model"] * 3
+    assert "version 6" in titles[3][2] and "version 7" in titles[8][2] and "advantage 1.5" in titles[3][2]
+    assert titles[3][1] == "2" and titles[0][1] == "0", "0.25 nats apart is the second colour"
+
+
+def test_curves_time_memory_and_attribution_are_there(run: Path) -> None:
+    text = " ".join(check_self_contained(page_of(run)).text)
+    for words in (
+        "sums-pass@k",
+        "75.0%",
+        "highest peak, GiB",
+        "2.000",
+        "staleness",
+        "temperature",
+        "precision",
+        "kernel",
+    ):
+        assert words in text
+    assert "of 0.001 nats the trainer's rounding makes 0.0006" in text
+    assert "Rollout 0" in text and "Rollout 2" in text and "Rollout 4" in text and "Rollout 1 " not in text
+
+
+def test_a_run_without_samples_says_how_to_keep_them(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [{"train/loss": math.nan, "guard/free_bytes": 1e9}] * 2)
+    html = page_of(folder)
+    assert "run.dump_rollouts=true" in html and "no value" in html
+    check_self_contained(html)
+    assert write_report(folder) == folder / "report.html"
+    (folder / "rollouts").mkdir()
+    (folder / "rollouts" / "rollout_0000000.npz").write_bytes(b"PK")
+    with pytest.raises(DataError, match=r"rollout_0000000\.npz"):
+        write_report(folder)
+
+
+def test_the_command(run: Path, tmp_path: Path) -> None:
+    line = [sys.executable, "scripts/report.py", str(run), "--out", str(tmp_path / "x" / "r.html")]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    check_self_contained((tmp_path / "x" / "r.html").read_text())
+    bad = subprocess.run([*line[:2], str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (bad.returncode, "is not a folder" in bad.stderr) == (2, True)
+
+
+def test_another_temperature_shows_as_another_slope() -> None:
+    rng = np.random.default_rng(0)
+    logits_TV = rng.normal(scale=2.0, size=(400, 50))
+
+    def logprobs(temperature: float) -> np.ndarray:
+        scaled = logits_TV / temperature
+        return (scaled - np.log(np.exp(scaled).sum(-1, keepdims=True)))[
+            np.arange(400), rng.integers(0, 50, 400) * 0 + 7
+        ]
+
+    def view(temperature: float) -> TokenView:
+        found = sample(0, (Span(0, 1, Source.PROMPT), Span(1, 401, Source.MODEL, 3)))
+        found.logprobs[1:] = logprobs(1.0)
+        made = view_of(found, 3)
+        made.trainer_logprobs[1:] = logprobs(temperature)
+        return made
+
+    same, other = slope([view(1.0)]), slope([view(1.3)])
+    assert same is not None and abs(same[0] - 1) < 1e-6 and same[1] == 400
+    assert other is not None and abs(other[0] - 1) > 0.1
+    assert slope([]) is None
+
+
+def test_the_difference_by_age_of_tokens() -> None:
+    found = sample(0, SPANS)
+    view = view_of(found, 8)
+    view.versions[3:5], view.versions[6:9] = 6, 8
+    view.trainer_logprobs[3:5] = -1.25
+    ages = by_age([view])
+    assert ages == {0: (0.25, 3), 2: (1.0, 2)}
+
+
+def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
+    parts = {part.cause: part for part in attribute(read_record(write_run(tmp_path / "a", [{"x": 1.0}])), [])}
+    assert parts["all of it"].found == "not measured"
+    assert "weights.probe_sequences" in parts["precision, kernel"].how
+    half = [{"probe/logprob_abs_diff_mean": 1e-3}]
+    parts = {part.cause: part for part in attribute(read_record(write_run(tmp_path / "b", half)), [])}
+    assert "weights.probe_layers" in parts["precision, kernel"].how
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(), max_size=20), st.floats(-1e300, 1e300), st.floats(-1e300, 1e300))
+def test_any_numbers_make_a_chart(values: list[float], a: float, b: float) -> None:
+    html = chart("x", [Series("y", list(enumerate(values)))])
+    assert "nan" not in re.sub(r"<title>.*?</title>", "", html) and not re.search(r'"-?inf', html)
+    low, high = min(a, b), max(a, b)
+    assert len(ticks(low, high)) <= 8
+
+
+def test_a_long_line_is_thinned_without_losing_a_spike() -> None:
+    points = [(float(step), 1.0) for step in range(50_000)]
+    points[31_415] = (31_415.0, 9.0)
+    html = chart("x", [Series("y", points)])
+    (line,) = re.findall(r'points="([^"]*)"', html)
+    assert len(line.split()) <= 1000
+    heights = {float(pair.split(",")[1]) for pair in line.split()}
+    assert len(heights) == 2, "the spike is there"
