@@ -17,7 +17,7 @@ import numpy as np
 from slime_like.batch import Rows, TrainBatch
 from slime_like.data.columns import FILLER_ID
 from slime_like.errors import DataError
-from slime_like.types import F32, I32, I64, SampleGroup
+from slime_like.types import F32, I32, I64, Reward, SampleGroup
 
 FORMAT = 1
 MOST = 8
@@ -121,14 +121,14 @@ def load_view(path: Path) -> TokenView:
 
 
 def _candidates(groups: Sequence[SampleGroup]) -> Iterator[int]:
-    """Ids of the best and the worst sample of each group, group by group."""
+    """Ids of the best and the worst sample of each group, group by group; what is not scored counts as 0."""
     for group in groups:
-        scored = sorted((s for s in group.samples if s.reward is not None), key=lambda s: -_score(s.reward))
-        yield from dict.fromkeys(sample.sample_id for sample in (*scored[:1], *scored[-1:]))
+        ordered = sorted(group.samples, key=lambda s: -_score(s.reward))
+        yield from dict.fromkeys(sample.sample_id for sample in (*ordered[:1], *ordered[-1:]))
 
 
-def _score(reward: object) -> float:
-    return float(getattr(reward, "score", 0.0))
+def _score(reward: Reward | None) -> float:
+    return 0.0 if reward is None else reward.score
 
 
 def _packed(chosen: Sequence[tuple[Rows, int]]) -> Rows:
