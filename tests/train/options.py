@@ -264,7 +264,7 @@ def _adamw_float64(
 # ---- optimizer offload -----------------------------------------------------------------------------------------------
 def offload(world: World, shared: Shared, layout: Layout, fraction: float) -> dict[str, Any]:
     """A bfloat16 run whose optimizer is divided as offload divides it, beside one whose optimizer is not, and its resume."""
-    from slime_like.train.megatron.optim import HybridDeviceOptimizer
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     spec: dict[str, Any] = {"dtype": "bfloat16", "algo": SftConfig(), "optim": {"lr": 1e-3, "weight_decay": 0.1}}
     plain = make_actor(world, shared.models["qwen2"], layout, **spec)
@@ -295,6 +295,8 @@ def offload(world: World, shared: Shared, layout: Layout, fraction: float) -> di
 @contextlib.contextmanager
 def pretended_offload(fraction: float) -> Generator[None]:
     """megatron's offload where there is no GPU: parameters that are not offloaded are said to be on one."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
     from slime_like.train.megatron import optim
 
     def divide(self: Any, offload_fraction: float) -> tuple[Any, ...]:
@@ -315,11 +317,10 @@ def pretended_offload(fraction: float) -> Generator[None]:
                     chosen.append({**group, "params": params})
         return on_host, on_device, copies, originals, masters
 
-    hybrid = optim.HybridDeviceOptimizer
     with (
         replaced(optim, "_offload", lambda spec: optim.offload_fields(fraction)),
-        replaced(hybrid, "_get_sub_optimizer_param_groups", divide),
-        replaced(hybrid, "_move_new_state_to_right_device", lambda self: None),
+        replaced(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", divide),
+        replaced(HybridDeviceOptimizer, "_move_new_state_to_right_device", lambda self: None),
     ):
         yield
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime_like.config.resolved import ActorSpec
@@ -16,7 +15,6 @@ from slime_like.train.megatron import host
 from slime_like.train.megatron.model import Chunks
 from slime_like.train.megatron.transformer_config import dtype_of
 
-__all__ = ["HybridDeviceOptimizer", "make_optimizer", "make_schedule", "offload_fields", "settle_weights", "wrap"]
 _MEGATRON_STYLE = {"wsd": "WSD"}
 
 
@@ -98,7 +96,7 @@ def _offload(spec: ActorSpec) -> dict[str, Any]:
 
 
 def offload_fields(fraction: float) -> dict[str, Any]:
-    """Main weights, moments and update of ``fraction`` of the parameters on the host, by ``HybridDeviceOptimizer``."""
+    """Main weights, moments and update of ``fraction`` of the parameters on the host, by megatron's ``HybridDeviceOptimizer``."""
     return {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": fraction,
