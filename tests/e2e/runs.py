@@ -55,17 +55,23 @@ class Training:
         try:
             code = self._process.wait(timeout=deadline.limit)
         except subprocess.TimeoutExpired as error:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._end()
             raise deadline.exceeded(f"train.py, which said: {self._log.read_text()[-3000:]}") from error
         return Finished(code, self._log.read_text())
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait for something the run does; fails when the run ends first."""
+        """Wait for something the run does; fails when the run ends first, kills it when it takes too long."""
         deadline = Deadline("test", "train.py", RUN_S)
         while not reached():
             assert self._process.poll() is None, f"train.py ended early: {self._log.read_text()[-3000:]}"
-            deadline.remaining("train.py")
+            if deadline.elapsed() > deadline.limit:
+                self._end()
+                raise deadline.exceeded(f"train.py, which said: {self._log.read_text()[-3000:]}")
             time.sleep(POLL_S)
+
+    def _end(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def interrupt(self) -> None:
         """Ctrl-C on a terminal: every process of the group gets it."""
