@@ -50,12 +50,17 @@ class Region:
         self._bytes: Tensor | None = None
 
     def write(self, bucket: Bucket) -> bytes:
-        """Copy a bucket's tensors; returns the message that ``received`` reads. Valid until the next call."""
+        """Copy a bucket's tensors; returns the message that ``received`` reads. Valid until the next call.
+
+        Raises ``WeightSyncError`` on a dtype that no engine is sent.
+        """
         offsets, size = _offsets([tensor.numel() * tensor.element_size() for _, tensor in bucket.tensors])
         memory = self._room(size)
         entries: list[Any] = []
         for (name, tensor), offset in zip(bucket.tensors, offsets, strict=True):
             meta = meta_of(name, tensor)
+            if meta.dtype not in DTYPES:
+                raise WeightSyncError(f"{name} is {meta.dtype}; weights are sent as one of {', '.join(DTYPES)}")
             _tensor(memory, meta.dtype, meta.shape, offset).copy_(tensor.detach())
             entries.append((name, meta.dtype, meta.shape, offset))
         return MAGIC + json.dumps({"pid": os.getpid(), "fd": self._fd, "tensors": entries}).encode()
@@ -111,7 +116,7 @@ def _open(pid: int, fd: int) -> mmap.mmap:
     except OSError as error:
         raise WeightSyncError(
             f"{path}: memory of the sender cannot be opened ({error.strerror}): do engine and trainer run as one user in "
-            "one container? Else set weights.transport=broadcast"
+            "one container? Else set placement.mode=split, which broadcasts weights"
         ) from error
     try:
         state = os.fstat(opened)

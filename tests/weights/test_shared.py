@@ -1,3 +1,7 @@
+"""Tensors through memory that two processes share: what is written is what is received, and what is not ours is refused."""
+
+from __future__ import annotations
+
 import json
 import os
 from pathlib import Path
@@ -34,6 +38,11 @@ def test_a_region_grows_and_is_used_again() -> None:
     region.close()
 
 
+def test_a_dtype_that_is_not_sent_is_named() -> None:
+    with pytest.raises(WeightSyncError, match="w is complex64; weights are sent as one of float32, bfloat16"):
+        Region().write(Bucket((("w", torch.zeros(2, dtype=torch.complex64)),)))
+
+
 def test_a_receiver_cannot_change_what_the_sender_has() -> None:
     region = Region()
     message = region.write(Bucket((("w", torch.zeros(4)),)))
@@ -52,6 +61,7 @@ def test_a_tensor_that_outlives_the_block_is_an_error() -> None:
     ):
         kept += tensors
     assert not kept[0][1].any()  # it is still readable: nothing was unmapped under it
+    region.close()
 
 
 def test_only_sealed_memory_is_opened(tmp_path: Path) -> None:
