@@ -205,7 +205,7 @@ class RolloutManager:
             prompts, n = self._heldout[heldout.name], heldout.n_samples_per_prompt
             groups = await self._answer_all(prompts, sampling, 0, n, f"eval {heldout.name}")
             metrics += eval_metrics(heldout.name, groups)
-        return tuple(metrics)
+        return (*metrics, *self._rewards.metrics())
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_push(self) -> None:
