@@ -92,9 +92,9 @@ class Wrapper:
             setattr(owner, name, stock)
         self._stock.clear()
         reload.restore(self._creators)
-        self.ring.close()
         if self.guard.requests is not None:
             self.guard.requests.close()
+        self.ring.close()
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         assert name in vars(owner), f"torch has no {owner.__name__}.{name}: review slime_like.config.collectives"

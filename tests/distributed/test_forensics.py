@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -109,7 +110,11 @@ def test_a_killed_ranks_ring_is_read_and_then_swept(tmp_path: Path) -> None:
     living = Ring(tmp_path / f"{PREFIX}living", "trainer_rank0", 8)
     assert sweep(tmp_path) == [folder]
     assert not folder.exists()
+    second = Ring(tmp_path / f"{PREFIX}living", "trainer_rank1", 8)
     living.close()
+    assert [path.name for path in (tmp_path / f"{PREFIX}living").iterdir()] == ["trainer_rank1.ring"]
+    shutil.rmtree(tmp_path / f"{PREFIX}living")  # as by another rank at the same moment
+    second.close()
     assert not (tmp_path / f"{PREFIX}living").exists()
 
 

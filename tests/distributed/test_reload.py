@@ -13,8 +13,8 @@ from tests.train.ranks import run_ranks
 
 # Four ranks, so that each is in groups that overlap with others: rows, columns, pipelines, experts.
 LAYOUTS: dict[str, tuple[Layout, str]] = {
-    "pp2 dp2": (Layout(pp=2, dp=2), "qwen3"),
-    "tp2 sp dp2 ep2": (Layout(tp=2, dp=2, ep=2, sequence_parallel=True), "qwen3_moe"),
+    "pp2 dp2 ep2": (Layout(pp=2, dp=2, ep=2), "qwen3_moe"),
+    "tp2 sp dp2": (Layout(tp=2, dp=2, sequence_parallel=True), "qwen3"),
 }
 
 
@@ -70,5 +70,5 @@ def test_megatron_does_not_notice(name: str, ranks: list[dict[str, Any]]) -> Non
         released, plain = rank["released training"][name], rank["plain training"][name]
         assert released["digests"] == plain["digests"]
         assert len(set(released["digests"])) > 1
-        assert released["generations"] >= 4
+        assert released["generations"] >= 3
         assert released["groups"] > 10
