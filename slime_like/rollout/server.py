@@ -39,10 +39,10 @@ DYING_S = 8.0  # SGLang looks at its workers for five seconds before it exits
 LOG_LINES = 12
 SCRATCH_PREFIX = "slime_like-engine-"
 SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project, as is
-# Turns of libgomp's threads at the end of a parallel region, before they sleep: about 0.1 ms. Decoding opens hundreds of
+# Turns of libgomp's threads at the end of a parallel region, before they sleep: some 0.03 ms. Decoding opens hundreds of
 # regions per token, a few microseconds apart; to wake a thread for each costs more than two threads gain. Longer, and
 # they would hold the core that the scheduler, the detokenizer and the server take turns on.
-SPIN_COUNT = "5000"
+SPIN_COUNT = "2000"
 THREADS = "SLIME_LIKE_ENGINE_THREADS"  # the number of threads of a model on a CPU
 CPU_KERNELS = "SLIME_LIKE_CPU_KERNELS"
 DECODE_LINE = "slime_like decodes with "
