@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slime_like.cluster.plan_guard import ring_folder
@@ -49,11 +50,12 @@ def test_the_users_own_run_is_profiled(two_ranks: tuple[str, ...], tmp_path: Pat
 
 def test_a_stopped_rank_is_named_and_the_run_ends(two_ranks: tuple[str, ...], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    training = Training(*two_ranks, f"run.dir={run_dir}", "guard.deadline_s=3", log=tmp_path / "log")
+    training = Training(*two_ranks, f"run.dir={run_dir}", "guard.deadline_s=10", log=tmp_path / "log")
     training.wait_until(lambda: last_step(run_dir) >= 2)
     rings = ring_folder(str(run_dir))
     pids = {name: reading.pid for name, reading in read_rings(rings).items()}
     assert set(pids) == {"trainer_rank0", "trainer_rank1"}
+    ranks = [psutil.Process(pid) for pid in pids.values()]
     os.kill(pids["trainer_rank1"], signal.SIGSTOP)
     done = training.wait()
     assert done.code not in (0, -signal.SIGKILL)
@@ -62,5 +64,6 @@ def test_a_stopped_rank_is_named_and_the_run_ends(two_ranks: tuple[str, ...], tm
     (bundle,) = run_dir.glob("crash-*")
     assert "rank 1" in (bundle / "cause.txt").read_text()
     assert f"trainer_rank1: process {pids['trainer_rank1']} stopped" in (bundle / "collectives.txt").read_text()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
     assert not rings.exists()
+    _, alive = psutil.wait_procs(ranks, timeout=Deadline("test", "killed ranks", 20).limit)
+    assert not alive, f"outlived the run: {alive}"
