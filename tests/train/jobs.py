@@ -55,7 +55,7 @@ def run_jobs(world: World, shared: Shared, jobs: Sequence[Job]) -> dict[str, Any
         from slime_like.train.megatron import host
 
         host.install("cpu")
-        from slime_like.train.megatron import actor  # noqa: F401 (imported for what it imports)
+        importlib.import_module("slime_like.train.megatron.actor")
     _reuse_groups()
     out: dict[str, Any] = {}
     for job in jobs:
