@@ -10,8 +10,8 @@ from pathlib import Path
 from slime_like.config.algo import SftConfig
 from slime_like.config.guard_policy import GuardSpec, Policy, Threshold, overrides, table
 from slime_like.config.root import TrainConfig
+from slime_like.distributed.ring import PREFIX, SHARED
 
-SHARED = Path("/dev/shm")
 WIDTH = 96
 
 
@@ -60,7 +60,7 @@ def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str
 
 def ring_folder(run_dir: str) -> Path:
     """Where the ranks of a run keep their last collectives: one folder of shared memory per run folder and node."""
-    return SHARED / f"slime_like.{hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:12]}"
+    return SHARED / f"{PREFIX}{hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:12]}"
 
 
 def profile_folder(run_dir: str) -> Path:

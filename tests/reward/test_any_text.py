@@ -30,7 +30,7 @@ class Scorer:
     runner: asyncio.Runner
     pool: RewardPool
 
-    def check(self, label: str, texts: Sequence[str]) -> None:
+    def assert_scores(self, label: str, texts: Sequence[str]) -> None:
         """Every reward scores every text in time, with a finite score and an accuracy of 0 or 1."""
         groups = [
             replace(g, prompt=replace(g.prompt, rm_type=name)) for name in NAMES for g in [group(*texts, label=label)]
@@ -70,7 +70,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=24).map("".join) | st.text(st
     texts=st.lists(TEXTS | TEXTS.map(lambda text: rf"</think>Answer: \boxed{{{text}}}"), min_size=4, max_size=6),
 )
 def test_any_text_is_scored(scorer: Scorer, label: str, texts: list[str]) -> None:
-    scorer.check(label, texts)
+    scorer.assert_scores(label, texts)
 
 
 LONG = 60_000
@@ -101,8 +101,10 @@ PUMPED = [
 
 def test_long_repetitions_are_scored_in_time(scorer: Scorer) -> None:
     texts = [piece * (LONG // len(piece)) for piece in PUMPED]
-    scorer.check("4", [*texts, *("answer" + text for text in texts[:1]), *(rf"\boxed{{{text}}}" for text in texts)])
-    scorer.check("(" * LONG, ["4", texts[0]])
+    scorer.assert_scores(
+        "4", [*texts, *("answer" + text for text in texts[:1]), *(rf"\boxed{{{text}}}" for text in texts)]
+    )
+    scorer.assert_scores("(" * LONG, ["4", texts[0]])
 
 
 HOSTILE = [
@@ -125,4 +127,4 @@ HOSTILE = [
 
 
 def test_hostile_formulas_are_scored_in_time(scorer: Scorer) -> None:
-    scorer.check(r"\sqrt{2}", [rf"</think>Answer: \boxed{{{latex}}}" for latex in HOSTILE])
+    scorer.assert_scores(r"\sqrt{2}", [rf"</think>Answer: \boxed{{{latex}}}" for latex in HOSTILE])
