@@ -28,14 +28,14 @@ class Checkpoints:
     last: int  # the newest iteration that needs no save: resumed from, begun or written
     _pending: int | None = field(default=None)
 
-    def save(self, done: int, *, final: bool = False) -> None:
+    def save(self, done: int, *, final: bool = False, wait: bool = False) -> bool:
         """Checkpoint after ``done`` rollouts. The rollout side comes first: the latest file, last of all, makes it count.
 
-        Raises ``CheckpointError`` when this save or the one before it failed, unless ``run.on_failed_save=continue``
+        ``wait``: until it is whole, as a ``final`` one always is. Returns whether it is whole by now. Raises ``CheckpointError`` when this save or the one before it failed, unless ``run.on_failed_save=continue``
         and this is not the ``final`` one.
         """
         if not self.enabled:
-            return
+            return False
         try:
             self._finish()
         except CheckpointError as error:  # of the one before: this one is still worth writing
@@ -46,10 +46,11 @@ class Checkpoints:
                 self.rollout.save(self.folder, done)
                 self.trainer.begin_save(self.folder, done)
                 self._pending = done
-            if final or not self.config.async_save:
+            if final or wait or not self.config.async_save:
                 self._finish()
         except CheckpointError as error:
             self._failed(error, final=final)
+        return self.last == done and self._pending is None
 
     def poll(self) -> None:
         """Name the checkpoint that is being written if it is whole by now. Errors as ``save``."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.cluster.checkpoints import Checkpoints, remove_leftovers
+from slime_like.cluster.control import Control
 from slime_like.cluster.crash import one_line, write_bundle
 from slime_like.cluster.ensemble import Ensemble
 from slime_like.cluster.folder import claimed
@@ -22,6 +23,7 @@ from slime_like.cluster.plan import Plan, make_plan, probe_machine
 from slime_like.cluster.plan_guard import ring_folder
 from slime_like.cluster.progress import Progress
 from slime_like.cluster.rank_group import connect
+from slime_like.cluster.reporting import NOTHING_LOGGED, try_report
 from slime_like.cluster.resume import checkpoint_folder, first_rollout
 from slime_like.cluster.role_group import RoleGroup
 from slime_like.cluster.rollouts import DemonstrationRollout, EngineRollout, ReplayRollout, Rollout
@@ -45,8 +47,6 @@ from slime_like.interfaces import MetricSink, Trainer
 from slime_like.metrics.sinks import open_sinks
 from slime_like.metrics.spans import Spans
 from slime_like.registry import resolve
-from slime_like.report.record import METRICS
-from slime_like.report.write import write_report
 from slime_like.rollout.manager import ManagerSpec
 from slime_like.types import StepStats
 from slime_like.weights import manifest
@@ -68,13 +68,14 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
         remove_leftovers(run_dir)
         shutil.rmtree(ring_folder(cfg.run.dir), ignore_errors=True)  # of a part of this run that was killed
         sink = open_sinks(cfg.metrics, run_dir, first_step=first, num_steps=cfg.loop.num_rollout, settings=asdict(cfg))
-        stop = StopRequest()
+        stop, control = StopRequest(), Control(run_dir, sink.note)
         cluster = _Cluster(cfg, plan, run_dir, Progress(partial(_say, cfg)))
         stop.install()
         try:
             dump_stacks_on_signal(run_dir / "stacks", "driver")
+            control.open(first, cfg.loop.num_rollout)
             _say(cfg, f"{plan.summary}; everything goes to {run_dir}")
-            run = cluster.start(inputs, first, sink, stop)
+            run = cluster.start(inputs, first, sink, stop, control)
             cluster.progress.ready("ready")
             yield run
         except Exception as error:
@@ -88,6 +89,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
             with ExitStack() as teardown:  # each happens, whatever becomes of the others; processes first
                 teardown.callback(_report, cfg, run_dir)
                 teardown.callback(sink.close)
+                teardown.callback(control.close)
                 teardown.callback(stop.restore)
                 teardown.callback(shutil.rmtree, ring_folder(cfg.run.dir), ignore_errors=True)
                 teardown.callback(cluster.close)
@@ -106,7 +108,7 @@ class _Cluster:
     manager: Any = None
     engines: tuple[Any, ...] = ()
 
-    def start(self, inputs: Inputs, first: int, sink: MetricSink, stop: StopRequest) -> Run:
+    def start(self, inputs: Inputs, first: int, sink: MetricSink, stop: StopRequest, control: Control) -> Run:
         """Start everything the mode needs; trainer and engines start side by side."""
         self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"))
         self.placement.open()
@@ -130,6 +132,7 @@ class _Cluster:
             sink=sink,
             spans=Spans(),
             stop=stop,
+            control=control,
             first_rollout=first,
             engine_ranks=sum(address.tp for address in addresses),
             checkpoints=Checkpoints(
@@ -300,14 +303,11 @@ class FrozenTrainer:
 
 def _report(cfg: TrainConfig, run_dir: Path) -> None:
     """Write report.html; a run that has ended well is not undone by a report that could not be written."""
-    if not (run_dir / METRICS).is_file() or not (run_dir / METRICS).stat().st_size:
-        return
-    try:
-        path = write_report(run_dir)
-    except Exception as error:  # noqa: BLE001  fault boundary: the run's own result goes on
-        sys.stderr.write(f"{cfg.run.name}: no report: {one_line(error)}\n")
-    else:
+    path, why = try_report(run_dir)
+    if path is not None:
         _say(cfg, f"report: {path}")
+    elif why != NOTHING_LOGGED:
+        sys.stderr.write(f"{cfg.run.name}: no report: {why}\n")
 
 
 def _say(cfg: TrainConfig, text: str) -> None:

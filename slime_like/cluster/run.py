@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime_like.batch import TrainBatch
+from slime_like.checkpoint_files import iteration_folder
 from slime_like.cluster.checkpoints import Checkpoints
+from slime_like.cluster.control import Control, Request
 from slime_like.cluster.fault import fatal
+from slime_like.cluster.reporting import try_report
 from slime_like.cluster.rollouts import Rollout
 from slime_like.cluster.stop import StopRequest
 from slime_like.cluster.sync import Sync
@@ -23,6 +26,7 @@ from slime_like.data.token_view import choose, save_view, token_view, view_path
 from slime_like.interfaces import MetricSink, Trainer
 from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import Last, Metric, reduce_metrics
+from slime_like.metrics.view import evaluations
 from slime_like.rollout.manager import Collected
 from slime_like.types import StepStats
 
@@ -42,6 +46,7 @@ class Run:
     sink: MetricSink
     spans: Spans
     stop: StopRequest
+    control: Control
     first_rollout: int
     engine_ranks: int  # 0 where nothing is generated
     checkpoints: Checkpoints
@@ -99,7 +104,7 @@ class Run:
     def finish_rollout(
         self, rollout_id: int, collected: Collected, stats: StepStats, probed: tuple[Metric, ...]
     ) -> None:
-        """Dump, evaluate, log and save, each when it is due."""
+        """Dump, evaluate, log and save, each when it is due or asked for."""
         self.spans.add("rollout", collected.started, collected.stopped)
         if self.cfg.run.dump_rollouts:
             save_groups(rollout_path(self.run_dir / "rollouts", rollout_id), collected.groups)
@@ -113,10 +118,37 @@ class Run:
             tokens = sum(sample.num_response_tokens for group in collected.groups for sample in group.samples)
             seconds = max(collected.stopped - collected.started, 1e-9)
             metrics.append(Last("perf/tokens_per_gpu_per_sec", tokens / seconds / self.engine_ranks))
-        if self._eval_due(done):
-            metrics += self._evaluate()
+        asked = self.control.read(done)
+        if self._eval_due(done) or Request.EVAL in asked:
+            found = self._evaluate()
+            metrics += found
+            if Request.EVAL in asked:
+                self._answer_eval(found)
         self._log(done, metrics)
         self._save_due(done)
+        self._obey(asked, done)
+
+    def _answer_eval(self, found: tuple[Metric, ...]) -> None:
+        """Say what an evaluation that was asked for found."""
+        scores = ", ".join(f"{name} {value:.3f}" for name, value in evaluations(reduce_metrics(found)).items())
+        self.control.answer(Request.EVAL, scores or "no engines or no evaluation.datasets", failed=not scores)
+
+    def _obey(self, asked: tuple[Request, ...], done: int) -> None:
+        """What else was asked for: a checkpoint that is whole when this returns, the report, the end."""
+        if Request.SAVE in asked:
+            with self.timer("save"):
+                whole = self.checkpoints.save(done, wait=True)
+            name = iteration_folder(self.checkpoints.folder, done).relative_to(self.run_dir)
+            nothing = (
+                "nothing was written" if self.checkpoints.enabled else "a run without a trainer has nothing to save"
+            )
+            self.control.answer(Request.SAVE, str(name) if whole else nothing, failed=not whole)
+        if Request.REPORT in asked:
+            path, why = try_report(self.run_dir)
+            self.control.answer(Request.REPORT, why if path is None else path.name, failed=path is None)
+        if Request.STOP in asked:
+            self.stop.requested = True
+            self.control.answer(Request.STOP, f"the run ends after {done} rollouts, with a checkpoint")
 
     def _save_due(self, done: int) -> None:
         """Checkpoint and export, each when it is due; a checkpoint that is being written is named when it is whole."""

@@ -11,7 +11,7 @@ from pathlib import Path
 def dump_stacks_on_signal(folder: Path, name: str) -> None:
     """On SIGUSR1 write the stacks of all threads of this process to ``folder/<name>.<pid>.<start time>.txt``."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / f"{name}.{os.getpid()}.{_start_time(os.getpid())}.txt").open("w")
+    file = (folder / f"{name}.{os.getpid()}.{start_time(os.getpid())}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
 
@@ -22,11 +22,11 @@ def request_stacks(folder: Path) -> None:
     """
     for path in folder.glob("*.txt"):
         _, pid, started = path.stem.rsplit(".", 2)
-        if _start_time(int(pid)) == started:
+        if start_time(int(pid)) == started:
             os.kill(int(pid), signal.SIGUSR1)
 
 
-def _start_time(pid: int) -> str:
+def start_time(pid: int) -> str:
     """Start time of a process in clock ticks since boot, empty if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
+
+from rich.console import Console
 
 from slime_like.config.run import MetricsConfig
 from slime_like.errors import ConfigError
@@ -24,6 +26,13 @@ class Sink(Protocol):
 
     def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """A sink that people watch while a run goes on."""
+
+    def note(self, text: str) -> None: ...
 
 
 def open_sinks(
@@ -46,7 +55,7 @@ def open_sinks(
     if kind == "auto":
         kind = "live" if stream.isatty() else "plain"
     if kind == "live":
-        sinks.append(LiveConsole(stream, first_step, num_steps))
+        sinks.append(LiveConsole(Console(file=stream), first_step, num_steps))
     elif kind == "plain":
         sinks.append(PlainConsole(stream, num_steps))
     if config.tensorboard:
@@ -66,6 +75,12 @@ class FanOut:
         """Log one step everywhere."""
         for sink in self.sinks:
             sink.log(step, values, spans)
+
+    def note(self, text: str) -> None:
+        """A line for whoever watches; it is no metric, and is kept nowhere."""
+        for sink in self.sinks:
+            if isinstance(sink, Watched):
+                sink.note(text)
 
     def close(self) -> None:
         """Flush and close everything, each whatever becomes of the others."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 ROWS = 12
+NOTES = 4
 PHASES = ("train_wait", "train", "update_weights", "eval")
 COLUMNS = (
     ("reward", "rollout/raw_reward", "{:.3f}"),
@@ -66,34 +68,54 @@ class PlainConsole:
         self._stream.write(f"[{step}/{self._num_steps}] {'  '.join(found)}\n")
         self._stream.flush()
 
+    def note(self, text: str) -> None:
+        """Print it on a line of its own."""
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
     def close(self) -> None:
         """Nothing is held."""
 
 
 class LiveConsole:
-    """A table of the last steps, with the time split and what is left."""
+    """A table of the last steps, with the time split, what is left, and the last notes."""
 
-    def __init__(self, stream: TextIO, first_step: int, num_steps: int) -> None:
+    def __init__(
+        self, console: Console, first_step: int, num_steps: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._first = first_step
         self._num_steps = num_steps
         self._rows: deque[tuple[int, list[str]]] = deque(maxlen=ROWS)
         self._evals: dict[str, list[float]] = {}
+        self._notes: deque[str] = deque(maxlen=NOTES)
         self._split = ""
+        self._clock = clock
         self._started: float | None = None
-        self._live = Live(console=Console(file=stream), auto_refresh=False)
+        self._last = first_step
+        self._live = Live(console=console, auto_refresh=False)
 
     def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None:
         """Redraw with one more step."""
         del spans
         if self._started is None:
-            self._started = time.monotonic()
+            self._started = self._clock()
             self._first = step
-            self._live.start()
+        self._last = step
         self._rows.append((step, cells(values)))
         for name, value in evaluations(values).items():
             self._evals.setdefault(name, []).append(value)
         self._split = time_split(values)
-        self._live.update(self._table(step), refresh=True)
+        self._show()
+
+    def note(self, text: str) -> None:
+        """Redraw with one more line below the table."""
+        self._notes.append(text)
+        self._show()
+
+    def _show(self) -> None:
+        if not self._live.is_started:
+            self._live.start()
+        self._live.update(self._table(self._last), refresh=True)
 
     def _table(self, step: int) -> Table:
         table = Table(caption=self._caption(step), caption_justify="left")
@@ -104,7 +126,7 @@ class LiveConsole:
             table.add_row(f"{number}/{self._num_steps}", *row)
         return table
 
-    def _caption(self, step: int) -> str:
+    def _caption(self, step: int) -> Text:
         lines = [
             f"eval/{name}: {' -> '.join(f'{v:.3f}' for v in history[-6:])}" for name, history in self._evals.items()
         ]
@@ -112,9 +134,9 @@ class LiveConsole:
             lines.append(self._split)
         done = step - self._first
         if done > 0 and self._started is not None:
-            left = (time.monotonic() - self._started) / done * (self._num_steps - step)
+            left = (self._clock() - self._started) / done * (self._num_steps - step)
             lines.append(f"about {left / 60:.1f} min left")
-        return "\n".join(lines)
+        return Text("\n".join([*lines, *self._notes]))  # no markup: names of sets and files are users'
 
     def close(self) -> None:
         """Leave the last table on the screen."""

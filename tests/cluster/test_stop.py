@@ -47,7 +47,7 @@ def test_signals_are_given_back() -> None:
 class Processes(launch._Cluster):
     """A cluster that has started nothing, and whose taking down is interrupted."""
 
-    def start(self, inputs: Any, first: int, sink: Any, stop: StopRequest) -> Any:
+    def start(self, inputs: Any, first: int, sink: Any, stop: StopRequest, control: Any) -> Any:
         assert not ring_folder(self.cfg.run.dir).exists(), "what a killed part of the run left there"
         ring_folder(self.cfg.run.dir).mkdir()
 

@@ -58,8 +58,9 @@ def test_console_lines_and_tensorboard_events(tmp_path: Path) -> None:
     stream = io.StringIO()
     sinks = open_sinks(MetricsConfig(tensorboard=True), tmp_path, first_step=0, num_steps=9, console=stream)
     sinks.log(1, VALUES, {})
+    sinks.note("control: save: seen")
     sinks.close()
-    assert stream.getvalue() == "[1/9] reward 0.250  eval/sums 0.500\n"
+    assert stream.getvalue() == "[1/9] reward 0.250  eval/sums 0.500\ncontrol: save: seen\n"
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
@@ -68,8 +69,11 @@ def test_the_live_view_shows_rows_split_and_evaluations(tmp_path: Path) -> None:
     sinks = open_sinks(MetricsConfig(console="live"), tmp_path, first_step=0, num_steps=9, console=stream)
     for step in (1, 2):
         sinks.log(step, VALUES, {})
+    for text in ("first [red]", "control: save: seen", "2", "3", "control: save: done"):
+        sinks.note(text)
     sinks.close()
     shown = stream.getvalue()
+    assert "control: save: done" in shown.splitlines()[-1] and "first" not in shown, "the newest four"
     for text in ("2/9", "0.250", "eval/sums: 0.500 -> 0.500", "train_wait 25%, train 75%", "min left"):
         assert text in shown
 

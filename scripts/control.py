@@ -1,0 +1,80 @@
+"""Ask a run that is going on for something, or ask how it is. It is done when the rollout that the run is at is over.
+
+python scripts/control.py runs/quickstart status
+python scripts/control.py runs/quickstart save|eval|report|stop [--wait SECONDS]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from slime_like.cluster.asking import ask, living, wait_for_answer
+from slime_like.cluster.control import Request
+from slime_like.cluster.status import DONE, STATUS, Answer, read_status
+from slime_like.deadline import Deadline
+from slime_like.errors import DataError, SlimeLikeError
+
+WHAT = {
+    Request.EVAL: "evaluate",
+    Request.SAVE: "write a checkpoint",
+    Request.REPORT: "write report.html",
+    Request.STOP: "end, with a checkpoint from which the same command goes on",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0, 1 where --wait saw the request fail or saw nothing in time, 2 where there is no run to ask."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run.dir of the run")
+    words = "; ".join(f"{request}: {text}" for request, text in WHAT.items())
+    parser.add_argument("request", choices=[*Request, "status"], help=f"{words}; status: how it is, and what was asked")
+    parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait so long for the answer")
+    given = parser.parse_args(argv)
+    try:
+        if given.request == "status":
+            return show(given.run)
+        return request(given.run, Request(given.request), given.wait)
+    except SlimeLikeError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2 if isinstance(error, DataError) else 1
+
+
+def request(run_dir: Path, wanted: Request, wait: float | None) -> int:
+    """Ask, and with ``wait`` print the answer."""
+    status = living(run_dir)
+    asked = ask(run_dir, wanted)
+    if wait is None:
+        print(f"asked to {WHAT[wanted]}; the run is at rollout {status.step + 1} of {status.num_steps}")
+        return 0
+    answer = wait_for_answer(run_dir, wanted, asked, Deadline("scripts/control.py", "wait", wait))
+    print(line(answer))
+    return 0 if answer.state == DONE else 1
+
+
+def show(run_dir: Path) -> int:
+    """Print ``status.json`` for people."""
+    status = read_status(run_dir)
+    if status is None:
+        raise DataError(f"{run_dir} has no {STATUS}: give run.dir of a run that has been started")
+    where = f"process {status.pid} on {status.host}"
+    state = "runs" if status.alive else "has ended" if not status.running else "is gone without a word: see its logs"
+    age = time.time() - status.time
+    print(f"{run_dir} {state} ({where}): {status.step} of {status.num_steps} rollouts, as it said {age:.0f} s ago")
+    for answer in status.requests:
+        print(f"  {line(answer)}")
+    return 0
+
+
+def line(answer: Answer) -> str:
+    """One request and what became of it."""
+    at = time.strftime("%H:%M:%S", time.localtime(answer.asked))
+    by = f" by {answer.by}" if answer.by else ""
+    detail = f": {answer.detail}" if answer.detail else ""
+    return f"{answer.request}, asked for at {at}{by}, {answer.state} after rollout {answer.step}{detail}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""``run.dir/status.json``: which process a run is, how far it has come, what was asked of it and what became of that."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slime_like.cluster.stacks import start_time
+from slime_like.errors import DataError
+
+STATUS = "status.json"
+MOST_REQUESTS = 20  # that are kept: the newest
+
+SEEN, DONE, FAILED, DROPPED, UNKNOWN = "seen", "done", "failed", "dropped", "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of one request."""
+
+    request: str
+    asked: float  # s since the epoch: when the file was written, or the signal came
+    state: str  # seen | done | failed | dropped | unknown
+    step: int  # rollouts trained on when it was seen
+    detail: str = ""
+    by: str = ""  # who asked, where it is not the run's own user
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A run as its folder tells it to other processes."""
+
+    step: int  # rollouts trained on
+    num_steps: int
+    running: bool = True
+    time: float = field(default_factory=time.time)  # of this entry, s since the epoch
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    started: str = field(
+        default_factory=lambda: start_time(os.getpid())
+    )  # tells the process from a later one of its id
+    requests: tuple[Answer, ...] = ()  # oldest first
+
+    @property
+    def here(self) -> bool:
+        """Whether the run is one of this machine."""
+        return self.host == socket.gethostname()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the run goes on, as far as this machine can know: of another machine's run what it said last."""
+        return self.running and (not self.here or start_time(self.pid) == self.started)
+
+    def with_answer(self, answer: Answer) -> Status:
+        """The status with one more answer, which takes the place of an earlier one to the same request."""
+        others = [old for old in self.requests if (old.request, old.asked) != (answer.request, answer.asked)]
+        return replace(self, requests=(*others, answer)[-MOST_REQUESTS:])
+
+
+def write_status(run_dir: Path, status: Status) -> None:
+    """Replace the file by a whole one. Raises ``OSError`` where the disk refuses."""
+    path = run_dir / STATUS
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(replace(status, time=time.time())), indent=1) + "\n")
+    partial.replace(path)
+
+
+def read_status(run_dir: Path) -> Status | None:
+    """The newest status; None where no run has written one. Raises ``DataError`` where the file is none."""
+    path = run_dir / STATUS
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text())
+        found = fields.pop("requests")
+        return Status(**_checked(Status, fields), requests=tuple(Answer(**_checked(Answer, each)) for each in found))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} cannot be read ({type(error).__name__}: {error}): remove it, a run makes it anew"
+        ) from error
+
+
+def _checked(kind: type, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields, each of the type that ``kind`` says."""
+    kinds: dict[str, Any] = {"int": int, "str": str, "bool": bool, "float": (int, float)}
+    for name, annotation in kind.__annotations__.items():
+        if name in fields and annotation in kinds and not isinstance(fields[name], kinds[annotation]):
+            raise ValueError(f"{name} is {fields[name]!r}")
+    return fields
