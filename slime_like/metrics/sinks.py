@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ def open_sinks(
     if config.tensorboard:
         sinks.append(TensorboardSink(run_dir / "tensorboard"))
     if config.wandb:
-        sinks.append(WandbSink(config, run_dir, settings or {}))
+        sinks.append(WandbSink(config, run_dir, settings or {}, resumed=first_step > 0))
     return FanOut(sinks)
 
 
@@ -158,9 +159,14 @@ class TensorboardSink:
 
 
 class WandbSink:
-    """Curves and settings to wandb; offline when there is no key. Never a prompt or a response."""
+    """Curves and settings to wandb; offline when there is no key. Never a prompt or a response.
 
-    def __init__(self, config: MetricsConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
+    The run's id lies in the run's folder (``WANDB_RUN_ID`` goes first), so that a run that is resumed goes on as the same
+    one. Its steps are a metric of their own, which wandb draws the others over: wandb drops rows whose own step it has
+    seen, and a resumed run takes the steps after its checkpoint again.
+    """
+
+    def __init__(self, config: MetricsConfig, run_dir: Path, settings: Mapping[str, Any], *, resumed: bool) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -170,17 +176,30 @@ class WandbSink:
             project=config.wandb_project,
             group=config.wandb_group,
             name=run_dir.name,
+            id=_wandb_id(run_dir / "wandb" / "run_id", resumed=resumed),
+            resume="allow",
             dir=str(run_dir),
             config=dict(settings),
             mode="offline" if offline else None,
             settings=wandb.Settings(save_code=False, disable_git=True, console="off"),
         )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
         """One row of metrics."""
         del spans
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, "step": step})
 
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def _wandb_id(path: Path, *, resumed: bool) -> str:
+    """The id of this run: the user's, the one that its folder keeps, or a new one, which the folder keeps from now on."""
+    kept = path.read_text().strip() if resumed and path.is_file() else ""
+    chosen = os.environ.get("WANDB_RUN_ID") or kept or secrets.token_hex(4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(chosen + "\n")
+    return chosen

@@ -7,7 +7,7 @@ import pytest
 from slime_like.config.run import MetricsConfig
 from slime_like.errors import ConfigError
 from slime_like.metrics import dictionary
-from slime_like.metrics.sinks import JsonlSink, open_sinks
+from slime_like.metrics.sinks import JsonlSink, _wandb_id, open_sinks
 from slime_like.metrics.spans import Spans
 
 VALUES = {
@@ -78,15 +78,35 @@ def test_the_live_view_shows_rows_split_and_evaluations(tmp_path: Path) -> None:
         assert text in shown
 
 
-def test_wandb_is_offline_without_a_key_and_holds_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    sinks = open_sinks(
-        MetricsConfig(wandb=True, console="off"), tmp_path, first_step=0, num_steps=2, settings={"lr": 1.0}
-    )
-    sinks.log(1, VALUES, {})
-    sinks.close()
-    assert list((tmp_path / "wandb").glob("offline-run-*"))
+def test_wandb_is_offline_without_a_key_and_goes_on_as_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    config = MetricsConfig(wandb=True, console="off")
+    for first in (0, 1):
+        sinks = open_sinks(config, tmp_path, first_step=first, num_steps=2, settings={"lr": 1.0})
+        sinks.log(1, VALUES, {})
+        sinks.log(2, VALUES, {})
+        sinks.close()
+        (part,) = (tmp_path / "wandb").glob("offline-run-*")
+        part.rename(tmp_path / f"part{first}")  # wandb tells parts of a run by the second in which they began
+    kept = (tmp_path / "wandb" / "run_id").read_text().strip()
+    logs = sorted(tmp_path.glob("part*/run-*.wandb"))
+    assert [log.name for log in logs] == [f"run-{kept}.wandb"] * 2, "the same run, resumed"
+    for log in logs:
+        assert log.read_bytes().count(b"rollout/raw_reward") >= 2, "both rows, also of the step that is taken again"
+
+
+def test_a_fresh_run_is_a_new_one_for_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    path = tmp_path / "wandb" / "run_id"
+    first = _wandb_id(path, resumed=False)
+    assert _wandb_id(path, resumed=True) == first
+    assert _wandb_id(path, resumed=False) != first
+    assert _wandb_id(tmp_path / "other", resumed=True), "of a run that began without wandb"
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    assert _wandb_id(path, resumed=True) == "mine" == path.read_text().strip()
 
 
 @pytest.mark.parametrize(("switch", "module"), [("wandb", "wandb"), ("tensorboard", "tensorboard.compat.proto")])
