@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -58,6 +58,8 @@ class GenerateContext:
     group_id: int
     first_sample_id: int
     max_context_len: int
+    tokenizer: Any = None  # of model.hf_checkpoint: ``data.chat.tokenize`` turns what the model did not write into ids
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # data.chat_template_kwargs
 
 
 class GenerateFn(Protocol):
@@ -66,6 +68,23 @@ class GenerateFn(Protocol):
     async def __call__(
         self, prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
     ) -> Sequence[Sample]: ...
+
+
+@runtime_checkable
+class Generator(GenerateFn, Protocol):
+    """A ``GenerateFn`` with a life of its own: a class given as ``rollout.generate`` is made with the ``RolloutConfig``."""
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """What happened since the last call; names need an entry in ``metrics.dictionary`` to be documented."""
+        ...
+
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should be told since the last call."""
+        ...
+
+    async def close(self) -> None:
+        """The run ends."""
+        ...
 
 
 class RewardFn(Protocol):

@@ -111,6 +111,15 @@ class Sample:
         """Tokens the model sampled."""
         return sum(s.stop - s.start for s in self.spans if s.source is Source.MODEL)
 
+    @property
+    def num_turns(self) -> int:
+        """How often the model took up writing; a change of weights within a turn does not end it."""
+        before = [None, *(span.source for span in self.spans)]
+        return sum(
+            span.source is Source.MODEL and last is not Source.MODEL
+            for last, span in zip(before, self.spans, strict=False)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:

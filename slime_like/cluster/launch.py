@@ -192,6 +192,7 @@ class _Cluster:
             tokenizer_path=cfg.model.hf_checkpoint,
             max_context_len=self.plan.max_context_len,
             stop_token_ids=inputs.stop_token_ids,
+            chat_template_kwargs=cfg.data.chat_template_kwargs,
             temperature=cfg.rollout.temperature,
             seed=cfg.run.seed,
             probe_sequences=cfg.weights.probe_sequences,

@@ -24,6 +24,7 @@ def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[M
         Last("rollout/response_len/median", float(np.median(lengths))),
         Last("rollout/response_len/max", float(lengths.max())),
         Last("rollout/response_len/min", float(lengths.min())),
+        Mean("rollout/num_turns", float(np.mean([sample.num_turns for sample in samples]))),
         Mean("rollout/truncated_ratio", float(np.mean([sample.status is Status.TRUNCATED for sample in samples]))),
         Mean("rollout/aborted_ratio", float(np.mean([sample.status is Status.ABORTED for sample in samples]))),
     ]

@@ -22,11 +22,11 @@ def split_leftover(groups: Sequence[SampleGroup], samples_per_rollout: int, poli
 
     Too few samples for a rollout (filters dropped groups): ``carry`` uses none and keeps them all, so that the caller
     collects more; ``drop`` trains on what there is, in smaller steps. A first group that is larger than a whole rollout
-    is used as it is: it would never fit.
+    is used as it is: it would never fit. An episode of several samples counts once, as a rollout asks for episodes.
 
     Example: groups of 4, 4 and 4 samples, 8 per rollout: the first two are used, the third is carried or dropped.
     """
-    sizes = [len(group.samples) for group in groups]
+    sizes = [len({sample.episode_id for sample in group.samples}) for group in groups]
     if sum(sizes) < samples_per_rollout:
         return Split((), tuple(groups), 0) if policy == "carry" else Split(tuple(groups), (), 0)
     count, total = 0, 0

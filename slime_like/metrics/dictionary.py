@@ -32,6 +32,9 @@ ENTRIES = (
     Entry("rollout/response_len/max", "longest response", "tokens"),
     Entry("rollout/response_len/min", "shortest response", "tokens"),
     Entry(
+        "rollout/num_turns", "mean number of turns in which the model wrote; 1 without tools, environments and agents"
+    ),
+    Entry(
         "rollout/truncated_ratio",
         "share of responses cut at max_response_len",
         "0 to 1",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 from slime_like.config.reward_names import REMOTE, split_prefix
 from slime_like.config.rollout import RewardConfig
@@ -19,6 +18,7 @@ from slime_like.reward.compose import components, composed
 from slime_like.reward.process import WorkerDied, WorkerProcess
 from slime_like.reward.remote import RemoteReward, ServerFailed
 from slime_like.reward.worker import LOAD_S, Call, Load
+from slime_like.together import together
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Status
 
 UNSCORED = (Status.FAILED, Status.ABORTED)
@@ -52,7 +52,7 @@ class RewardPool:
 
         ``unshaped`` leaves out what ``reward.weights`` adds to a row's own reward. Samples that a generate function scored keep their reward; failed and aborted ones get 0 without a call.
         """
-        return await _together([self._group(group, unshaped) for group in groups])
+        return await together([self._group(group, unshaped) for group in groups])
 
     def metrics(self) -> tuple[Metric, ...]:
         """What happened since the last call of ``metrics``."""
@@ -81,7 +81,7 @@ class RewardPool:
     async def _group(self, group: SampleGroup, unshaped: bool) -> SampleGroup:
         asked = [s for s in group.samples if s.reward is None and s.status not in UNSCORED]
         weights = components(self._config, group.prompt.rm_type, unshaped=unshaped)
-        parts = await _together([self._part(name, group.prompt, asked) for name in weights]) if asked else []
+        parts = await together([self._part(name, group.prompt, asked) for name in weights]) if asked else []
         scored = {
             id(sample): self._settled(sample, None if None in found else composed(weights, found))
             for sample, found in zip(asked, zip(*parts, strict=True), strict=True)
@@ -100,10 +100,10 @@ class RewardPool:
     async def _part(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward | None]:
         """One reward of each sample; None where it was late or its server did not answer."""
         if split_prefix(name)[1] == REMOTE:
-            return await _together([self._ask_server(name, prompt, sample) for sample in samples])
+            return await together([self._ask_server(name, prompt, sample) for sample in samples])
         if await self._is_for_groups(name):
             return list(await self._call(name, prompt, tuple(samples)))
-        found = await _together([self._call(name, prompt, (sample,)) for sample in samples])
+        found = await together([self._call(name, prompt, (sample,)) for sample in samples])
         return [rewards[0] for rewards in found]
 
     async def _is_for_groups(self, name: str) -> bool:
@@ -179,17 +179,6 @@ async def _load(worker: WorkerProcess, name: str) -> bool:
         raise RewardError(f"reward {name!r} could not be imported in a worker: {answer.fault}")
     worker.loaded[name] = answer.groups
     return answer.groups
-
-
-async def _together[T](calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first failure cancels the rest and waits for their end."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _unasked(sample: Sample) -> Sample:

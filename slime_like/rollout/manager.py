@@ -22,13 +22,14 @@ from slime_like.data.heldout import eval_sets
 from slime_like.data.leftover import split_leftover
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import WeightSyncError
-from slime_like.interfaces import DataSource, GenerateContext, GenerateFn, GroupFilter, Sampling
+from slime_like.interfaces import DataSource, GenerateContext, GroupFilter, Sampling
 from slime_like.metrics.types import Last, Metric, Sum
 from slime_like.registry import resolve
 from slime_like.reward.pool import RewardPool
 from slime_like.reward.shuffle import shuffle_rewards
 from slime_like.rollout.client import EngineClient
 from slime_like.rollout.evaluate import eval_metrics
+from slime_like.rollout.generators import open_generator
 from slime_like.rollout.probe import ProbeScores
 from slime_like.rollout.producer import Produced, Producer, now
 from slime_like.rollout.refill import Refill, fill
@@ -50,6 +51,7 @@ class ManagerSpec:
     tokenizer_path: str
     max_context_len: int
     stop_token_ids: tuple[int, ...]
+    chat_template_kwargs: Mapping[str, Any]
     temperature: float
     seed: int
     probe_sequences: int
@@ -84,7 +86,7 @@ class RolloutManager:
         self._heldout = heldout
         self._router = Router(engines)
         self._rewards = RewardPool(spec.reward)
-        self._generate: GenerateFn = resolve("rollout.generate", spec.rollout.generate, names.GENERATE)
+        self._generate = open_generator(spec.rollout)
         self._filters: list[tuple[str, GroupFilter]] = [
             (name, resolve("rollout.filters", name, names.FILTERS)) for name in spec.rollout.filters
         ]
@@ -112,12 +114,14 @@ class RolloutManager:
             *self._source.metrics(),
             *self._drain_dropped(),
             *self._rewards.metrics(),
+            *self._generate.metrics(),
             Last("rollout/carried_groups", len(self._leftover)),
             Sum("rollout/dropped_samples", split.num_dropped),
             Sum("rollout/generated_groups", produced.num_generated),
             Sum("rollout/refills", produced.num_refills),
         ]
-        return Collected(groups, produced.started, produced.stopped, tuple(metrics), self._rewards.warnings())
+        warnings = (*self._rewards.warnings(), *self._generate.warnings())
+        return Collected(groups, produced.started, produced.stopped, tuple(metrics), warnings)
 
     def _young(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
         """Carried groups that one more rollout of waiting has not made older than ``max_staleness`` + 1 versions."""
@@ -168,7 +172,15 @@ class RolloutManager:
 
     async def _answer(self, prompt: Prompt, sampling: Sampling, group_id: int, n: int, stream: str) -> SampleGroup:
         seeds = sample_seeds(self._spec.seed, stream, group_id * n, n)
-        context = GenerateContext(sampling, self._decode, group_id, group_id * n, self._spec.max_context_len)
+        context = GenerateContext(
+            sampling=sampling,
+            decode=self._decode,
+            group_id=group_id,
+            first_sample_id=group_id * n,
+            max_context_len=self._spec.max_context_len,
+            tokenizer=self._tokenizer,
+            chat_template_kwargs=self._spec.chat_template_kwargs,
+        )
         async with self._router.lease((len(prompt.token_ids) + sampling.max_new_tokens) * n) as engine:
             samples = await self._generate(prompt, engine, seeds, context)
         group = SampleGroup(group_id, prompt, tuple(samples))
@@ -301,8 +313,9 @@ class RolloutManager:
         )
 
     async def stop(self) -> None:
-        """Cancel what is in flight and stop the reward pool."""
+        """Cancel what is in flight, close the generate function and stop the reward pool."""
         await self._producer.stop()
+        await self._generate.close()
         for engine in self._router.engines:
             await engine.close()
         await self._rewards.stop()

@@ -1,0 +1,1 @@
+"""Generate functions to copy from: ``rollout.generate=slime_like.examples.<module>:<function>``."""

@@ -1,0 +1,83 @@
+"""A tool inside of an answer: the model writes ``<calc>12+34</calc>``, reads ``<result>46</result>`` and goes on.
+
+``rollout.generate=slime_like.examples.calculator:generate`` (+recipe=quickstart_tool trains with it). What the model wrote
+is trained on, what the calculator wrote is not. All of it stays token ids: a call ends at one token, which stops the
+engine; its result is tokenised once and appended; the engine goes on from these very tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slime_like.data.chat import Tokenizer, tokenize
+from slime_like.errors import ConfigError
+from slime_like.examples.arithmetic import calculate
+from slime_like.interfaces import Completion, Engine, GenerateContext
+from slime_like.rollout.episode import Episode
+from slime_like.together import together
+from slime_like.types import I32, Prompt, Sample
+
+CALL, CALL_END = "<calc>", "</calc>"
+MOST_CALLS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CallTokens:
+    """The two tokens between which a call stands."""
+
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> CallTokens:
+        """Raises ``ConfigError`` where the tokenizer writes either with more than one token: no engine could stop there."""
+        ids = tokenize(tokenizer, [CALL, CALL_END])
+        for text, found in zip((CALL, CALL_END), ids, strict=True):
+            if len(found) != 1:
+                raise ConfigError(
+                    f"model.hf_checkpoint: its tokenizer writes {text} with {len(found)} tokens, and the calculator example "
+                    f"stops at one; add {CALL} and {CALL_END} to the tokenizer as special tokens"
+                )
+        return cls(int(ids[0][0]), int(ids[1][0]))
+
+    def asked(self, token_ids: I32) -> I32 | None:
+        """What stands between the last start and the stop that ends a turn; None where the turn ends otherwise."""
+        starts = np.flatnonzero(token_ids == self.start)
+        if not len(starts) or int(token_ids[-1]) != self.stop:
+            return None
+        return token_ids[starts[-1] + 1 : -1]
+
+
+async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
+    """One answer per seed, with at most ``MOST_CALLS`` calls. The first turns go to the engine as one group."""
+    tokens = CallTokens.of(context.tokenizer)
+    firsts = await engine.generate(prompt.token_ids, seeds, Episode(prompt.token_ids, context).sampling(tokens.stop))
+
+    async def answer(index: int, seed: int, first: Completion) -> Sample:
+        episode, last = Episode(prompt.token_ids, context), first
+        episode.sampled(last)
+        for _ in range(MOST_CALLS):
+            asked = tokens.asked(last.token_ids) if last.finish == "stop" else None
+            if asked is None:
+                break
+            episode.insert(result(context, asked))
+            if not episode.room > 0:
+                break
+            (last,) = await engine.generate(episode.token_ids, [seed], episode.sampling(tokens.stop))
+            episode.sampled(last)
+        final = "" if tokens.asked(last.token_ids) is not None else context.decode(last.token_ids.tolist())
+        return episode.sample(index=index, seed=seed, text=final)
+
+    return await together([answer(i, seed, first) for i, (seed, first) in enumerate(zip(seeds, firsts, strict=True))])
+
+
+def result(context: GenerateContext, asked: I32) -> I32:
+    """Token ids of the calculator's words; a call that is no arithmetic is answered as an error."""
+    try:
+        value = calculate(context.decode(asked.tolist()))
+    except ValueError:
+        value = "error"
+    return tokenize(context.tokenizer, [f"<result>{value}</result>"])[0]

@@ -1,0 +1,88 @@
+"""An episode as it grows: what the engine sampled and what was put between, token ids verbatim.
+
+What several turns, tools and agents are written with. Nothing is tokenised twice: the next turn's prompt is the tokens of
+all turns before it, as the engine sampled and saw them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from slime_like.interfaces import Completion, GenerateContext, Sampling
+from slime_like.types import F32, I32, Sample, Source, Span, Status
+
+STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+
+class Episode:
+    """Tokens so far, who wrote each, and how many may still be sampled.
+
+    Example::
+
+        episode = Episode(prompt.token_ids, context)
+        (completion,) = await engine.generate(episode.token_ids, [seed], episode.sampling())
+        episode.sampled(completion)  # trained on
+        episode.insert(tokenize(context.tokenizer, ["what a tool answered"])[0])  # read by the model, not trained on
+    """
+
+    def __init__(self, prompt_ids: I32, context: GenerateContext) -> None:
+        self._context = context
+        self.token_ids: I32 = np.asarray(prompt_ids, dtype=np.int32)  # [L]
+        self.logprobs: F32 = np.full(len(prompt_ids), np.nan, dtype=np.float32)  # [L]
+        self.spans: tuple[Span, ...] = (Span(0, len(prompt_ids), Source.PROMPT),)
+        self.status = Status.COMPLETED
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be sampled: of ``rollout.max_response_len`` for all turns together, and of the context."""
+        sampled = sum(span.stop - span.start for span in self.spans if span.source is Source.MODEL)
+        return min(self._context.sampling.max_new_tokens - sampled, self._context.max_context_len - len(self))
+
+    def sampling(self, *stop_token_ids: int) -> Sampling:
+        """How the next turn is sampled: within ``room``, which must not be 0, and ended by these tokens too."""
+        sampling = self._context.sampling
+        return replace(sampling, max_new_tokens=self.room, stop_token_ids=(*sampling.stop_token_ids, *stop_token_ids))
+
+    def sampled(self, completion: Completion) -> None:
+        """Append what the model sampled after all tokens so far: one span per weight version, trained on."""
+        start = len(self)
+        self._append(completion.token_ids, completion.logprobs)
+        self.spans += tuple(Span(start + a, start + b, Source.MODEL, version) for a, b, version in completion.versions)
+        self.status = STATUS.get(completion.finish, Status.FAILED)
+
+    def insert(self, token_ids: I32) -> None:
+        """Append what a tool or an environment wrote; where no room is left after it, the episode is truncated."""
+        if len(token_ids):
+            start = len(self)
+            self._append(token_ids, np.full(len(token_ids), np.nan, dtype=np.float32))
+            self.spans += (Span(start, len(self), Source.TOOL),)
+        if self.room < 1:
+            self.status = Status.TRUNCATED
+
+    def sample(self, *, index: int, seed: int, text: str) -> Sample:
+        """The episode as sample ``index`` of its group. ``text`` is what the reward reads.
+
+        What a tool wrote beyond the context is cut off: nothing was sampled after it.
+        """
+        keep = min(len(self), self._context.max_context_len)
+        sample_id = self._context.first_sample_id + index
+        return Sample(
+            group_id=self._context.group_id,
+            episode_id=sample_id,
+            sample_id=sample_id,
+            seed=seed,
+            token_ids=self.token_ids[:keep],
+            logprobs=self.logprobs[:keep],
+            spans=tuple(replace(s, stop=min(s.stop, keep)) for s in self.spans if s.start < keep),
+            status=self.status,
+            text=text,
+        )
+
+    def _append(self, token_ids: I32, logprobs: F32) -> None:
+        self.token_ids = np.concatenate([self.token_ids, token_ids]).astype(np.int32, copy=False)
+        self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32, copy=False)
