@@ -1,10 +1,15 @@
-"""What every metric means. ``docs/metrics.md`` is made from this table; an end-to-end test refuses a metric without an entry."""
+"""What every metric means. ``docs/metrics.md`` is made from this table; an end-to-end test refuses a metric without an entry.
+
+An entry that says what is healthy has a line in ``remedies``: what to do where it is not.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from slime_like.metrics.remedies import REMEDIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +20,11 @@ class Entry:
     meaning: str
     unit: str = ""
     healthy: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """What to do where the metric is not as ``healthy`` says."""
+        return REMEDIES.get(self.name, "")
 
     def matches(self, name: str) -> bool:
         """Whether ``name`` is this entry's metric."""
@@ -265,8 +275,14 @@ def unknown(names: Iterable[str]) -> list[str]:
 
 def render() -> str:
     """The table as Markdown."""
-    head = ["# Metrics", "", "Made from `slime_like/metrics/dictionary.py` by `scripts/make_metric_docs.py`.", ""]
-    rows = ["| name | meaning | unit | healthy |", "|---|---|---|---|"]
-    cells = [[text.replace("|", "\\|") for text in (e.meaning, e.unit, e.healthy)] for e in ENTRIES]
+    head = [
+        "# Metrics",
+        "",
+        "Made from `slime_like/metrics/dictionary.py` and `remedies.py` by `scripts/make_metric_docs.py`. A metric without a",
+        "healthy range only describes: what is right depends on the task.",
+        "",
+    ]
+    rows = ["| name | meaning | unit | healthy | if it is not |", "|---|---|---|---|---|"]
+    cells = [[text.replace("|", "\\|") for text in (e.meaning, e.unit, e.healthy, e.remedy)] for e in ENTRIES]
     rows += [f"| `{e.name}` | {' | '.join(found)} |" for e, found in zip(ENTRIES, cells, strict=True)]
     return "\n".join([*head, *rows]) + "\n"

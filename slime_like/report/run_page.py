@@ -212,8 +212,8 @@ def _metrics(record: Record) -> Iterator[str]:
         finite = [value for value in values if math.isfinite(value)] or [math.nan]
         entry = next((entry for entry in dictionary.ENTRIES if entry.matches(name)), dictionary.Entry(name, ""))
         figures = map(number, (values[0], values[-1], min(finite), max(finite)))
-        rows.append((name, *figures, entry.unit, entry.meaning, entry.healthy))
-    columns = ("metric", "first", "last", "smallest", "largest", "unit", "meaning", "healthy")
+        rows.append((name, *figures, entry.unit, entry.meaning, entry.healthy, entry.remedy))
+    columns = ("metric", "first", "last", "smallest", "largest", "unit", "meaning", "healthy", "if it is not")
     yield table(columns, rows, numbers=(1, 2, 3, 4))
     yield "</details>"
 

@@ -6,7 +6,6 @@ import pytest
 
 from slime_like.config.run import MetricsConfig
 from slime_like.errors import ConfigError
-from slime_like.metrics import dictionary
 from slime_like.metrics.sinks import JsonlSink, _wandb_id, open_sinks
 from slime_like.metrics.spans import Spans
 
@@ -129,15 +128,3 @@ def test_spans_keep_first_start_and_last_stop() -> None:
     assert found["push"] == (1.0, 6.0)
     assert found["train"][0] <= found["train"][1]
     assert spans.drain() == {}
-
-
-def test_the_dictionary_knows_patterns_and_the_page_is_current() -> None:
-    assert (
-        dictionary.unknown(
-            ["eval/gsm8k", "eval/gsm8k-pass@16", "eval/gsm8k/response_len/max", "rollout/dropped_groups/nonzero_std"]
-        )
-        == []
-    )
-    assert dictionary.unknown(["train/los", "eval/a/b"]) == ["eval/a/b", "train/los"]
-    page = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-    assert page.read_text() == dictionary.render(), "run scripts/make_metric_docs.py"
