@@ -1,0 +1,35 @@
+"""What stood on a terminal, drawing by drawing, as the pictures of the documentation show it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from tests.report.terminal import frames, on_terminal, write_page
+
+DRAWS = """
+import sys
+from rich.console import Console
+from slime_like.metrics.view import LiveConsole
+view = LiveConsole(Console(file=sys.stdout), 0, 9)
+print("before")
+view.log(1, {"rollout/raw_reward": 0.25, "eval/[red]sums": 0.5, "perf/train_time": 3.0}, {})
+view.note("control: save: seen")
+view.note("control: save: done")
+view.close()
+"""
+
+
+def test_every_drawing_of_the_live_view_is_a_frame(tmp_path: Path) -> None:
+    seen: list[int] = []
+    command = [sys.executable, "-c", DRAWS]
+    code, written = on_terminal(command, os.environ | {"TERM": "xterm-256color"}, lambda: seen.append(1))
+    assert code == 0 and seen
+    found = frames(written)
+    assert [("seen" in frame, "done" in frame) for frame in found[:2]] == [(True, False), (True, True)]
+    assert "control: save: done" in found[-1] and "1/9" in found[-1] and "eval/[red]sums: 0.500" in found[-1]
+    assert not any("\x1b[2K" in frame or "\r" in frame for frame in found)
+    write_page(found[-1], tmp_path / "live.html")
+    html = (tmp_path / "live.html").read_text()
+    assert "control: save: done" in html and "http" not in html and "url(" not in html
