@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.config.gdn_runtime import Runtime, runtime
+from slime_like.errors import ConfigError
 from slime_like.gpus import visible_gpus
+
+CORES_PER_GPU = 8  # of a machine that is only described
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,7 @@ class Machine:
     memory_bytes: int
     gpu_names: tuple[str, ...]
     kernels: Runtime | None = None  # what it offers to Gated DeltaNet; None: not looked at
+    here: bool = True  # False: only described, so that memory_bytes bounds nothing
 
 
 def probe_machine() -> Machine:
@@ -26,6 +31,18 @@ def probe_machine() -> Machine:
     gpus = visible_gpus()
     kernels = runtime("cuda" if gpus else "cpu", gpus[0].capability if gpus else None)
     return Machine(len(gpus), cpu_count(), memory_bytes(), tuple(gpu.name for gpu in gpus), kernels)
+
+
+def described_machine(text: str) -> Machine:
+    """Another machine, as ``GPUS`` or ``GPUSxNAME`` says it, with 8 cores per GPU and memory without end.
+
+    Raises ``ConfigError`` where the text says none.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,4})(?:x(.+))?", text)
+    if found is None:
+        raise ConfigError(f"--plan-for {text}: write the number of GPUs, and their name if you like: --plan-for 8xH200")
+    count = int(found[1])
+    return Machine(count, CORES_PER_GPU * count, 2**62, (found[2] or "GPU",) * count, here=False)
 
 
 def cpu_count() -> int:

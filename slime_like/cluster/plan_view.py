@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slime_like.cluster.machine import Machine, probe_machine
+from slime_like.cluster.machine import Machine, described_machine, probe_machine
 from slime_like.cluster.plan import Plan, Role, make_plan
 from slime_like.cluster.plan_guard import guard_lines
 from slime_like.config.files import check_files
@@ -24,12 +24,16 @@ def describe(command: Command, argv: Sequence[str]) -> str:
         case "show":
             return show(argv)
         case _:
-            return show_plan(argv)
+            return show_plan(argv, command.machine)
 
 
-def show_plan(argv: Sequence[str]) -> str:
-    """The plan of a command line on this machine. Files are checked unless ``run.prepare`` has yet to make them."""
-    cfg, machine = load_config(argv, files=False), probe_machine()
+def show_plan(argv: Sequence[str], elsewhere: str | None = None) -> str:
+    """The plan of a command line on this machine, or on the one that ``elsewhere`` describes (``8xH200``).
+
+    Files are checked unless ``run.prepare`` has yet to make them.
+    """
+    cfg = load_config(argv, files=False, machine=elsewhere is None)
+    machine = probe_machine() if elsewhere is None else described_machine(elsewhere)
     if cfg.run.prepare is None or Path(cfg.model.hf_checkpoint).exists():
         check_files(cfg)
     return render_plan(cfg, make_plan(cfg, machine), machine)
@@ -44,7 +48,8 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     loop, rollout = cfg.loop, cfg.rollout
     gpus = ", ".join(sorted(set(machine.gpu_names))) or "no GPU"
     yield f"run        {cfg.run.name} -> {plan.run_dir} (run.mode={cfg.run.mode}, algo={cfg.algo.name})"
-    yield f"machine    {machine.num_gpus} GPUs ({gpus}), {machine.cpu_count} cores, {machine.memory_bytes / 2**30:.1f} GiB"
+    rest = f"{machine.cpu_count} cores, {machine.memory_bytes / 2**30:.1f} GiB"
+    yield f"machine    {machine.num_gpus} GPUs ({gpus}), {rest if machine.here else 'of --plan-for: its memory is not looked at'}"
     yield ""
     yield f"placement  {cfg.placement.mode} on {plan.device}, {plan.num_gpus} GPUs"
     for role in plan.roles:

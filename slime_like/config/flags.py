@@ -31,6 +31,7 @@ from slime_like.registry import nearest
 
 ACTIONS = {
     "--plan": "print placement, batch identity and what each auto resolves to, and exit",
+    "--plan-for": "--plan-for 8xH200: the plan on another machine with so many GPUs; what this one lacks is not asked",
     "--doctor": "check this machine and environment, name the fix for what is missing, and exit",
     "--help": "print this help, or that of one group (--help rollout), and exit",
     "--cfg": "--cfg job: print the composed configuration as YAML and exit",
@@ -48,6 +49,7 @@ class Command:
     overrides: tuple[str, ...]
     topic: str | None = None  # the group that --help asks for
     config_dir: str | None = None
+    machine: str | None = None  # that --plan-for asks about
 
 
 def translate(argv: Sequence[str]) -> Command:
@@ -59,7 +61,7 @@ def translate(argv: Sequence[str]) -> Command:
     tokens = _Tokens(list(argv))
     overrides: list[str] = []
     combined: dict[str, list[str]] = {}
-    action, topic, config_dir = "train", None, None
+    action, topic, config_dir, machine = "train", None, None, None
     for token in tokens:
         if not token.startswith("-"):
             overrides.append(token)
@@ -67,6 +69,8 @@ def translate(argv: Sequence[str]) -> Command:
             action, topic = "help", tokens.word()
         elif token in ("--plan", "--doctor"):
             action = token[2:]
+        elif token == "--plan-for":
+            action, machine = "plan", tokens.value(token)
         elif token == "--cfg":
             one_of("job")(token, tokens.value(token))
             action = "show"
@@ -79,7 +83,7 @@ def translate(argv: Sequence[str]) -> Command:
         if token in VALUES or token in SWITCHES:
             combined[token] = [tokens.last]
     # What several flags say together comes first, so that a key given outright wins.
-    return Command(action, (*_combine(combined), *overrides), topic, config_dir)
+    return Command(action, (*_combine(combined), *overrides), topic, config_dir, machine)
 
 
 def flag_of(key: str) -> str | None:

@@ -39,7 +39,7 @@ def write_recipe(launch: Launch, out: Path | None = None, *, drop: Sequence[str]
     command = ["--config-dir", str(path.parent.parent), f"+recipe={path.stem}"]
     if load_config(command, files=False, machine=False) != mapped.config:
         raise ConfigError(f"{path} does not compose to what the flags of {script} say; please report it")
-    return f"{report(mapped, launch, path)}\npython train.py {' '.join(command)} --plan\n"
+    return f"{report(mapped, launch, path)}\npython train.py {' '.join(command)} --plan\n(--plan-for 8xNAME in place of --plan: on a machine with 8 such GPUs, if this one is another)\n"
 
 
 def recipe_text(mapped: Mapped, launch: Launch) -> str:

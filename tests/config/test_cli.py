@@ -54,6 +54,7 @@ def test_it_runs_from_any_folder(tmp_path: Path) -> None:
         (["--help", "optim"], "optim.lr"),
         (["--cfg", "job", "+recipe=quickstart"], "hf_checkpoint: runs/"),
         (["--plan", "+recipe=quickstart_async"], "max_staleness 1"),
+        (["--plan-for", "2xH200", "+recipe=quickstart", "placement.device=cuda"], "2 GPUs (H200)"),
     ],
 )
 def test_what_only_prints_exits_with_0(
@@ -66,7 +67,14 @@ def test_what_only_prints_exits_with_0(
 
 
 @pytest.mark.parametrize(
-    "argv", [["--plan", "loop.num_rollout=0"], ["--lrr", "1"], ["model.hf_checkpoint=/no"], ["--help", "x"]]
+    "argv",
+    [
+        ["--plan", "loop.num_rollout=0"],
+        ["--lrr", "1"],
+        ["model.hf_checkpoint=/no"],
+        ["--help", "x"],
+        ["--plan-for", "H200"],
+    ],
 )
 def test_bad_input_exits_with_2(
     main: Callable[[list[str]], int], argv: list[str], capsys: pytest.CaptureFixture[str]

@@ -12,6 +12,7 @@ import pytest
 
 from slime_like.cluster.machine import Machine
 from slime_like.cluster.plan import make_plan
+from slime_like.cluster.plan_view import show_plan
 from slime_like.config.files import check_files
 from slime_like.config.flag_defaults import DEFAULTS
 from slime_like.config.known import known_keys
@@ -86,6 +87,9 @@ def test_the_flashqla_run_composes_and_plans(tmp_path: Path) -> None:
         "+recipe=flashqla --plan",
     ):
         assert text in ran.stdout
+    shown = show_plan(["--config-dir", str(out.parent.parent), "+recipe=flashqla"], "8xNVIDIA H200")
+    assert "8 GPUs (NVIDIA H200)" in shown and "8 x (tp 2 * pp 1 * cp 4 * dp 1, experts over 8)" in shown
+    assert "256 = global_batch_size 256" in shown and "1 x (tp 8 each" in shown
     with pytest.raises(ConfigError, match=r"flashqla\.yaml exists.*--force"):
         write_recipe(read_launch(FIXTURE, given={"MODEL_ROOT": str(root)}), out)
     with pytest.raises(ConfigError, match="folder named recipe"):
