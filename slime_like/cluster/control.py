@@ -81,6 +81,7 @@ class Control:
             self._open[request] = Answer(request, asked, SEEN, step, by=by)
         for answer in self._open.values():
             self._settle(answer)
+        self._write()
         return tuple(request for request in Request if request in self._open)
 
     def answer(self, request: Request, detail: str, *, failed: bool = False) -> None:

@@ -60,7 +60,7 @@ def open_sinks(
     elif kind == "plain":
         sinks.append(PlainConsole(stream, num_steps))
     if config.tensorboard:
-        sinks.append(TensorboardSink(run_dir / "tensorboard"))
+        sinks.append(TensorboardSink(run_dir / "tensorboard", first_step))
     if config.wandb:
         sinks.append(WandbSink(config, run_dir, settings or {}, resumed=first_step > 0))
     return FanOut(sinks)
@@ -132,9 +132,12 @@ def _step_of(line: str) -> float:
 
 
 class TensorboardSink:
-    """Scalars in tensorboard's event format, by its own writer: torch's would bring torch into every reader of metrics."""
+    """Scalars in tensorboard's event format, by its own writer: torch's would bring torch into every reader of metrics.
 
-    def __init__(self, folder: Path) -> None:
+    On resume it says from which step on it writes anew, and tensorboard drops what an earlier part wrote of those steps.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -146,6 +149,10 @@ class TensorboardSink:
         summaries: Any = summary_pb2
         self._event, self._summary = events.Event, summaries.Summary
         self._writer: Any = EventFileWriter(str(folder))
+        start = events.SessionLog(status=events.SessionLog.START)
+        self._writer.add_event(
+            self._event(step=first_step + (first_step > 0), wall_time=time.time(), session_log=start)
+        )
 
     def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
         """One scalar per metric."""

@@ -29,7 +29,7 @@ text.y{text-anchor:end}text.x{text-anchor:middle}line.grid{stroke:var(--rule)}li
 .key{margin-right:12px;white-space:nowrap}.key::before{content:"";display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
 table{border-collapse:collapse;font-size:13px;width:100%}th,td{text-align:left;padding:3px 10px 3px 0;vertical-align:top;border-bottom:1px solid var(--rule)}
 th{color:var(--dim);font-weight:600}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}.wide{overflow-x:auto}
-code,.tokens,td.token{font-family:ui-monospace,monospace;font-size:12.5px}td{overflow-wrap:anywhere}
+code,.tokens,td.token{font-family:ui-monospace,monospace;font-size:12.5px}td{overflow-wrap:anywhere}td:first-child{min-width:6em}
 details{margin:6px 0;padding:8px 12px;background:var(--box);border-radius:8px}summary{cursor:pointer}
 .tokens{white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.75;margin:8px 0}.t{border-radius:3px;padding:1px 0}
 .t.prompt{color:var(--dim)}.t.tool{text-decoration:underline dotted}

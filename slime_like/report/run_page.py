@@ -15,6 +15,7 @@ from slime_like.report.record import Record, Row, flat
 from slime_like.report.samples import SampledRollout
 from slime_like.report.token_page import Decode, group_html, legend
 
+ENTROPY = "entropy"
 CHARTS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "Reward": (
         ("reward", ("rollout/raw_reward", "rollout/accuracy")),
@@ -24,7 +25,7 @@ CHARTS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("KL to the reference", ("train/kl_loss",)),
         ("KL of old and new policy", ("train/ppo_kl",)),
         ("KL to the teacher", ("train/teacher_kl",)),
-        ("entropy", ("train/entropy", "train/entropy_loss")),
+        (ENTROPY, ("train/entropy", "train/entropy_loss")),
         ("log-probability of sampled tokens", ("rollout/log_probs",)),
     ),
     "Lengths": (
@@ -110,10 +111,19 @@ def _unit(metric: str) -> str:
 
 
 def _chart(record: Record, title: str, metrics: Sequence[str]) -> str:
+    if title == ENTROPY and not any(record.curve(name) for name in metrics):
+        return _estimated_entropy(record)
     lines = [
         Series(name.partition("/")[2], record.curve(name), at) for at, name in enumerate(metrics) if record.curve(name)
     ]
     return chart(title, lines, unit=_unit(metrics[0])) if lines else ""
+
+
+def _estimated_entropy(record: Record) -> str:
+    """Where no loss asks for the entropy: tokens are sampled from the policy, so that -log p of them has it as its mean."""
+    curve = [(step, -value) for step, value in record.curve("rollout/log_probs")]
+    note = "estimated: minus the log-probability of sampled tokens, whose mean over samples it is"
+    return chart(ENTROPY, [Series("entropy", curve)], unit="nats", note=note) if curve else ""
 
 
 def _evaluation(record: Record) -> Iterator[str]:

@@ -41,6 +41,7 @@ class RewardPool:
         self._places = asyncio.Semaphore(config.workers)
         self._remote = RemoteReward(config)
         self._takes_groups: dict[str, bool] = {}
+        self._late: set[str] = set()  # rewards of which a user has been told that a call was late
         self._counts: Counter[str] = Counter()
         self._warnings: list[str] = []
         self._loading = asyncio.Lock()
@@ -122,6 +123,7 @@ class RewardPool:
                 answer = await worker.ask(request, Deadline("reward pool", "score", self._config.timeout_s))
         except DeadlineExceeded:
             self._counts["timeouts"] += 1
+            self._tell_late(name, prompt, samples)
             return [None] * len(samples)
         except WorkerDied as error:
             raise _fault(name, str(error), prompt, samples) from error
@@ -153,16 +155,28 @@ class RewardPool:
             self._silent = False
         return reward
 
+    def _tell_late(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
+        """One message per reward, with its first late sample; ``reward/timeouts`` counts them all."""
+        if name not in self._late:
+            self._late.add(name)
+            self._warnings.append(
+                f"reward {name!r} took longer than reward.timeout_s={self._config.timeout_s:g} for {_of(samples)} of prompt "
+                f"{prompt.prompt_id} ({prompt.dataset}): late samples {self._fallback()} (reward.fallback); "
+                "reward/timeouts counts such calls"
+            )
+
+    def _fallback(self) -> str:
+        value = self._config.fallback
+        return "are left out of training" if value is None else f"count as {value:g}"
+
     def _tell_failure(self, error: Exception) -> None:
         """One message per outage, not one per sample."""
         if self._silent:
             return
         self._silent = True
-        value = self._config.fallback
-        counts = "are left out of training" if value is None else f"count as {value:g}"
         self._warnings.append(
             f"the reward server {self._config.remote_url} does not score ({error}), with reward.remote_retries="
-            f"{self._config.remote_retries} within reward.timeout_s={self._config.timeout_s:g}: its samples {counts} "
+            f"{self._config.remote_retries} within reward.timeout_s={self._config.timeout_s:g}: its samples {self._fallback()} "
             "(reward.fallback) until it does; reward/remote_failures counts them"
         )
 
@@ -185,9 +199,12 @@ def _unasked(sample: Sample) -> Sample:
     return sample if sample.reward is not None else replace(sample, reward=Reward(0.0))
 
 
+def _of(samples: Sequence[Sample]) -> str:
+    return f"sample {samples[0].sample_id}" if len(samples) == 1 else f"the {len(samples)} samples"
+
+
 def _fault(name: str, what: str, prompt: Prompt, samples: Sequence[Sample]) -> RewardError:
-    of = f"sample {samples[0].sample_id}" if len(samples) == 1 else f"the {len(samples)} samples"
     return RewardError(
-        f"reward {name!r} {what}, for {of} of prompt {prompt.prompt_id} ({prompt.dataset}); "
+        f"reward {name!r} {what}, for {_of(samples)} of prompt {prompt.prompt_id} ({prompt.dataset}); "
         f"a reward must return a finite number for every sample: return 0.0 for an answer that cannot be scored"
     )

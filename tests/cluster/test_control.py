@@ -31,7 +31,7 @@ def said() -> list[str]:
 @pytest.fixture
 def control(tmp_path: Path, said: list[str]) -> Iterator[Control]:
     made = Control(tmp_path, said.append)
-    made.open(3, 9)
+    made.open(2, 9)
     yield made
     made.close()
 
@@ -44,6 +44,8 @@ def answers(folder: Path) -> list[tuple[str, str, int]]:
 
 def test_a_request_is_seen_once_and_done_and_both_are_said(control: Control, said: list[str], tmp_path: Path) -> None:
     assert control.read(3) == ()
+    status = read_status(tmp_path)
+    assert status is not None and status.alive and (status.step, status.num_steps) == (3, 9)
     for name in ("stop", "save"):
         (control.folder / name).touch()
     assert control.read(4) == (Request.SAVE, Request.STOP), "in the order in which they are done"
@@ -198,7 +200,7 @@ def test_the_command(control: Control, tmp_path: Path) -> None:
         return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
 
     asked = run(tmp_path, "stop")
-    assert (asked.returncode, "the run is at rollout 4 of 9" in asked.stdout) == (0, True), asked.stderr
+    assert (asked.returncode, "the run is at rollout 3 of 9" in asked.stdout) == (0, True), asked.stderr
     assert control.read(4) == (Request.STOP,)
     control.answer(Request.STOP, "ends")
     shown = run(tmp_path, "status")

@@ -41,6 +41,7 @@ HOSTILE = (
 )
 ROW = {
     "rollout/raw_reward": 0.5,
+    "rollout/log_probs": -0.75,
     "train/train_rollout_logprob_abs_diff": 1e-3,
     "train/train_rollout_logprob_abs_diff_p99": 2e-3,
     "train/off_policy_token_ratio": 0.25,
@@ -153,6 +154,8 @@ def test_curves_time_memory_and_attribution_are_there(run: Path) -> None:
         "kernel",
     ):
         assert words in text
+    assert "minus the log-probability of sampled tokens" in text, "no loss asked for the entropy"
+    assert "entropy at 0: 0.75" in page_of(run)
     assert "of 0.001 nats the trainer's rounding makes 0.0006" in text
     assert "Rollout 0" in text and "Rollout 2" in text and "Rollout 4" in text and "Rollout 1 " not in text
 

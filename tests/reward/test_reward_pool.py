@@ -98,6 +98,10 @@ def test_a_hung_call_is_killed_with_its_children_and_counts_as_configured(
     assert scores(found) == [1.0, fallback or 0.0, 1.0]
     assert [s.status for s in found.samples] == [Status.COMPLETED, status, Status.COMPLETED]
     assert reduce_metrics(pool.metrics()) == counts(calls=3, timeouts=1, fallbacks=1)
+    (warning,) = pool.warnings()
+    counted = "count as -0.5" if fallback is not None else "are left out of training"
+    for words in ("hangs_on_x", "reward.timeout_s=0.5 for sample 1 of prompt 7", counted, "reward.fallback"):
+        assert words in warning
     worker, child = pids.read_text().split()
     assert not alive(worker) and not alive(child)
 
