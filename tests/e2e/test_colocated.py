@@ -11,6 +11,9 @@ import numpy as np
 import psutil
 import pytest
 
+from slime_like.cluster.asking import ask
+from slime_like.cluster.control import Request
+from slime_like.cluster.status import read_status
 from slime_like.config.rollout import DataConfig
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.data.prompts import FileSource, SourceContext
@@ -38,7 +41,7 @@ class Done:
 
 @pytest.fixture(scope="module")
 def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """Stopped by Ctrl-C after its second step, then continued by the same command."""
+    """Asked for everything after its first step, stopped by Ctrl-C, then continued by the same command."""
     folder = tmp_path_factory.mktemp("colocated")
     run_dir = folder / "run"
     command = (
@@ -53,7 +56,11 @@ def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
         "run.dump_rollouts=true",
     )
     first = Training(*command, log=folder / "first.log")
-    first.wait_until(lambda: last_step(run_dir) >= 2)
+    first.wait_until(lambda: last_step(run_dir) >= 1)
+    for request in (Request.EVAL, Request.SAVE, Request.REPORT):
+        ask(run_dir, request)
+    (run_dir / "control" / "sav").touch()
+    first.wait_until(lambda: outcomes(run_dir).get(Request.REPORT, "seen") != "seen")
     first.interrupt()
     return Done(run_dir, first.wait(), train(*command, log=folder / "second.log"))
 
@@ -65,6 +72,27 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_run(run: Done) -> None:
     assert [row["step"] for row in metrics(run.run_dir)] == list(range(ROLLOUTS + 1))
     marker = run.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
     assert marker.read_text().strip() == str(ROLLOUTS)
+
+
+def outcomes(run_dir: Path) -> dict[str, str]:
+    """What became of each request so far."""
+    status = read_status(run_dir)
+    return {} if status is None else {answer.request: answer.state for answer in status.requests}
+
+
+def test_a_run_does_what_it_is_asked_for_between_two_rollouts(run: Done) -> None:
+    said = run.stopped.output
+    for words in (
+        "eval: done: arithmetic 0.",
+        "save: done: checkpoints/iter_",
+        "report: done: report.html",
+        "'sav': unknown",
+    ):
+        assert f"control: {words}" in said, said
+    asked = [row["step"] for row in metrics(run.run_dir) if "eval/arithmetic" in row]
+    assert len(asked) == 3 and asked[0] == 0 and asked[-1] == ROLLOUTS, "one more than are due"
+    assert f"checkpoints/iter_{asked[1]:07d}" in said, "of the rollout at which it was seen"
+    assert (run.run_dir / "checkpoints" / f"iter_{asked[1]:07d}" / "checkpoint.json").is_file()
 
 
 def test_engine_and_trainer_agree_at_every_step(run: Done) -> None:
