@@ -21,6 +21,7 @@ sys.path[:0] = [str(REPOSITORY)]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch._C._distributed_c10d import FakeWork  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from slime_like.cluster.plan_guard import guard_spec  # noqa: E402
@@ -81,6 +82,7 @@ class Slow:
 def ops() -> dict[str, Callable[[], object]]:
     """Calls by name, as megatron-core makes them."""
     small, large = torch.zeros(8), torch.zeros(16)
+    batch = [dist.P2POp(dist.isend, small, 1), dist.P2POp(dist.irecv, small, 1)]
     gather, scatter = getattr(dist, "all_gather_into_tensor"), getattr(dist, "reduce_scatter_tensor")  # noqa: B009
     return {
         "all_reduce": lambda: dist.all_reduce(small),
@@ -88,8 +90,11 @@ def ops() -> dict[str, Callable[[], object]]:
         "reduce_scatter_tensor": lambda: scatter(small, large),
         "broadcast": lambda: dist.broadcast(small, 0),
         "barrier": lambda: dist.barrier(),
+        "all_reduce, later": lambda: wait(dist.all_reduce(small, async_op=True)),
         "isend": lambda: wait(dist.isend(small, 1)),
         "irecv": lambda: wait(dist.irecv(small, 1)),
+        "send": lambda: dist.send(small, 1),
+        "batch_isend_irecv": lambda: [wait(work) for work in dist.batch_isend_irecv(batch)],
     }
 
 
@@ -107,27 +112,30 @@ def microseconds(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) / CALLS * 1e6
 
 
+# What is compared with torch alone: guard.checks, and whether the hot path is the one in C.
+ARMS = {"never": ("never", True), "auto": ("auto", True), "never, in Python": ("never", False)}
+
+
 def cost() -> Iterator[str]:
     """Medians over rounds that take turns; and of the quickest rounds, as other work on the machine only adds."""
-    yield "| op | raw us | never, over raw | auto, over raw | quickest: raw us | never, over raw | auto, over raw |"
-    yield "|---|---|---|---|---|---|---|"
+    heads = ["op", "raw us", *(f"{arm}, over raw" for arm in ARMS)]
+    yield "| " + " | ".join([*heads, "quickest: raw us", *heads[2:]]) + " |"
+    yield "|---" * (2 * len(heads) - 1) + "|"
     for name, call in ops().items():
-        found: dict[str, list[float]] = {"raw": [], "never": [], "auto": []}
+        found: dict[str, list[float]] = {"raw": [], **{arm: [] for arm in ARMS}}
         for _ in range(ROUNDS):
-            for checks, values in found.items():
-                if checks != "raw":
-                    install.install(GuardSpec(wrap=True, default=Policy(checks=checks)), CPU, 0)
+            for arm, values in found.items():
+                if arm != "raw":
+                    checks, in_c = ARMS[arm]
+                    install.install(GuardSpec(wrap=True, default=Policy(checks=checks)), CPU, 0, in_c=in_c)
                 call()
                 values.append(microseconds(call))
                 install.remove()
-        over = {
-            checks: statistics.median(a - b for a, b in zip(found[checks], found["raw"], strict=True))
-            for checks in ("never", "auto")
-        }
-        raw = min(found["raw"])
-        least = f"{raw:.2f} | {min(found['never']) - raw:.2f} | {min(found['auto']) - raw:.2f}"
-        median = statistics.median(found["raw"])
-        yield f"| {name} | {median:.2f} | {over['never']:.2f} | {over['auto']:.2f} | {least} |"
+        raw = found["raw"]
+        over = [statistics.median(a - b for a, b in zip(found[arm], raw, strict=True)) for arm in ARMS]
+        least = [min(found[arm]) - min(raw) for arm in ARMS]
+        figures = (statistics.median(raw), *over, min(raw), *least)
+        yield f"| {name} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |"
 
 
 def simulate(steps: int) -> Iterator[str]:
@@ -149,7 +157,7 @@ def simulate(steps: int) -> Iterator[str]:
         spec = guard_spec(load_config(["+recipe=quickstart", f"guard={preset}"], files=False), "simulated")
         clock = Clock()
         with imagined(clock):
-            wrapper = install.install(replace(spec, folder=None), CPU, 0, Slow(clock))
+            wrapper = install.install(replace(spec, folder=None), CPU, 0, Slow(clock), in_c=False)
             for _ in range(steps):
                 for name in plan:
                     calls[name]()
@@ -181,6 +189,7 @@ def main() -> None:
     parser.add_argument("what", choices=("cost", "simulate"))
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
+    del FakeWork.wait  # it hides the one of all works, by which those of gloo and NCCL are waited for
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     for line in cost() if given.what == "cost" else simulate(given.steps):
         sys.stdout.write(line + "\n")

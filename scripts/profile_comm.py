@@ -2,6 +2,7 @@
 
 python scripts/profile_comm.py [--steps N] [--out DIR] [--name NAME] ARGUMENTS OF train.py    the run itself, N rollouts
 python scripts/profile_comm.py --sweep RANKS [--out DIR] [--name NAME]                        ops by themselves
+python scripts/profile_comm.py --read RUN_DIR [--out DIR] [--name NAME]                       such a run, also one that failed
 
 Prints a table (the worst of all ranks, MiB; allocator: growth of what the process holds, driver: drop of free memory; on a
 CPU resident memory, and what the host and its control groups leave) and writes DIR/guard/NAME.yaml, with a reason for
@@ -35,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="rollouts of the user's own run")
     parser.add_argument("--sweep", type=int, metavar="RANKS", help="no run: each op in a world of so many ranks")
+    parser.add_argument("--read", type=Path, metavar="RUN_DIR", help="no run: what one has measured, to its end or not")
     parser.add_argument(
         "--out", type=Path, default=Path("measured"), help="a folder of configs; NAME.yaml goes to its guard/"
     )
@@ -44,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
         if given.sweep is not None:
             folder, origin = Path(scratch), f"a sweep over {given.sweep} ranks"
             sweep(given.sweep, folder)
+        elif given.read is not None:
+            folder, origin = profile_folder(str(given.read)), f"the run of {given.read}"
         else:
             code, folder = run(rest, given.steps)
             if code:

@@ -33,6 +33,7 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSp
         overrides=() if guard.profile else overrides("guard.", default, guard.ops, guard.groups),
         memory=guard.memory,
         symmetric=guard.symmetric,
+        nodes=cfg.placement.actor_num_nodes,
         deadline_s=guard.deadline_s or cfg.loop.step_deadline_s,
         ring=guard.ring,
         release=release,
@@ -43,7 +44,10 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSp
 
 
 def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str, object, str], None]) -> bool:
-    """Whether the trainer's communicators go while rollouts run; ``note`` hears what became of an open key, and why."""
+    """Whether the trainer's communicators go while rollouts run; ``note`` hears what became of an open key, and why.
+
+    Never by itself: gloo's buffers are not worth it, and NCCL's, which are, have not been seen to go and come back.
+    """
     asked = cfg.guard.release
     if asked is not None or not cfg.guard.wrap or cfg.run.mode == "rollout_only":
         return bool(asked)
@@ -53,9 +57,9 @@ def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str
         "no engine runs on the trainer's GPUs": not shared,
         "one trainer rank": world_size == 1,
     }
-    why = next((reason for reason, holds in reasons.items() if holds), None)
-    note("guard.release", str(why is None).lower(), why or "engines use the trainer's GPUs while rollouts run")
-    return why is None
+    untried = "not yet measured with NCCL; engines share the trainer's GPUs, so guard.release=true may leave them more"
+    note("guard.release", "false", next((reason for reason, holds in reasons.items() if holds), untried))
+    return False
 
 
 def ring_folder(run_dir: str) -> Path:

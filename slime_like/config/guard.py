@@ -38,15 +38,15 @@ class GuardConfig(Config):
         choices=("auto", "driver", "allocator", "host"),
     )
     symmetric: bool = key(
-        False, "What one rank does for want of memory, all ranks of its node do before their next op."
+        False, "What one rank does for want of memory, all ranks of its role do before their next op."
     )
     ops: dict[str, Any] = key({}, "Policy per op: guard.ops.barrier=never, guard.ops.all_reduce={checks: below}.")
     groups: dict[str, Any] = key({}, "Policy per process group (tp, dp, world...), in which ops may stand again.")
     deadline_s: float | None = key(None, "Longest time of one collective; null: loop.step_deadline_s.")
     release: bool | None = key(
         None,
-        "Destroy the trainer's communicators while rollouts run, make them again for the next step; null: where engines "
-        "share its GPUs.",
+        "Destroy the trainer's communicators while rollouts run, make them again for the next step; null: no, and the plan "
+        "says why.",
     )
     profile: bool = key(
         False,

@@ -81,6 +81,7 @@ class GuardSpec:
     overrides: tuple[tuple[str, str, Policy], ...] = ()  # (group or *, op or *, policy), the most general first
     memory: str = "auto"
     symmetric: bool = False
+    nodes: int = 1  # that the role's ranks are on
     deadline_s: float = 3600.0
     ring: int = 1024
     release: bool = False

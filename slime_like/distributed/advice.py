@@ -58,14 +58,15 @@ def read_rows(folder: Path) -> dict[str, list[Measured]]:
 
 def table(ranks: Mapping[str, list[Measured]]) -> Iterator[str]:
     """A line for each op of each kind of group: the worst of all ranks; sizes in MiB."""
-    yield "| op | group | ranks | calls | bytes per call | first use: allocator | driver | later: allocator | driver | question us |"
+    drops = "first use: allocator drop | driver drop | steady state: allocator drop | driver drop"
+    yield f"| op | group | ranks | calls | bytes per call | {drops} | question us |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for (op, group), rows in sorted(_by(ranks, lambda row: (row.op, row.group)).items()):
         worst = _worst(rows)
         calls = sum(row.calls for row in rows)
         size = sum(row.num_bytes for row in rows) / calls
-        drops = (worst.first_allocator, worst.first_driver, worst.later_allocator, worst.later_driver)
-        sizes = " | ".join(f"{drop / MIB:.2f}" for drop in drops)
+        taken = (worst.first_allocator, worst.first_driver, worst.later_allocator, worst.later_driver)
+        sizes = " | ".join(f"{drop / MIB:.2f}" for drop in taken)
         yield f"| {op} | {group} | {len(rows)} | {calls} | {size:.0f} | {sizes} | {worst.question_ns / 1e3:.1f} |"
 
 

@@ -55,7 +55,7 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
             given = b if payload else a
             if given.__class__ is list and len(given) == 1:
                 given = given[0]
-            size = given.nbytes if given.__class__ is Tensor else _size(given)
+            size = given.nbytes if given.__class__ is Tensor else size_of(given)
             counter.bytes += size
         index, offset, end = take()
         pack(memory, offset, index, started, 0, size, counter.code, counter.next(), NO_PEER)
@@ -85,7 +85,7 @@ def _issue(raw: Callable[..., Any], target: Any, args: Sequence[Any], kw: dict[s
     if args[0] is NONE:
         return kw.get("opts"), raw(target, **kw)
     given = [x for x in args if x is not NONE]
-    return given[-1] if given else kw.get("opts"), raw(target, *given, **kw)
+    return kw.get("opts", given[-1] if given else None), raw(target, *given, **kw)
 
 
 def _point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,7 +106,7 @@ def _point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[.
         size, peer = 0, NO_PEER
         if carries:
             given = a[0] if a.__class__ is list and len(a) == 1 else a
-            size = given.nbytes if given.__class__ is Tensor else _size(given)
+            size = given.nbytes if given.__class__ is Tensor else size_of(given)
             counter.bytes += size
             peer = ANY_PEER if anyone else b
         try:
@@ -162,8 +162,7 @@ def wait(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
 
 def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
     """The wrapper round a function made of several ops: counted and guarded as one; the ops inside are counted too."""
-    parameters = list(inspect.signature(raw).parameters)
-    place = parameters.index("group") if "group" in parameters else None
+    place = group_place(raw)
 
     @functools.wraps(raw)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -183,6 +182,12 @@ def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]
             return raw(*args, **kwargs)
 
     return call
+
+
+def group_place(raw: Callable[..., Any]) -> int | None:
+    """Which argument of a function of torch.distributed is the group; None: a batch of ops that have one each."""
+    parameters = list(inspect.signature(raw).parameters)
+    return parameters.index("group") if "group" in parameters else None
 
 
 def _group_of(place: int | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -218,8 +223,8 @@ def destroy(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _size(value: object) -> int:
+def size_of(value: object) -> int:
     """Bytes of a tensor, or of all in nested lists."""
     if isinstance(value, (list, tuple)):
-        return sum(_size(item) for item in cast("Sequence[object]", value))
+        return sum(size_of(item) for item in cast("Sequence[object]", value))
     return int(value.nbytes) if isinstance(value, Tensor) else 0

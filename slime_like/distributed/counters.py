@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -23,38 +24,38 @@ class Group:
 
 
 class Counter:
-    """One op in one group. Mutable and bare: the wrapper adds to it with every call."""
+    """One op in one group. Mutable and bare: the wrapper adds to it with every call. ``counter_type`` makes its classes."""
 
-    __slots__ = (
-        "bytes",
-        "calls",
-        "check_ns",
-        "checks",
-        "clear_ns",
-        "clears",
-        "code",
-        "due",
-        "freed",
-        "group",
-        "next",
-        "ns",
-        "op",
-        "peers",
-        "policy",
-        "shortages",
-        "target",
-        "told",
-    )
+    __slots__ = tuple[str, ...]()
+
+    # What changes with every op.
+    calls: int
+    bytes: int
+    ns: int  # in the op and in waiting for it, on this rank's thread
+    due: float  # when the guard wants to be called, in ns of perf_counter_ns
+    code: int  # op, phase and group, as the ring has them
+    next: Callable[[], int]  # the number of its next collective
+    peers: dict[int, Callable[[], int]]  # the number of its next send to, or receive from, each peer
+    target: Any  # the ProcessGroup that carries out its calls
+    # And with checks.
+    op: Op
+    group: Group
+    policy: Policy
+    checks: int
+    check_ns: int
+    shortages: int
+    clears: int
+    clear_ns: int
+    freed: int
+    told: tuple[int, ...]
 
     def __init__(self, op: Op, group: Group, policy: Policy, code: int) -> None:
         self.op, self.group, self.policy, self.code = op, group, policy, code
-        self.next = group.next
-        self.peers: dict[int, Callable[[], int]] = {}  # the number of its next send to, or receive from, each peer
-        self.due: float = 0  # when the guard wants to be called, in ns of perf_counter_ns
-        self.calls = self.bytes = self.ns = 0  # ns: in the op and in waiting for it, on this rank's thread
+        self.next, self.peers, self.target = group.next, {}, None
+        self.due = 0
+        self.calls = self.bytes = self.ns = 0
         self.checks = self.check_ns = self.shortages = self.clears = self.clear_ns = self.freed = 0
-        self.target: Any = None  # the ProcessGroup that carries out its calls
-        self.told: tuple[int, ...] = (0,) * 9
+        self.told = (0,) * 9
 
     def meet(self, peer: int) -> int:
         """The number of the first send to, or receive from, ``peer``."""
@@ -77,6 +78,22 @@ class Counter:
         new = tuple(a - b for a, b in zip(now, self.told, strict=True))
         self.told = now
         return new
+
+
+HOT = ("bytes", "calls", "code", "due", "next", "ns", "peers", "target")
+COLD = tuple(name for name in Counter.__annotations__ if name not in HOT)
+
+
+class Tally:
+    """The fields that change with every op; ``csrc/hot.c`` has a type with the same."""
+
+    __slots__ = HOT
+
+
+@functools.cache
+def counter_type(tally: type = Tally) -> type[Counter]:
+    """Counters whose fields that change with every op are those of ``tally``."""
+    return type("Counter", (Counter, tally), {"__slots__": COLD})
 
 
 def metrics(counters: Iterable[Counter], lowest: int | None) -> Iterator[Metric]:

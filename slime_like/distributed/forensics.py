@@ -162,6 +162,18 @@ def _whereabouts(reading: Reading | None, now: int) -> str:
     return f"{process}, last op {what} {(now - ended) / 1e9:.1f} s ago, phase {record.phase}"
 
 
+def missing(readings: Mapping[str, Reading], ranks: Iterable[int], me: str, rebuild: int) -> str:
+    """Which of ``ranks`` did not come to make communicators the ``rebuild``-th time, as the rank called ``me`` sees it."""
+    role, now = me.rpartition("_rank")[0], time.perf_counter_ns()
+    found = {rank: readings.get(f"{role}_rank{rank}") for rank in ranks}
+    late = [
+        f"rank {rank} ({_whereabouts(reading, now)})"
+        for rank, reading in found.items()
+        if reading is None or reading.state != "running" or reading.rebuilds < rebuild
+    ]
+    return f"did not come: {', '.join(late)}" if late else "every rank of this node came"
+
+
 def report(folder: Path | None) -> str:
     """All findings of a folder of rings, the likeliest cause first; empty where there are none."""
     return "" if folder is None or not folder.is_dir() else "\n".join(str(one) for one in findings(read_rings(folder)))

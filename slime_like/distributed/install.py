@@ -12,9 +12,11 @@ from slime_like import deadline
 from slime_like.config.guard_policy import GuardSpec
 from slime_like.distributed import counters, reload
 from slime_like.distributed.errors import explain
-from slime_like.distributed.guard import Guard, Requests
+from slime_like.distributed.guard import Guard
+from slime_like.distributed.hot import Hot, load
 from slime_like.distributed.memory import MemorySource, make_source
 from slime_like.distributed.profile import Profile
+from slime_like.distributed.requests import Requests
 from slime_like.distributed.ring import Ring, sweep
 from slime_like.distributed.watchdog import Watchdog
 from slime_like.distributed.wrapper import Wrapper
@@ -24,8 +26,13 @@ _current: Wrapper | None = None
 _watchdog: Watchdog | None = None
 
 
-def install(spec: GuardSpec, device: torch.device, rank: int, source: MemorySource | None = None) -> Wrapper | None:
-    """Wrap the collectives of this process as ``spec`` says; the wrapper that was there goes. ``source``: for tests."""
+def install(
+    spec: GuardSpec, device: torch.device, rank: int, source: MemorySource | None = None, *, in_c: bool = True
+) -> Wrapper | None:
+    """Wrap the collectives of this process as ``spec`` says; the wrapper that was there goes. ``source``: for tests.
+
+    ``in_c=False``: the hot path is that of Python, as it is where there is no compiler.
+    """
     global _current, _watchdog
     remove()
     if spec.wrap:
@@ -38,6 +45,9 @@ def install(spec: GuardSpec, device: torch.device, rank: int, source: MemorySour
         _current = Wrapper(spec, ring, guard, explain)
         _current.profile = Profile() if spec.profile is not None else None
         _current.name = name
+        _current.hot = Hot.on(module, ring) if in_c and (module := load()) is not None else None
+        if requests is not None and _current.hot is not None:
+            requests.watched_by(_current.hot.ring)
         _current.place()
         _watchdog = Watchdog(_current, spec.deadline_s * deadline.scale())
     return _current

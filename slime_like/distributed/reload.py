@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d_core
 from torch.distributed import distributed_c10d as c10d
 
+from slime_like.distributed.forensics import missing
+from slime_like.distributed.ring import read_rings
 from slime_like.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -194,6 +196,7 @@ def rebuild(w: Wrapper) -> None:
     one first: nobody waits in a circle. Raises ``CollectiveError`` where a rank does not come.
     """
     started, number = time.perf_counter_ns(), next(_numbers)
+    w.ring.rebuilding(number)
     for group in w.released:
         for slot in _behind[group].slots.values() if group in _behind else ():
             try:
@@ -201,9 +204,10 @@ def rebuild(w: Wrapper) -> None:
             except RuntimeError as error:
                 info = w.know(group).info
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                readings = {} if w.ring.folder is None else read_rings(w.ring.folder)
                 raise CollectiveError(
                     f"communicators of group {info.label} (ranks {', '.join(map(str, info.ranks))}) could not be made again "
-                    f"for phase {w.phase_name} on rank {dist.get_rank()}: a rank of it is dead, or elsewhere ({first})"
+                    f"for phase {w.phase_name} on rank {dist.get_rank()}: {missing(readings, info.ranks, w.name, number)}; {first}"
                 ) from error
     w.released = ()
     for (op, group), counter in w.parked.items():

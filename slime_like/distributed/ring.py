@@ -13,7 +13,7 @@ import mmap
 import os
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from slime_like.config.collectives import OPS, Op
 SHARED = Path("/dev/shm")
 PREFIX = "slime_like."
 MAGIC = 0x51_6C_69_6D_65_01
-HEAD = 64  # bytes: magic, pid, start time of the process, slots, its namespace of process ids
+HEAD = 64  # bytes: magic, pid, start time of the process, slots, its namespace of process ids, rebuilds begun
 RECORD = struct.Struct("7q")  # index, started ns, ended ns, bytes, code, sequence, peer
+REBUILDS = 5  # word of the head
 ENDED, FAILED = 2, -1  # field that says when an op ended; what it holds where it failed
 OP_BITS, PHASE_BITS = 8, 8
 CODES = {op.name: number for number, op in enumerate(OPS)}
@@ -83,7 +84,10 @@ class Ring:
         # For each op its number, where its record begins, in bytes, and the word that says when it ended.
         offsets = [self.place(slot) * 8 for slot in range(self.slots)]
         ends = [self.place(slot) + ENDED for slot in range(self.slots)]
-        self.take = zip(itertools.count(), itertools.cycle(offsets), itertools.cycle(ends), strict=False).__next__
+        self.take: Callable[[], tuple[int, int, int]] = zip(
+            itertools.count(), itertools.cycle(offsets), itertools.cycle(ends), strict=False
+        ).__next__
+        self.let_go: Callable[[], object] = lambda: None  # before the memory goes
         self._groups: list[GroupInfo] = []
         self._phases: dict[str, int] = {}
 
@@ -117,8 +121,13 @@ class Ring:
         scratch.write_text(text)
         scratch.rename(self.path.with_suffix(".json"))
 
+    def rebuilding(self, number: int) -> None:
+        """This rank begins to make its communicators again, for the ``number``-th time."""
+        self.words[REBUILDS] = number
+
     def close(self) -> None:
         """Remove the file, and the folder when this was the last."""
+        self.let_go()
         self.words.release()
         self.memory.close()
         if self.path is not None and self.folder is not None:
@@ -136,6 +145,7 @@ class Reading:
     pid: int
     state: str  # running, stopped, dead ...
     records: tuple[Record, ...]  # oldest first
+    rebuilds: int = 0  # how often it began to make its communicators again
 
 
 def read_rings(folder: Path) -> dict[str, Reading]:
@@ -154,10 +164,10 @@ def _read(path: Path) -> Reading | None:
         described = {"groups": [], "phases": []}
     if len(data) < HEAD or struct.unpack_from("=q", data)[0] != MAGIC:
         return None
-    _, pid, started, slots = struct.unpack_from("=4q", data)
+    _, pid, started, slots, _, rebuilds = struct.unpack_from("=6q", data)
     groups = {number: GroupInfo(number, name, label, tuple(r), f) for number, name, label, r, f in described["groups"]}
     found = sorted(_records(data, slots, groups, described["phases"]), key=lambda record: record.index)
-    return Reading(path.stem, pid, process_state(pid, started), tuple(found))
+    return Reading(path.stem, pid, process_state(pid, started), tuple(found), rebuilds)
 
 
 def _records(data: bytes, slots: int, groups: dict[int, GroupInfo], phases: list[str]) -> Iterator[Record]:

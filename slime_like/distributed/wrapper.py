@@ -25,8 +25,9 @@ from torch.distributed import distributed_c10d as c10d
 from slime_like.config.collectives import GROUP_LABELS, OPS, Kind, Op
 from slime_like.config.guard_policy import GuardSpec
 from slime_like.distributed import calls, reload
-from slime_like.distributed.counters import Counter, Group
+from slime_like.distributed.counters import Counter, Group, counter_type
 from slime_like.distributed.guard import Guard
+from slime_like.distributed.hot import Hot
 from slime_like.distributed.profile import Profile
 from slime_like.distributed.ring import CODES, ENDED, FAILED, OP_BITS, PHASE_BITS, GroupInfo, Ring
 from slime_like.errors import CollectiveError
@@ -56,10 +57,12 @@ class Wrapper:
     generation: int = 0  # of communicators
     reload_ns: int = 0  # spent on destroying and making them
     profile: Profile | None = None  # measures every op
+    hot: Hot | None = None  # the same in C; None: in Python
+    make_counter: type[Counter] = field(default_factory=counter_type)
     placed: bool = False
-    composing: int = 0  # thread that is in a composite
     phase: int = 0  # of the step, as the ring's code has it
     phase_name: str = ""
+    _composing: int = 0
     _stock: list[tuple[Any, str, Any]] = field(default_factory=list[tuple[Any, str, Any]])
     _creators: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
 
@@ -68,22 +71,34 @@ class Wrapper:
         """Put the wrapper in the place of torch's methods and composite functions."""
         self.set_phase("start")
         self.placed = True
+        if self.hot is not None:
+            self.make_counter = counter_type(self.hot.module.Tally)
         for op in OPS:
             self.tables[op.name] = {}
             for name in op.methods:
                 self._replace(dist.ProcessGroup, name, functools.partial(self._method, op, name))
             for name in op.functions if op.kind is Kind.COMPOSITE else ():
-                self._replace_function(name, functools.partial(calls.composite, self, op))
+                self._replace_function(name, functools.partial(self._composite, op))
         if self.spec.release:
             for name in reload.REDIRECTED:
                 self._replace(dist.ProcessGroup, name, calls.redirected)
             self._creators = reload.place()
-        self._replace(c10d.Work, "wait", functools.partial(calls.wait, self))
+        self._replace(c10d.Work, "wait", self._wait)
         self._replace_function("destroy_process_group", functools.partial(calls.destroy, self))
 
     def _method(self, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
         call = calls.method(self, op, name, raw)
+        if self.hot is not None:
+            call = self.hot.method(self, op, name, raw, call)
         return call if self.profile is None else self.profile.measured(self, op, call)
+
+    def _composite(self, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
+        call = calls.composite(self, op, raw)
+        return call if self.hot is None else self.hot.composite(self, op, raw, call)
+
+    def _wait(self, raw: Callable[..., Any]) -> Callable[..., Any]:
+        call = calls.wait(self, raw)
+        return call if self.hot is None else self.hot.wait(self, raw, call)
 
     def remove(self) -> None:
         """Torch's own methods and functions again."""
@@ -92,6 +107,7 @@ class Wrapper:
             setattr(owner, name, stock)
         self._stock.clear()
         reload.restore(self._creators)
+        self.ring.let_go()
         if self.guard.requests is not None:
             self.guard.requests.close()
         self.ring.close()
@@ -120,7 +136,7 @@ class Wrapper:
                 "(guard.release=true); do this in a phase of slime_like.distributed.install.phase"
             )
         code = CODES[op.name] | self.phase | known.info.number << (OP_BITS + PHASE_BITS)
-        counter = Counter(op, known, self.spec.policy(op.name, known.info.label), code)
+        counter = self.make_counter(op, known, self.spec.policy(op.name, known.info.label), code)
         counter.target = reload.target(group)
         self.guard.adopt(counter)
         self.tables[op.name][group] = counter
@@ -133,6 +149,8 @@ class Wrapper:
             for gone in [g for g in self.groups if g not in c10d._world.pg_map]:
                 self.forget(gone)
             known = self.groups[group] = Group(self._info(group))
+            if self.guard.requests is not None and self.spec.nodes > 1 and dist.is_initialized():
+                self.guard.requests.join(c10d._get_default_store())
             self.ring.add_group(known.info)
         return known
 
@@ -165,6 +183,18 @@ class Wrapper:
         self.phase_name, self.phase = name, self.ring.phase(name) << OP_BITS
         for counter in self.counters():
             counter.code = counter.code & ~PHASE_MASK | self.phase
+
+    @property
+    def composing(self) -> int:
+        """The thread that is in a composite, or 0."""
+        return self._composing if self.hot is None else self.hot.ring.composing
+
+    @composing.setter
+    def composing(self, thread: int) -> None:
+        if self.hot is None:
+            self._composing = thread
+        else:
+            self.hot.ring.composing = thread
 
     # ---- asynchronous ops, and ends of all ---------------------------------------------------------------------------------------------
     def outstanding(self, work: Any, counter: Counter, index: int, started: int) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, cast
 from slime_like.metrics import dictionary
 from slime_like.report.attribution import attribute
 from slime_like.report.chart import Series, chart, number
+from slime_like.report.collectives import collectives
 from slime_like.report.page import page, table
 from slime_like.report.record import Record, Row, flat
 from slime_like.report.samples import SampledRollout
@@ -74,6 +75,7 @@ def _body(record: Record, sampled: Sequence[SampledRollout], decode: Decode) -> 
     yield table(("cause", "measured", "by"), ((part.cause, part.found, part.how) for part in parts))
     yield from _time(record)
     yield from _memory(record)
+    yield from collectives(record)
     yield from _samples(sampled, decode)
     yield from _metrics(record)
     yield "<h2>Configuration</h2><details><summary>every key</summary>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from slime_like.config.guard_policy import GuardSpec, Policy
 from slime_like.config.resolved import Layout
 from slime_like.distributed import install
 from slime_like.errors import CollectiveError
+from slime_like.imports import heavy_imports
 from tests.train.ranks import World
 
 CYCLES = 50
@@ -32,9 +34,11 @@ def everything(
     world: World, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, str]]
 ) -> dict[str, Any]:
     """All of this file, on the same ranks."""
-    from slime_like.train.megatron import host
+    with heavy_imports():  # what it imports is no garbage, of which there is to be little to look through
+        from slime_like.train.megatron import host
 
-    host.install("cpu")  # which starts no thread; from here on every thread is a communicator's
+        host.install("cpu")  # which starts no thread; from here on every thread is a communicator's
+        importlib.import_module("slime_like.train.megatron.actor")
     out: dict[str, Any] = {"gloo alone": gloo_alone(world, scratch / "alone")}
     wrapper = install.install(SPEC, torch.device("cpu"), world.rank)
     assert wrapper is not None

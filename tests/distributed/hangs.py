@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import signal
@@ -35,9 +36,11 @@ def cases(world: World, folder: Path) -> dict[str, tuple[str, float]]:
     """Case -> what this rank's collective said and how long it took; nothing where it was content."""
     store = dist.TCPStore(world.host, world.port, world.size, is_master=world.rank == 0)
     out: dict[str, tuple[str, float]] = {}
-    for name, fault in {"stopped": _stopped, "skips": _skips, "no send": _no_send}.items():
+    faults = {"stopped": _stopped, "skips": _skips, "no send": _no_send, "does not come": _does_not_come}
+    for name, fault in faults.items():
         rings = folder / name
-        install.install(spec(rings), torch.device("cpu"), world.rank)
+        guard = dataclasses.replace(spec(rings), release=fault is _does_not_come)
+        install.install(guard, torch.device("cpu"), world.rank)
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore(name, store),
@@ -59,6 +62,7 @@ def cases(world: World, folder: Path) -> dict[str, tuple[str, float]]:
         store.wait([f"{name}{rank}" for rank in range(world.size)])
         dist.destroy_process_group()
         install.remove()
+    out["unnoticed"] = (_unnoticed(world, store, folder / "unnoticed"), 0.0)
     return out
 
 
@@ -85,13 +89,22 @@ def _no_send(rank: int, folder: Path) -> None:
         dist.recv(torch.zeros(4), src=1)
 
 
+def _does_not_come(rank: int, folder: Path) -> None:
+    """Communicators are to be made again, and rank 1 is elsewhere."""
+    install.release()
+    if rank != 1:
+        with install.phase("push"):
+            dist.all_reduce(torch.zeros(16))
+
+
 # ---- what gloo aborts the process for ---------------------------------------------------------------------------------
 def mismatch(world: World, folder: Path, kind: str) -> None:
     """Rank 1 passes another size, or calls another op: gloo ends whichever process notices; the rings stay."""
+    store = dist.TCPStore(world.host, world.port, world.size, is_master=world.rank == 0)  # waits for late comers
     install.install(spec(folder), torch.device("cpu"), world.rank)
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{world.host}:{world.port}",
+        store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=datetime.timedelta(seconds=SECONDS * scale()),
@@ -105,27 +118,26 @@ def mismatch(world: World, folder: Path, kind: str) -> None:
 
 
 # ---- hangs that the process group does not notice ---------------------------------------------------------------------
-def unnoticed(world: World, folder: Path) -> str:
+def _unnoticed(world: World, store: dist.Store, folder: Path) -> str:
     """A process group whose own deadline is far away: the watchdog ends rank 0, which says why."""
-
     told: list[str] = []
     wrapper = install.install(spec(folder, 3600.0), torch.device("cpu"), world.rank)
     assert wrapper is not None
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{world.host}:{world.port}", rank=world.rank, world_size=world.size
-    )
+    dist.init_process_group("gloo", store=dist.PrefixStore("unnoticed", store), rank=world.rank, world_size=world.size)
     dist.all_reduce(torch.zeros(4))
     if world.rank == 0:
         ended = watchdog_event(wrapper, lambda: told.append(report(folder)))
         work = dist.all_reduce(torch.zeros(4), async_op=True)
         assert ended.wait(60 * scale())
-        c10d._get_default_store().set("told", "")
+        store.set("told", "")
         assert work is not None
         work.wait()
-        return told[0]
-    c10d._get_default_store().wait(["told"])
-    dist.all_reduce(torch.zeros(4))
-    return ""
+    else:
+        store.wait(["told"])
+        dist.all_reduce(torch.zeros(4))
+    dist.destroy_process_group()
+    install.remove()
+    return "".join(told)
 
 
 def watchdog_event(wrapper: Wrapper, act: Callable[[], None]) -> threading.Event:

@@ -70,6 +70,19 @@ def test_the_rank_at_fault_is_named(case: str, named: str, cases: list[dict[str,
 
 
 @pytest.mark.ranks
+def test_a_rank_that_does_not_come_to_make_communicators_again_is_named(
+    cases: list[dict[str, tuple[str, float]]],
+) -> None:
+    for rank in (0, 2):
+        message, seconds = cases[rank]["does not come"]
+        what = r"communicators of group world \(ranks 0, 1, 2\) could not be made again for phase push on rank "
+        assert re.match(what + rf"{rank}: did not come: rank 1 \(process \d+ running, last op barrier #4", message), (
+            message
+        )
+        assert seconds < SECONDS * scale() + 10 * scale()
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
@@ -92,8 +105,8 @@ def test_rings_go_with_their_ranks(folder: Path, cases: list[dict[str, tuple[str
 
 
 @pytest.mark.ranks
-def test_what_the_process_group_does_not_notice_the_watchdog_does(tmp_path: Path) -> None:
-    told, _ = run_ranks("tests.distributed.hangs:unnoticed", 2, tmp_path)
+def test_what_the_process_group_does_not_notice_the_watchdog_does(cases: list[dict[str, tuple[str, float]]]) -> None:
+    told, _ = cases[0]["unnoticed"]
     assert re.search(r"all_reduce #2 in group world: did not arrive: rank 1 \(process \d+ running", told)
 
 

@@ -32,10 +32,20 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Compared]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Compared]]]:
     folder = tmp_path_factory.mktemp("wrapped")
     models = {name: make_model(folder / name, name, tied=False) for name in ("qwen3", "qwen3_moe")}
-    return run_ranks("tests.distributed.wrapped:compare", 2, models, folder, LAYOUTS)
+    return run_ranks("tests.distributed.wrapped:everything", 2, models, folder, LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def every_op(ranks: list[tuple[dict[str, Any], dict[str, Compared]]]) -> list[dict[str, Any]]:
+    return [found for found, _ in ranks]
+
+
+@pytest.fixture(scope="module")
+def compared(ranks: list[tuple[dict[str, Any], dict[str, Compared]]]) -> list[dict[str, Compared]]:
+    return [found for _, found in ranks]
 
 
 @pytest.mark.ranks
@@ -66,14 +76,18 @@ def test_the_layouts_use_what_they_are_there_for(compared: list[dict[str, Compar
     assert any(name.startswith("all_to_all") for name in used["ep2"])
 
 
-@pytest.fixture(scope="module")
-def every_op(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks("tests.distributed.wrapped:every_op", 2, tmp_path_factory.mktemp("requests"))
+# What gloo has not (all_to_all), NCCL alone has (end_coalescing), or torch's functions on gloo do not reach.
+UNSEEN = {"all_gather_coalesced", "gather_into_tensor", "reduce_scatter_tensor_coalesced", "all_to_all"} | {
+    "end_coalescing",
+    "send_object_list",
+    "recv_object_list",
+}
 
 
 @pytest.mark.ranks
-def test_every_way_to_call_an_op_is_seen_once(every_op: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(every_op):
+@pytest.mark.parametrize("way", [0, 1], ids=["in C", "in Python"])
+def test_every_way_to_call_an_op_is_seen_once(way: int, every_op: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(result["ways"][way] for result in every_op):
         assert all(found["same"])
         assert found["traced"] == found["counted"]
         calls = found["calls"]
@@ -87,19 +101,7 @@ def test_every_way_to_call_an_op_is_seen_once(every_op: list[dict[str, Any]]) ->
         assert calls["isend"] + calls["irecv"] == 3
         assert found["no time"] == []
         assert found["in flight"] == 0
-        unseen = {op.name for op in OPS} - set(calls)
-        assert unseen <= {
-            "send",
-            "recv",
-            "all_gather_coalesced",
-            "gather_into_tensor",
-            "reduce_scatter_tensor_coalesced",
-        } | {
-            "all_to_all",  # gloo has none
-            "end_coalescing",  # NCCL only
-            "send_object_list",
-            "recv_object_list",
-        }
+        assert {op.name for op in OPS} - set(calls) <= UNSEEN | ({"recv"} if rank else {"send"})
 
 
 @pytest.mark.ranks
@@ -119,10 +121,15 @@ def test_one_rank_is_short_of_memory(action: str, every_op: list[dict[str, Any]]
     ((what, at),) = other["done"]
     assert what.split(":")[0] == action
     assert at in (SHORT_AT, SHORT_AT + 1)
-    assert action != "raise" or "another rank of this node asked for it" in what
+    assert action != "raise" or "another rank asked for it" in what
     for rank in (other, short):
         assert rank["sums"] == [2.0 * i + 1 for i in range(ROUNDS)]
         assert (rank["shortages"], rank["clears"]) == (1, action != "raise")
+
+
+@pytest.mark.ranks
+def test_a_group_decision_reaches_other_nodes(every_op: list[dict[str, Any]]) -> None:
+    assert [rank["across nodes"] for rank in every_op] == [{"done": ["trim"], "clears": 1}] * 2
 
 
 @pytest.mark.ranks

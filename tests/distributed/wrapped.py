@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 from collections import Counter as Tally
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from torch.distributed import distributed_c10d as c10d
 from slime_like.config.collectives import OPS, Kind
 from slime_like.config.guard_policy import GuardSpec, Policy, Threshold
 from slime_like.config.resolved import Layout
+from slime_like.deadline import Deadline
 from slime_like.distributed import install
 from slime_like.errors import MemoryShortage
-from tests.train.jobs import make_actor
+from slime_like.imports import heavy_imports
+from tests.train.jobs import make_actor, reuse_groups
 from tests.train.lifecycle import batch, digest, train
 from tests.train.ranks import World
 
@@ -92,13 +95,23 @@ class Compared:
 WRAPPED = GuardSpec(wrap=True, default=Policy(checks="never"))
 
 
+def everything(
+    world: World, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, dict[str, Any]]]
+) -> tuple[dict[str, Any], dict[str, Compared]]:
+    """All of this file, in one process group."""
+    return every_op(world, scratch / "requests"), compare(world, models, scratch, layouts)
+
+
 def compare(
     world: World, models: dict[str, Path], scratch: Path, layouts: dict[str, tuple[Layout, dict[str, Any]]]
-) -> Any:
-    """Every layout in one process group."""
-    from slime_like.train.megatron import host
+) -> dict[str, Compared]:
+    """Every layout, wrapped and not."""
+    with heavy_imports():  # as the trainer's ranks do: megatron collects garbage at every save and load
+        from slime_like.train.megatron import host
 
-    host.install("cpu")
+        host.install("cpu")
+        importlib.import_module("slime_like.train.megatron.actor")
+    reuse_groups()
     out: dict[str, Compared] = {}
     for name, (layout, given) in layouts.items():
         spec = {key: value for key, value in given.items() if key != "family"}
@@ -150,17 +163,7 @@ def every_op(world: World, folder: Path) -> dict[str, Any]:
     functions = {name: getattr(dist, name) for op in OPS if op.kind is Kind.COMPOSITE for name in op.functions}
     wait, destroy = vars(c10d.Work)["wait"], dist.destroy_process_group
     plain = _every_op(world)
-    wrapper = install.install(WRAPPED, torch.device("cpu"), world.rank)
-    assert wrapper is not None
-    with traced() as trace:
-        wrapped = _every_op(world)
-    calls = {counter.op.name: counter.calls for counter in wrapper.counters()}
-    sizes = {counter.op.name: counter.bytes for counter in wrapper.counters()}
-    timeless = [counter.op.name for counter in wrapper.counters() if counter.ns <= 0]
-    counts = counted()
-    wrapper.settle()
-    in_flight = len(wrapper.loose)
-    install.remove()
+    ways = [_seen(world, plain, in_c=in_c) for in_c in (True, False)]
     restored = (
         all(vars(dist.ProcessGroup)[name] is method for name, method in stock.items())
         and all(getattr(dist, n) is f and getattr(c10d, n) is f for n, f in functions.items())
@@ -170,22 +173,37 @@ def every_op(world: World, folder: Path) -> dict[str, Any]:
     off = install.install(GuardSpec(wrap=False), torch.device("cpu"), world.rank)
     untouched = off is None and all(vars(dist.ProcessGroup)[name] is method for name, method in stock.items())
     return {
-        "same": [torch.equal(a, b) for a, b in zip(plain, wrapped, strict=True)],
-        "calls": calls,
-        "bytes": sizes,
-        "no time": timeless,
-        "traced": dict(trace),
-        "counted": dict(counts),
+        "ways": ways,
         "restored": restored,
         "untouched": untouched,
-        "in flight": in_flight,
         "together": {
             f"{action} {symmetric}": together(world, folder / f"{action}{symmetric}", action, symmetric=symmetric)
             for action in ("trim", "clear", "raise")
             for symmetric in (False, True)
         },
         "every third": every_third(world),
+        "across nodes": across_nodes(world, folder / f"node{world.rank}"),
     }
+
+
+def _seen(world: World, plain: list[Any], *, in_c: bool) -> dict[str, Any]:
+    """Every op wrapped, by the hot path in C or in Python: the same results, and what was counted."""
+    wrapper = install.install(WRAPPED, torch.device("cpu"), world.rank, in_c=in_c)
+    assert wrapper is not None
+    with traced() as trace:
+        wrapped = _every_op(world)
+    found: dict[str, Any] = {
+        "same": [torch.equal(a, b) for a, b in zip(plain, wrapped, strict=True)],
+        "calls": {counter.op.name: counter.calls for counter in wrapper.counters()},
+        "bytes": {counter.op.name: counter.bytes for counter in wrapper.counters()},
+        "no time": [counter.op.name for counter in wrapper.counters() if counter.ns <= 0],
+        "traced": dict(trace),
+        "counted": dict(counted()),
+    }
+    wrapper.settle()
+    found["in flight"] = len(wrapper.loose)
+    install.remove()
+    return found
 
 
 # ---- one rank is short of memory ---------------------------------------------------------------------------------------
@@ -247,6 +265,26 @@ def together(world: World, folder: Path, action: str, *, symmetric: bool) -> dic
         "shortages": counted["guard/shortages"],
         "clears": counted["guard/clears"],
     }
+
+
+def across_nodes(world: World, folder: Path) -> dict[str, Any]:
+    """Each rank has shared memory of its own, as on two nodes: sums until the other has heard what the short one did."""
+    memory = Memory()
+    policy = Policy(checks="always", threshold=Threshold(2**30, None), action="trim")
+    spec = GuardSpec(wrap=True, default=policy, symmetric=True, nodes=2, folder=str(folder), name="trainer")
+    dist.barrier()
+    assert install.install(spec, torch.device("cpu"), world.rank, memory) is not None
+    deadline, acted = Deadline("test", "a request from another node", 30), 0.0
+    while acted < world.size:
+        if world.rank == SHORT_RANK and not memory.done:
+            memory.left = 2**20
+        value = torch.tensor(float(bool(memory.done)))
+        dist.all_reduce(value)
+        acted = value.item()
+        deadline.remaining("the other rank")
+    clears = {metric.name: metric.value for metric in install.drain()}["guard/clears"]
+    install.remove()
+    return {"done": [what for what, _ in memory.done], "clears": clears}
 
 
 def every_third(world: World) -> int:

@@ -29,14 +29,14 @@ class Finished:
 
 
 class Training:
-    """One train.py process in a session of its own."""
+    """One train.py process, or another script that is one, in a session of its own."""
 
-    def __init__(self, *arguments: str, log: Path) -> None:
+    def __init__(self, *arguments: str, log: Path, script: str = "train.py") -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, str(REPOSITORY / "train.py"), *arguments, "metrics.console=plain"],
+                [sys.executable, str(REPOSITORY / script), *arguments, "metrics.console=plain"],
                 cwd=REPOSITORY,
                 stdout=file,
                 stderr=subprocess.STDOUT,

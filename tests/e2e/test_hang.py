@@ -39,7 +39,7 @@ def test_the_users_own_run_is_profiled(two_ranks: tuple[str, ...], tmp_path: Pat
     limit = Deadline("test", "profile_comm.py", RUN_S).limit
     done = subprocess.run([*script, *own], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=limit)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "| op | group | ranks | calls | bytes per call | first use: allocator |" in done.stdout
+    assert "| op | group | ranks | calls | bytes per call | first use: allocator drop |" in done.stdout
     assert any(line.startswith("| all_reduce | dp") and " | 2 | " in line for line in done.stdout.splitlines())
     cfg = load_config(["+recipe=quickstart_sft", "--config-dir", str(tmp_path), "guard=measured"], files=False)
     assert "all_reduce" in cfg.guard.ops

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_like import c_build
 from slime_like_plugins.sglang_cpu import build as cpu_build
 from slime_like_plugins.sglang_cpu.build import BuildError, build, cache_folder, object_name, run_compiler
 from slime_like_plugins.sglang_cpu.kernels import TorchKernels
@@ -59,7 +60,7 @@ def test_what_was_built_is_used_again_and_what_changed_is_built_anew(cache: Path
 def test_the_name_holds_the_cpu(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = str(fake_compiler(tmp_path, "exit 1"))
     here = object_name(compiler)
-    monkeypatch.setattr(cpu_build, "cpu_identity", lambda: "another")
+    monkeypatch.setattr(c_build, "cpu_identity", lambda: "another")
     assert object_name(compiler) != here
 
 

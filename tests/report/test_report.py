@@ -51,6 +51,15 @@ ROW = {
     "perf/train_time": 3.0,
     "perf/train_wait_time": 1.0,
     "memory/step": 2.0**31,
+    "comm/dp/all_reduce/calls": 100,
+    "comm/dp/all_reduce/bytes": 2.0**22,
+    "comm/dp/all_reduce/time": 0.25,
+    "comm/dp/all_reduce/checks": 3,
+    "comm/dp/all_reduce/check_time": 2.5e-4,
+    "comm/dp/all_reduce/clears": 1,
+    "comm/dp/all_reduce/freed_bytes": 2.0**26,
+    "guard/time": 5e-4,
+    "perf/step_time": 2.0,
     "eval/sums": 0.5,
     "eval/sums-pass@k": 0.75,
 }
@@ -158,6 +167,14 @@ def test_curves_time_memory_and_attribution_are_there(run: Path) -> None:
     assert "entropy at 0: 0.75" in page_of(run)
     assert "of 0.001 nats the trainer's rounding makes 0.0006" in text
     assert "Rollout 0" in text and "Rollout 2" in text and "Rollout 4" in text and "Rollout 1 " not in text
+
+
+def test_what_was_counted_of_collectives_is_there(run: Path, tmp_path: Path) -> None:
+    text = " ".join(check_self_contained(page_of(run)).text)
+    assert "dp all_reduce 400 16.00 1.000 12 1.00 4 256.0" in " ".join(text.split())
+    assert "The memory guard took 2.00 ms in all, 0.0250% of the steps" in text
+    alone = write_run(tmp_path / "alone", [{"train/loss": 1.0}], "{}")
+    assert "none was counted: one trainer rank, or guard=off" in page_of(alone)
 
 
 def test_a_run_without_samples_says_how_to_keep_them(tmp_path: Path) -> None:

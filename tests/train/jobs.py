@@ -56,7 +56,7 @@ def run_jobs(world: World, shared: Shared, jobs: Sequence[Job]) -> dict[str, Any
 
         host.install("cpu")
         importlib.import_module("slime_like.train.megatron.actor")
-    _reuse_groups()
+    reuse_groups()
     out: dict[str, Any] = {}
     for job in jobs:
         module, _, function = job.target.partition(":")
@@ -68,7 +68,7 @@ def run_jobs(world: World, shared: Shared, jobs: Sequence[Job]) -> dict[str, Any
     return out
 
 
-def _reuse_groups() -> None:
+def reuse_groups() -> None:
     """A layout met before gets its process groups again: every new set of gloo groups leaves some 60 threads behind."""
     from megatron.core import parallel_state
 

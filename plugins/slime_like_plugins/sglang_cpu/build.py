@@ -1,121 +1,40 @@
-"""Compiles ``csrc`` of this plugin, or of another one, with the machine's C compiler into a cache of this user. Standard library only.
+"""Compiles ``csrc`` of this plugin, or of another one, for this very CPU. Standard library only.
 
-    python -m slime_like_plugins.sglang_cpu.build     # what the set-up runs; says what it made, exit code 1 if nothing
-
-Objects are made for the very CPU they run on, so they are never shipped: their name holds a hash of source, flags,
-compiler and CPU. The folder is private, since what lies in it is executed.
+python -m slime_like_plugins.sglang_cpu.build     # what the set-up runs; says what it made, exit code 1 if nothing
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
+from slime_like import c_build
+from slime_like.c_build import COMPILERS, BuildError, Built, Recipe, cache_folder
+
+__all__ = ("COMPILERS", "BuildError", "Built", "build", "cache_folder", "object_name", "run_compiler")
+
 SOURCE = Path(__file__).parent / "csrc"
-COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-w")
-SECONDS = 300
 
 
-class BuildError(Exception):
-    """Why there are no C kernels, and what to do about it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """A shared object and how it came to be."""
-
-    path: Path
-    compiler: str
-
-
-def find_compiler() -> str:
-    """Path of the C compiler: ``$CC``, else the first of ``COMPILERS``. Raises ``BuildError``."""
-    wanted = os.environ.get("CC", "").split()[:1] or COMPILERS
-    for name in wanted:
-        if path := shutil.which(name):
-            return path
-    raise BuildError(f"no C compiler ({', '.join(wanted)}) on PATH: apt-get install gcc")
-
-
-def cache_folder() -> Path:
-    """The private folder objects are kept in, made when it is not there. Raises ``BuildError``."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "slime_like" / "cpu_kernels"
-    for part in (folder.parent, folder):  # who may write to the first could put another in place of the second
-        try:
-            part.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except (OSError, RuntimeError) as error:
-            raise BuildError(f"cannot keep compiled kernels in {folder}: {error}; set XDG_CACHE_HOME") from error
-        if not is_private(part):
-            raise BuildError(f"{part} can be written by others: chmod 700 it, or set XDG_CACHE_HOME")
-    return folder
-
-
-def is_private(path: Path) -> bool:
-    """Whether only this user can change what ``path`` itself is: no link, its own, not writable by others."""
-    state = path.lstat()
-    return state.st_uid == os.getuid() and not state.st_mode & 0o022 and not path.is_symlink()
-
-
-def cpu_identity() -> str:
-    """What ``-march=native`` depends on."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
-    first = text.split("\n\n")[0]
-    return "\n".join(
-        re.findall(r"^(?:vendor_id|cpu family|model|model name|stepping|flags)\s*:.*$", first, re.MULTILINE)
-    )
+def _recipe(source: Path | None) -> Recipe:
+    """``kernels.c`` of a folder, shared out by OpenMP where the compiler has it."""
+    return Recipe((source or SOURCE) / "kernels.c", FLAGS, extra=(("-fopenmp",), ()), what="kernels' source")
 
 
 def object_name(compiler: str, source: Path | None = None) -> str:
     """File name of the object that source, flags, compiler and CPU give."""
-    digest = hashlib.sha256()
-    for file in sorted((source or SOURCE).iterdir()):
-        digest.update(file.read_bytes())
-    state = os.stat(compiler)
-    for part in (*FLAGS, os.path.realpath(compiler), state.st_size, state.st_mtime_ns, cpu_identity()):
-        digest.update(f"{part}\0".encode())
-    return f"{digest.hexdigest()[:24]}.so"
+    return c_build.object_name(compiler, _recipe(source))
 
 
 def run_compiler(compiler: str, target: Path, source: Path | None = None) -> None:
-    """Compile ``kernels.c`` of ``source`` to ``target``, shared out by OpenMP where the compiler has it. Raises ``BuildError``."""
-    message = ""
-    for openmp in (("-fopenmp",), ()):
-        command = [compiler, *FLAGS, *openmp, str((source or SOURCE) / "kernels.c"), "-o", str(target), "-lm"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"{compiler} could not be run: {error}") from error
-        if done.returncode == 0:
-            return
-        message = message or done.stderr.strip()[-500:]
-    raise BuildError(f"{compiler} refused the kernels' source: {message}")
+    """Compile ``kernels.c`` of ``source`` to ``target``. Raises ``BuildError``."""
+    c_build.run_compiler(compiler, target, _recipe(source))
 
 
 def build(source: Path | None = None) -> Built:
-    """The object of the folder ``source`` (``SOURCE`` by default) for this machine, compiled now unless it was before; it appears whole or not at all."""
-    compiler, folder = find_compiler(), cache_folder()
-    path = folder / object_name(compiler, source)
-    if path.is_file() and is_private(path):
-        return Built(path, compiler)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        target = Path(scratch) / "kernels.so"
-        run_compiler(compiler, target, source)
-        target.chmod(0o700)
-        target.replace(path)
-    return Built(path, compiler)
+    """The object of the folder ``source`` (``SOURCE`` by default) for this machine. Raises ``BuildError``."""
+    return c_build.build(_recipe(source))
 
 
 def main() -> int:

@@ -1,0 +1,282 @@
+"""The hot path in C and the same in Python: whatever a rank calls, both count, record and return the same."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from slime_like.config.guard_policy import GuardSpec, Policy
+from slime_like.distributed import hot, install
+from slime_like.distributed.requests import Requests
+from slime_like.distributed.ring import FAILED, HEAD, RECORD, Ring
+from slime_like.distributed.wrapper import Wrapper
+from tests.distributed.wrapped import Memory
+
+CPU = torch.device("cpu")
+NEVER = GuardSpec(wrap=True, default=Policy(checks="never"), ring=64)
+needs_c = pytest.mark.skipif(hot.load() is None, reason="no C compiler, or no headers of this Python")
+gather, scatter = (getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Generator[None]:
+    """Torch's backend that does nothing; its works wait as those of gloo and NCCL do."""
+    stock: Any = vars(FakeWork)["wait"]
+    del FakeWork.wait
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+    FakeWork.wait = stock
+
+
+def small() -> torch.Tensor:
+    return torch.zeros(8)
+
+
+def waited(work: Any) -> None:
+    """As a caller does."""
+    work.wait()
+
+
+def coalesced() -> None:
+    with c10d._coalescing_manager():
+        dist.all_reduce(small())
+        dist.all_reduce(small())
+
+
+def group() -> Any:
+    return dist.group.WORLD
+
+
+def in_phase() -> None:
+    with install.phase("step"):
+        dist.all_reduce(small())
+
+
+# Every way to an op that a backend without communication takes: plain ones, odd arguments, and mistakes.
+CALLS: dict[str, Callable[[], object]] = {
+    "all_reduce": lambda: dist.all_reduce(small()),
+    "later": lambda: waited(dist.all_reduce(small(), async_op=True)),
+    "dropped": lambda: dist.all_reduce(small(), async_op=True) and None,
+    "broadcast": lambda: dist.broadcast(small(), 0),
+    "a parameter": lambda: dist.broadcast(torch.nn.Parameter(small(), requires_grad=False), 0),
+    "gather": lambda: gather(torch.zeros(16), small()),
+    "scatter": lambda: scatter(small(), torch.zeros(16)),
+    "all_gather": lambda: dist.all_gather([small(), small()], small()),
+    "all_to_all": lambda: dist.all_to_all_single(small(), small()),
+    "barrier": lambda: dist.barrier(),
+    "own method": lambda: group().allreduce([small()]).wait(),
+    "named": lambda: group().barrier(opts=c10d.BarrierOptions()),
+    "isend": lambda: waited(dist.isend(small(), 1)),
+    "irecv": lambda: waited(dist.irecv(small(), 1)),
+    "no wait": lambda: dist.isend(small(), 1) and None,
+    "anyone": lambda: waited(group().recv_anysource([small()], 0)),
+    "send": lambda: dist.send(small(), 1),
+    "recv of a named group": lambda: dist.recv(small(), 1, group=group()),
+    "batch": lambda: [waited(work) for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, small(), 1)])],
+    "no batch": lambda: dist.batch_isend_irecv([]),
+    "objects": lambda: dist.broadcast_object_list([1], src=0),
+    "coalesced": coalesced,
+    "phase": in_phase,
+    "twice": lambda: [waited(work) for work in [dist.isend(small(), 1)] * 2],
+    "no tensor": lambda: group().allreduce("nothing"),
+    "nothing": lambda: group().allreduce(),
+    "no such word": lambda: group().allreduce([small()], nonsense=1),
+    "no peer": lambda: group().send([small()], "nobody", 0),
+    "no list": lambda: dist.broadcast_object_list(3, src=0),  # pyright: ignore[reportArgumentType]
+    "no wait for nothing": lambda: c10d.Work.wait(3),  # pyright: ignore[reportArgumentType]
+}
+
+
+def outcome(call: Callable[[], object]) -> str:
+    """What it returns or raises."""
+    try:
+        found = call()
+    except Exception as error:  # noqa: BLE001 (whatever it is, both ways must raise it)
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}; of {type(error.__cause__).__name__}"
+    return type(found).__name__
+
+
+@contextlib.contextmanager
+def wrapped(*, in_c: bool, spec: GuardSpec = NEVER) -> Generator[Wrapper]:
+    """Collectives wrapped one way or the other."""
+    made = install.install(spec, CPU, 0, in_c=in_c)
+    assert made is not None
+    assert (made.hot is not None) == in_c
+    try:
+        yield made
+    finally:
+        install.remove()
+
+
+def lived(names: list[str], *, in_c: bool) -> tuple[Any, ...]:
+    """What is returned, counted and recorded; times only as whether there are any, and in which order."""
+    with wrapped(in_c=in_c) as w:
+        outcomes = [outcome(CALLS[name]) for name in names]
+        w.settle()
+        counts = [(c.op.name, c.calls, c.bytes, c.ns > 0, c.code, dict.fromkeys(c.peers)) for c in w.counters()]
+        records: list[Any] = []
+        for slot in range(w.ring.slots):
+            index, started, ended, *rest = RECORD.unpack_from(w.ring.memory, HEAD + slot * RECORD.size)
+            how = {0: "in flight", FAILED: "failed"}.get(ended, "ended")
+            assert how != "ended" or started <= ended or not started
+            records.append((index, started > 0, how, *rest))
+        return outcomes, counts, records, len(w.loose), w.composing
+
+
+@needs_c
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.sampled_from(sorted(CALLS)), min_size=1, max_size=30))
+def test_c_and_python_say_the_same(names: list[str]) -> None:
+    assert lived(names, in_c=True) == lived(names, in_c=False)
+
+
+@needs_c
+def test_c_and_python_say_the_same_of_every_call_again_and_again() -> None:
+    names = [*CALLS, *reversed(CALLS), *CALLS]
+    assert lived(names, in_c=True) == lived(names, in_c=False)
+
+
+@needs_c
+@pytest.mark.parametrize("name", ["all_reduce", "later", "gather", "scatter", "barrier", "isend", "send", "batch"])
+def test_a_plain_call_runs_no_python_of_the_wrapper(name: str) -> None:
+    ran: list[str] = []
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and "slime_like/distributed" in frame.f_code.co_filename:
+            ran.append(frame.f_code.co_qualname)
+
+    with wrapped(in_c=True):
+        CALLS[name]()
+        sys.setprofile(note)
+        try:
+            CALLS[name]()
+        finally:
+            sys.setprofile(None)
+    assert ran == []
+
+
+@needs_c
+def test_nothing_is_held_on_to() -> None:
+    """References to what a call is given and to what is counted are as many after many calls as after a few."""
+    tensor, world = small(), group()
+    with wrapped(in_c=True) as w:
+
+        def some() -> list[int]:
+            for name in CALLS:
+                outcome(CALLS[name])
+                dist.all_reduce(tensor)
+                waited(dist.isend(tensor, 1))
+                dist.send(tensor, 1)
+            gc.collect()
+            w.settle()
+            held = [tensor, world, *w.counters()]
+            return [len(w.loose), *map(sys.getrefcount, held)]
+
+        some()
+        before = some()
+        assert [some() for _ in range(5)] == [before] * 5
+
+        def many() -> int:
+            for _ in range(500):
+                for name in ("all_reduce", "later", "isend", "send", "batch"):
+                    CALLS[name]()
+            return sys.getallocatedblocks()
+
+        many()
+        assert -many() + many() < 100  # not one for each call
+
+
+@needs_c
+def test_a_call_that_the_guard_wants_to_see_goes_to_it() -> None:
+    spec = GuardSpec(wrap=True, default=Policy(checks="every_n", every=3), ring=64)
+    checks: list[int] = []
+    for in_c in (True, False):
+        with wrapped(in_c=in_c, spec=spec) as w:
+            for _ in range(7):
+                dist.all_reduce(small())
+            (counter,) = w.counters()
+            checks.append(counter.checks)
+    assert checks == [3, 3]
+
+
+@needs_c
+@pytest.mark.parametrize("in_c", [True, False])
+@pytest.mark.parametrize("checks", ["never", "auto", "every_n"])
+def test_a_group_decision_reaches_a_plain_op(checks: str, in_c: bool, tmp_path: Path) -> None:
+    policy, memory = Policy(checks=checks, every=100), Memory()
+    spec = GuardSpec(wrap=True, default=policy, ring=64, symmetric=True, folder=str(tmp_path), name="trainer")
+    made = install.install(spec, CPU, 0, memory, in_c=in_c)
+    assert made is not None
+    try:
+        for memory.at in range(6):
+            if memory.at == 3:
+                Requests(tmp_path / "trainer.requests").ask("trim")
+            dist.all_reduce(small())
+        (counter,) = made.counters()
+    finally:
+        install.remove()
+    assert memory.done == [("trim", 3)]
+    assert (counter.calls, counter.clears) == (6, 1)
+    assert (counter.due == 0) == (checks == "every_n" or not in_c)  # else later ops are plain again
+
+
+@needs_c
+def test_what_is_bound_while_wrapped_works_afterwards() -> None:
+    with wrapped(in_c=True):
+        bound = dist.batch_isend_irecv
+        bound([dist.P2POp(dist.isend, small(), 1)])
+    assert bound is not dist.batch_isend_irecv
+    assert bound.__name__ == "batch_isend_irecv"
+    assert len(bound([dist.P2POp(dist.isend, small(), 1)])) == 1
+
+
+@needs_c
+def test_memory_that_holds_fewer_records_is_refused() -> None:
+    module = hot.load()
+    with pytest.raises(ValueError, match="does not hold so many records"):
+        module.Ring(bytearray(HEAD + 8 * RECORD.size - 1), HEAD, 8)
+    with pytest.raises(ValueError, match="does not hold so many records"):
+        module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD, 6)
+    with pytest.raises(ValueError, match="no word"):
+        module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD, 8).watch(bytearray(7))
+    with pytest.raises(TypeError):
+        module.Call()()
+    ring, memory = Ring(None, "a_rank0", 8), module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD, 8)
+    assert [memory.take() for _ in range(20)] == [ring.take() for _ in range(20)]
+
+
+def test_without_a_compiler_it_is_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    hot.load.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING), wrapped(in_c=False):
+            install.remove()
+            made = install.install(NEVER, CPU, 0)
+            assert made is not None
+            assert made.hot is None
+            dist.all_reduce(small())
+            assert [c.calls for c in made.counters()] == [1]
+    finally:
+        hot.load.cache_clear()
+    assert "counted in Python" in caplog.text
+    assert "no C compiler (cc, gcc, clang) on PATH" in caplog.text
