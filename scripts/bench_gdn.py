@@ -3,18 +3,20 @@
     python scripts/bench_gdn.py                                          # arms torch, fla, flashqla and transformers' (hf)
     python scripts/bench_gdn.py --shapes 2048,16,32,128 32x1024,4,8,128 --dtype bfloat16 --rounds 20
     python scripts/bench_gdn.py --output docs/measurements/gdn.md        # the page, with gdn.svg beside it
-    python scripts/bench_gdn.py --end-to-end +recipe=quickstart_gdn      # whole runs, one per backend
+    python scripts/bench_gdn.py --end-to-end +recipe=quickstart_gdn      # runs of --rollouts steps, one per backend
 
 A shape is T,H,HV,D (tokens, key heads, value heads, head size), or NxT,... for N packed sequences. Parity: output, final
 state and every gradient against the recurrence, token by token in float64 (tests/gdn/recurrence.py), relative to the largest
-value of each. Times: minimum over rounds in which all arms take turns, of device time on a GPU and of the process's CPU time
-(one thread) on a CPU; the first call, in which kernels are compiled and tuned, is told apart. Exit code 1 where parity fails.
+value of each. Times: medians over rounds in which all arms take turns, of device time on a GPU and of the process's CPU time
+(one thread) on a CPU; ratios: medians of each round's. The first call, in which kernels are compiled and tuned, is told
+apart. Exit code 1 where parity fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
+import statistics
 import sys
 from pathlib import Path
 
@@ -22,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins"), str(REPOSITORY / "scripts")]
 
 import torch  # noqa: E402
-from bench_gdn_arms import Arm, Shape, cold_seconds, kernels_seen, make_arms, make_call, peak_mib, seconds  # noqa: E402
+from bench_gdn_arms import Arm, Shape, kernels_seen, make_arms, make_call, measure, ratio  # noqa: E402
 from bench_gdn_plot import plot  # noqa: E402
 
 from tests.gdn import recurrence  # noqa: E402
@@ -63,20 +65,6 @@ def parity(arms: list[Arm], options: argparse.Namespace) -> tuple[list[str], boo
     return rows, fine
 
 
-def measure(arms: list[Arm], shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float, float, float, float]]:
-    """Arm -> first call, forward, forward and backward (seconds), peak memory (MiB)."""
-    dtype, device = getattr(torch, options.dtype), options.device
-    calls = {arm.name: make_call(arm, shape, device, dtype) for arm in arms if arm.packs or len(shape.lengths) == 1}
-    cold = {name: cold_seconds(call.both, device) for name, call in calls.items()}
-    peaks = {name: peak_mib(call.both, device) for name, call in calls.items()}
-    times = {name: ([], []) for name in calls}
-    for _ in range(options.rounds):
-        for name, call in calls.items():
-            times[name][0].append(seconds(call.forward, device))
-            times[name][1].append(seconds(call.both, device))
-    return {name: (cold[name], min(times[name][0]), min(times[name][1]), peaks[name]) for name in calls}
-
-
 def speed(arms: list[Arm], options: argparse.Namespace) -> list[str]:
     """Rows per shape and arm, with ratios to the first arm that was measured on the shape."""
     rows = [
@@ -84,11 +72,15 @@ def speed(arms: list[Arm], options: argparse.Namespace) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for text in options.shapes:
-        found = measure(arms, shape := shape_of(text), options)
-        base = next(iter(found))
-        for name, (cold, forward, both, peak) in found.items():
-            ratio = f"{found[base][1] / forward:.2f}x, {found[base][2] / both:.2f}x"
-            row = f"| {shape} | {name} | {cold * 1e3:.0f} | {forward * 1e3:.1f} | {both * 1e3:.1f} | {peak:.0f} | {ratio} |"
+        shape = shape_of(text)
+        found = measure(arms, shape, options.device, getattr(torch, options.dtype), options.rounds)
+        base = next(iter(found.values()))
+        for name, one in found.items():
+            forward, both = (statistics.median(times) * 1e3 for times in (one.forward, one.both))
+            ratios = f"{ratio(base.forward, one.forward):.2f}x, {ratio(base.both, one.both):.2f}x"
+            row = (
+                f"| {shape} | {name} | {one.cold * 1e3:.0f} | {forward:.1f} | {both:.1f} | {one.peak:.0f} | {ratios} |"
+            )
             rows.append(row)
             print(row, file=sys.stderr, flush=True)
     return rows
@@ -100,12 +92,13 @@ def growth(arms: list[Arm], options: argparse.Namespace) -> tuple[list[str], str
     lines: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in arms}
     rows = ["| T | " + " | ".join(f"{name} ms" for name in lines) + " | ratio |", "|---|" + "---|" * (len(lines) + 1)]
     for tokens in options.long:
-        found = measure(arms, Shape((tokens,), heads, value_heads, dim), options)
-        for name, values in found.items():
-            lines[name].append((tokens, values[2] * 1e3))
+        shape = Shape((tokens,), heads, value_heads, dim)
+        found = measure(arms, shape, options.device, getattr(torch, options.dtype), options.rounds)
+        for name, one in found.items():
+            lines[name].append((tokens, statistics.median(one.both) * 1e3))
         cells = " | ".join(f"{lines[name][-1][1]:.1f}" for name in lines)
-        first, *others = (lines[name][-1][1] for name in lines)
-        rows.append(f"| {tokens} | {cells} | {', '.join(f'{first / other:.2f}x' for other in others)} |")
+        first, *others = found.values()
+        rows.append(f"| {tokens} | {cells} | {', '.join(f'{ratio(first.both, one.both):.2f}x' for one in others)} |")
         print(rows[-1], file=sys.stderr, flush=True)
     title = f"Gated delta rule, forward + backward, {heads}/{value_heads} heads of {dim}, {options.dtype} on {options.device}"
     return rows, plot(title, "tokens of one sequence", "ms", lines)
@@ -132,8 +125,8 @@ def page(arms: list[Arm], missing: dict[str, str], options: argparse.Namespace) 
         "",
         f"`python scripts/bench_gdn.py {' '.join(sys.argv[1:])}`",
         "",
-        f"torch {torch.__version__}, {options.dtype}, {where}; minimum of {options.rounds} rounds in which the arms take turns.",
-        f"Ratios are those of `{arms[0].name}` to the arm: above 1 the arm is faster.",
+        f"torch {torch.__version__}, {options.dtype}, {where}; medians of {options.rounds} rounds in which the arms take turns.",
+        f"Ratios are medians over the rounds of `{arms[0].name}` to the arm: above 1 the arm is faster.",
         "",
         "## What ran",
         *proofs,
@@ -165,6 +158,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--end-to-end", nargs="+", metavar="OVERRIDE", help="arguments of train.py: one run per backend"
     )
+    parser.add_argument("--rollouts", type=int, default=12, help="of each run of --end-to-end, the warm-up included")
     return parser.parse_args(argv)
 
 
@@ -174,7 +168,8 @@ def main(argv: list[str]) -> int:
     if options.end_to_end:
         from bench_gdn_runs import compare
 
-        return compare([name for name in options.arms if name != "hf"], options.end_to_end)
+        backends = [name for name in options.arms if name != "hf"]
+        return compare(backends, options.end_to_end, options.rollouts)
     torch.set_num_threads(1)
     arms, missing = make_arms(options.arms, options.device, options.dtype, shape_of(options.shapes[0]).dim)
     for name, why in missing.items():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -48,6 +49,21 @@ class Arm:
     kernels: str
     rule: GDNBackend
     packs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of one arm on one shape: seconds of the first call, MiB, and seconds of each round."""
+
+    cold: float
+    peak: float
+    forward: list[float] = field(default_factory=list)
+    both: list[float] = field(default_factory=list)
+
+
+def ratio(base: Sequence[float], arm: Sequence[float]) -> float:
+    """Median of the rounds' ratios: what else the machine does in a round weighs on both."""
+    return statistics.median(b / a for b, a in zip(base, arm, strict=True))
 
 
 class TransformersFallback:
@@ -199,6 +215,19 @@ def peak_mib(run: Callable[[], object], device: str) -> float:
     events: list[Any] = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     steps = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(accumulate(steps), default=0) / MIB
+
+
+def measure(arms: Sequence[Arm], shape: Shape, device: str, dtype: torch.dtype, rounds: int) -> dict[str, Measured]:
+    """By arm, those that take the shape. Peak memory is that of a call of its own: watching it takes time."""
+    calls = {arm.name: make_call(arm, shape, device, dtype) for arm in arms if arm.packs or len(shape.lengths) == 1}
+    found = {
+        name: Measured(cold_seconds(call.both, device), peak_mib(call.both, device)) for name, call in calls.items()
+    }
+    for _ in range(rounds):
+        for name, call in calls.items():
+            found[name].forward.append(seconds(call.forward, device))
+            found[name].both.append(seconds(call.both, device))
+    return found
 
 
 def kernels_seen(run: Callable[[], object], device: str, most: int = 4) -> list[str]:

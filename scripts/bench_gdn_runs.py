@@ -1,4 +1,7 @@
-"""``scripts/bench_gdn.py --end-to-end``: the same run once per backend of Gated DeltaNet, and what each step of it took."""
+"""``scripts/bench_gdn.py --end-to-end``: the same run once per backend of Gated DeltaNet, and what each step of it took.
+
+The backends take turns as whole runs: a machine that is busy during one of them is seen in its row alone.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from slime_like.metrics.flops import DecoderShape, decoder_shape, train_flops
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # steps that compile and tune
+RAN = "Gated DeltaNet ran on"  # begins what a run says of its kernels
 COLUMNS = (
     "backend",
     "ref logprob s",
@@ -37,28 +41,48 @@ class Steps:
     lengths: Sequence[Sequence[int]]
 
 
-def compare(backends: Sequence[str], overrides: Sequence[str]) -> int:
-    """Run, print the table, and say of each backend that cannot run here why. Exit code 1 when none could."""
-    rows, why = [], {}
+def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) -> int:
+    """Run, print the table, the kernels that ran, and why others did not. Exit code 1 when none could.
+
+    Each run has ``rollouts`` steps and evaluates nothing, unless ``overrides`` say otherwise.
+    """
+    given = {override.partition("=")[0] for override in overrides}
+    ours = {"loop.num_rollout": str(rollouts), "evaluation.datasets": "{}"}
+    short = [f"{key}={value}" for key, value in ours.items() if key not in given]
+    rows, ran, why = [], {}, {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in backends:
             folder = Path(scratch) / name
-            arguments = [*overrides, "--qwen-gdn-backend", name, f"run.dir={folder}", "run.dump_rollouts=true"]
-            done = subprocess.run(
-                [sys.executable, "train.py", *arguments], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
-            )
-            if done.returncode:
-                why[name] = (
-                    done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
-                )
+            arguments = [*overrides, *short, "--qwen-gdn-backend", name, f"run.dir={folder}", "run.dump_rollouts=true"]
+            code, said, error = run(arguments)
+            if code:
+                why[name] = error or f"exit code {code}"
                 continue
+            ran[name] = next((line.partition(RAN)[2].strip() for line in said if RAN in line), "it did not say")
             cfg = load_config(arguments)
             shape = decoder_shape(json.loads((Path(cfg.model.hf_checkpoint) / "config.json").read_text()))
             rows.append(row(name, read_steps(folder), shape, trainer_ranks(cfg)))
-    sys.stdout.write("\n".join(table(rows)) + "\n")
-    for name, reason in why.items():
-        sys.stdout.write(f"{name} did not run: {reason}\n")
+    said_of = [f"- `{name}` ran: {kernels}" for name, kernels in ran.items()]
+    said_of += [f"- `{name}` did not run: {reason}" for name, reason in why.items()]
+    sys.stdout.write("\n".join(["", *table(rows), "", *said_of, ""]))
     return int(not rows)
+
+
+def run(arguments: Sequence[str]) -> tuple[int, list[str], str]:
+    """Run train.py, showing what it prints: exit code, those lines, and the last line of its errors."""
+    said: list[str] = []
+    with tempfile.TemporaryFile("w+") as errors:
+        command = [sys.executable, "train.py", *arguments]
+        child = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert child.stdout is not None
+        for line in child.stdout:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            said.append(line)
+        code = child.wait()
+        errors.seek(0)
+        lines = errors.read().strip().splitlines()
+    return code, said, lines[-1] if lines else ""
 
 
 def read_steps(folder: Path) -> Steps:
@@ -82,7 +106,10 @@ def row(name: str, steps: Steps, shape: DecoderShape, ranks: int) -> list[str]:
             [step["perf/ref_log_probs_time"] for step in steps.metrics if "perf/ref_log_probs_time" in step], "{:.3f}"
         ),
         _median(train, "{:.3f}"),
-        _median([step["perf/step_time"] for step in steps.metrics if "perf/step_time" in step], "{:.3f}"),
+        _median(
+            [s["perf/step_time"] - s.get("perf/dump_time", 0.0) for s in steps.metrics if "perf/step_time" in s],
+            "{:.3f}",
+        ),
         _median(
             [s["perf/tokens_per_gpu_per_sec"] for s in steps.metrics if "perf/tokens_per_gpu_per_sec" in s], "{:.0f}"
         ),

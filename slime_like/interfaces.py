@@ -249,6 +249,10 @@ class Trainer(Protocol):
         """
         ...
 
+    def kernels(self) -> tuple[str, ...]:
+        """What layers with kernels to choose from say of those that have run."""
+        ...
+
     def rest(self) -> None:
         """Rollouts run, and no rank communicates until the next call: what only communication needs may go."""
         ...
@@ -263,6 +267,15 @@ class Trainer(Protocol):
 
     def load(self, folder: Path, iteration: int) -> None: ...
     def export_hf(self, folder: Path) -> None: ...
+
+
+@runtime_checkable
+class NamesKernels(Protocol):
+    """A layer with kernels to choose from."""
+
+    def kernels(self) -> str:
+        """Which of them ran, with versions; a sentence for the log."""
+        ...
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

@@ -78,6 +78,10 @@ class Ensemble:
         """[T] log-probabilities of the actor."""
         return self.actor.score(rows, exact)
 
+    def kernels(self) -> tuple[str, ...]:
+        """Those of the actor."""
+        return self.actor.kernels()
+
     def rest(self) -> None:
         """Nobody communicates until the next call."""
         for group in (self.actor, self.critic, self.teacher):

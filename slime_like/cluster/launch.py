@@ -284,6 +284,10 @@ class FrozenTrainer:
         """Never asked: there is no push to prove."""
         raise SlimeLikeError("run.mode=rollout_only has no trainer to score with")
 
+    def kernels(self) -> tuple[str, ...]:
+        """Nothing was computed."""
+        return ()
+
     def rest(self) -> None:
         """Nothing ever moves."""
 

@@ -105,6 +105,8 @@ class Run:
         self, rollout_id: int, collected: Collected, stats: StepStats, probed: tuple[Metric, ...]
     ) -> None:
         """Dump, evaluate, log and save, each when it is due or asked for."""
+        if rollout_id == self.first_rollout:
+            self._name_kernels()
         self.spans.add("rollout", collected.started, collected.stopped)
         if self.cfg.run.dump_rollouts:
             save_groups(rollout_path(self.run_dir / "rollouts", rollout_id), collected.groups)
@@ -127,6 +129,12 @@ class Run:
         self._log(done, metrics)
         self._save_due(done)
         self._obey(asked, done)
+
+    def _name_kernels(self) -> None:
+        """Say what the first rollout of this part of the run was computed by."""
+        if self.cfg.metrics.console != "off":
+            for line in self.trainer.kernels():
+                sys.stdout.write(f"{self.cfg.run.name}: {line}\n")
 
     def _answer_eval(self, found: tuple[Metric, ...]) -> None:
         """Say what an evaluation that was asked for found."""

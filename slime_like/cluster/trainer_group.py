@@ -62,6 +62,10 @@ class TrainerGroup(RankGroup):
         """Kinds of layers of the whole model that ``score`` can compute in float64."""
         return tuple(sorted({kind for kinds in self.on_all("layer_kinds").values() for kind in kinds}))
 
+    def kernels(self) -> tuple[str, ...]:
+        """What the layers of any rank say of the kernels that ran."""
+        return tuple(sorted({said for rank in self.on_all("kernels").values() for said in rank}))
+
     def begin_save(self, folder: Path, iteration: int) -> None:
         """Copy everything on the ranks and let them write it to ``folder/iter_<iteration>``."""
         self.on_all("begin_save", str(folder), iteration)

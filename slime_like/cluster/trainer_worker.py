@@ -137,6 +137,10 @@ class TrainerWorker(RankWorker):
         """Kinds of layers on this rank that ``score`` can compute in float64."""
         return self.actor.layer_kinds()
 
+    def kernels(self) -> tuple[str, ...]:
+        """What this rank's layers say of the kernels that ran."""
+        return self.actor.kernels()
+
     def begin_save(self, folder: str, iteration: int) -> None:
         """Begin to write this rank's part of a checkpoint."""
         with self._peaks("save"):

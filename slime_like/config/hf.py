@@ -70,7 +70,7 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
             num_kv_heads=int(text.get("num_key_value_heads") or heads),
             vocab_size=int(text["vocab_size"]),
             max_positions=int(text["max_position_embeddings"]),
-            num_experts=_num_experts(text),
+            num_experts=num_experts(text),
             tied=bool(values.get("tie_word_embeddings")),
             gdn=gdn_shape(text),
             rope_key=rope_key,
@@ -82,7 +82,7 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
         ) from error
 
 
-def _num_experts(text: Mapping[str, Any]) -> int:
+def num_experts(text: Mapping[str, Any]) -> int:
     """Routed experts of a layer; 0 also where no layer has any, whatever their number."""
     dense = set(cast("list[int]", text.get("mlp_only_layers") or ()))
     if dense.issuperset(range(int(text["num_hidden_layers"]))):

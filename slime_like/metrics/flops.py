@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from slime_like.config.hf import GDNShape, gdn_shape
+from slime_like.config.hf import GDNShape, gdn_shape, num_experts
 
 GATED_FAMILIES = ("qwen3_next", "qwen3_5")  # whose attention has an output gate as wide as its queries
 GDN_EVERY = 4  # Qwen3-Next, where config.json does not list its layers: each fourth one is attention
@@ -47,7 +47,7 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
     layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
     gdn = gdn_shape(text)
     linear = _linear_layers(text, layers) if gdn is not None else 0
-    experts = int(text.get("num_experts") or 0)
+    experts = num_experts(text)
     dense = _dense_layers(text, layers) if experts else layers
     return DecoderShape(
         hidden=int(text["hidden_size"]),

@@ -376,7 +376,32 @@ def convolution_across_borders() -> Any:
     return replaced(TorchGDN, "causal_conv", across)
 
 
+def gradient_of_own_range() -> Any:
+    """Where states are passed on, backward keeps what a rank's own tokens say of them, as if no other rank had read any."""
+    from slime_like_plugins.qwen_gdn import state_passing
+
+    return replaced(state_passing, "gather_from_sequence_parallel_region", _Kept.of)
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def of(local: Tensor, group: Any) -> Tensor:
+        return _Kept.apply(local, group)
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
+        ctx.rank = dist.get_rank(group)
+        out = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(out, local.contiguous(), group=group)
+        return torch.cat(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0][ctx.rank : ctx.rank + 1], None
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
+    "gradient_of_own_range": gradient_of_own_range,
     "swapped_experts": swapped_experts,
     "unnormalised_router": unnormalised_router,
     "unreduced_experts": unreduced_experts,

@@ -1,4 +1,7 @@
-"""model.gdn.cp_mode=state in a whole model: equal to transformers, as the layers that give every rank a share of the heads are."""
+"""Context parallelism of Gated DeltaNet by passing states: equal to one rank in values and in every gradient (float64).
+
+And in a whole model equal to transformers, as the layers that give every rank a share of the heads are.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,30 @@ from slime_like.config.gdn import GDNConfig
 from slime_like.config.resolved import Layout
 from tests.train.jobs import SP, Job, Results
 from tests.train.parity import comparison
+from tests.train.state_passing import Case
 from tests.train.test_hybrid import BOUND, DECAY_BOUND
 
 pytestmark = pytest.mark.ranks
 
+EXACT = 1e-10
+SHAPES = (
+    (64,),  # one sequence over all ranks
+    (5, 3, 40, 1, 17),  # some cut, some whole
+    (16, 16, 16, 16),  # borders at sequence ends
+    (3,),  # ranges shorter than the convolution's reach
+    (150, 70),  # several chunks of the kernel per range
+)
+STREAMS = [Case(lengths, gate) for lengths in SHAPES for gate in (4.0, 0.01)]
 CASES = {
     2: {"state cp2": ("qwen3_5", Layout(cp=2)), "state cp2 qwen3_next": ("qwen3_next", Layout(cp=2))},
     4: {"state cp4": ("qwen3_5", Layout(cp=4)), "state tp2 cp2 sp": ("qwen3_5", Layout(cp=2, **SP))},
 }
 MODEL = {"gdn": GDNConfig(cp_mode="state")}
 JOBS = {
-    size: [Job(name, "tests.train.parity:compare", (*case, MODEL, None)) for name, case in cases.items()]
+    size: [
+        Job(f"stream over {size} ranks", "tests.train.state_passing:errors", (STREAMS,)),
+        *(Job(name, "tests.train.parity:compare", (*case, MODEL, None)) for name, case in cases.items()),
+    ]
     for size, cases in CASES.items()
 }
 
@@ -29,3 +45,12 @@ def test_equals_hf(name: str, results: Results) -> None:
     assert found.worst <= BOUND, found
     assert found.score <= BOUND, found
     assert found.decay <= DECAY_BOUND, found
+
+
+@pytest.mark.parametrize("cp", CASES)
+def test_equals_one_rank(cp: int, results: Results) -> None:
+    found = results[f"stream over {cp} ranks"]
+    assert len(found) == cp and all(len(errors) == len(STREAMS) for errors in found)
+    for rank, errors in enumerate(found):
+        for case, result in zip(STREAMS, errors, strict=True):
+            assert max(result.values()) < EXACT, f"rank {rank} of {cp}: {case}: {result}"

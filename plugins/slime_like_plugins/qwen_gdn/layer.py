@@ -72,6 +72,10 @@ class GatedDeltaNetLayer(GatedDeltaNet):
         out: Tensor = self.out_norm(read, gate.unflatten(-1, (heads.values, heads.value_dim)))
         return self.out_proj(out.flatten(1)[:, None])
 
+    def kernels(self) -> str:
+        """Which kernels this layer has called, or will call."""
+        return f"Gated DeltaNet ran on {self.backend.name}: {self.backend.kernels()}"
+
     def _conv_weight(self) -> Tensor:
         """[C, W]."""
         announce_read(self.conv1d)

@@ -1,9 +1,8 @@
-"""Which backend a rank runs: validated before its package is imported, logged, never another one than was asked for."""
+"""Which backend a rank runs: validated before its package is imported, never another one than was asked for."""
 
 from __future__ import annotations
 
 import functools
-import logging
 from typing import cast
 
 import torch
@@ -17,8 +16,6 @@ from slime_like.errors import ConfigError
 from slime_like.registry import check
 from slime_like.registry import resolve as resolve_name
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
-
-log = logging.getLogger(__name__)
 
 
 def resolve(config: GDNConfig, device: str, dtype: str = "auto", shape: GDNShape | None = None) -> GDNBackend:
@@ -38,7 +35,7 @@ def resolve(config: GDNConfig, device: str, dtype: str = "auto", shape: GDNShape
 def _backend(name: str, auto_cp: bool) -> GDNBackend:
     try:
         made = resolve_name("model.gdn.backend", name, GDN_BACKENDS)
-        found = cast("GDNBackend", made(GDNConfig(backend=name, auto_cp=auto_cp)))
+        return cast("GDNBackend", made(GDNConfig(backend=name, auto_cp=auto_cp)))
     except (ImportError, ValueError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -46,5 +43,3 @@ def _backend(name: str, auto_cp: bool) -> GDNBackend:
             f"model.gdn.backend={name}: its package is installed and cannot be imported here "
             f"({type(error).__name__}: {error}); model.gdn.backend=torch runs anywhere"
         ) from error
-    log.info("Gated DeltaNet runs on model.gdn.backend=%s: %s", found.name, found.kernels())
-    return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from slime_like.batch import Columns, Rows
 from slime_like.config.resolved import ActorSpec
 from slime_like.distributed import install
-from slime_like.interfaces import WeightSource
+from slime_like.interfaces import NamesKernels, WeightSource
 from slime_like.metrics.types import Metric
 from slime_like.train.megatron import groups
 from slime_like.train.megatron.checkpointed import CheckpointedRank
@@ -83,6 +83,11 @@ class MegatronActor(CheckpointedRank):
         from slime_like.train.megatron.exact_layers import kinds
 
         return kinds(self.trainer.model)
+
+    def kernels(self) -> tuple[str, ...]:
+        """What layers with kernels to choose from say of those that have run on this rank."""
+        layers = self.trainer.model.modules()
+        return tuple(sorted({layer.kernels() for layer in layers if isinstance(layer, NamesKernels)}))
 
     def weights(self) -> WeightSource:
         """The live weights in HF names and shapes."""

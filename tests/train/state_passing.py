@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.train.megatron import host
 from slime_like.train.megatron.layout import token_layout
 from slime_like.train.megatron.stream import stream_part
+from tests.train.jobs import Shared
 from tests.train.ranks import World
 
 H, HV, K, V, W = 2, 4, 8, 6, 4
@@ -23,18 +21,19 @@ D = 2 * H * K + HV * V
 
 @dataclass(frozen=True)
 class Case:
-    """Lengths of packed sequences, what the gates are scaled by (small: long memory), and whether a fault is planted."""
+    """Lengths of packed sequences, and what the gates are scaled by (small: long memory)."""
 
     lengths: tuple[int, ...]
     gate: float = 1.0
-    kept: bool = False  # backward of the gather keeps a rank's own gradient, as if nobody else had read its state
 
 
-def errors(world: World, cp: int, cases: list[Case]) -> list[dict[str, float]] | None:
-    """Per case the largest error of outputs and of each gradient, relative to its largest entry."""
-    host.install("cpu")
-    dist.init_process_group("gloo", init_method=f"tcp://{world.host}:{world.port}", rank=world.rank, world_size=cp)
-    return [_errors(world, cp, case) for case in cases]
+def errors(world: World, shared: Shared, cases: list[Case]) -> list[dict[str, float]]:
+    """Per case the largest error of outputs and of each gradient, relative to its largest entry; all ranks share the stream."""
+    del shared
+    if not dist.is_initialized():
+        meeting = f"tcp://{world.host}:{world.port}"
+        dist.init_process_group("gloo", init_method=meeting, rank=world.rank, world_size=world.size)
+    return [_errors(world, world.size, case) for case in cases]
 
 
 def _errors(world: World, cp: int, case: Case) -> dict[str, float]:
@@ -48,15 +47,13 @@ def _errors(world: World, cp: int, case: Case) -> dict[str, float]:
     local = [x.detach()[mine].requires_grad_() if x.shape[0] == len(whole[0]) else _leaf(x) for x in whole]
     part = stream_part(layout.padded_cu_seqlens, cp=cp, cp_rank=world.rank)
     here = state_passing.Range.on_device(part, world.rank, dist.group.WORLD, torch.device("cpu"))
-    fault = mock.patch.object(state_passing, "gather_from_sequence_parallel_region", _Kept.of)
-    with fault if case.kept else contextlib.nullcontext():
-        x, gates, weight = local
-        stream = here.to_stream(torch.cat((x, gates), 1))
-        mixed = state_passing.causal_conv(_backend(), stream[:, :D], weight, here, "silu")
-        q, k, v, g, beta = _columns(mixed, stream[:, D:])
-        out = state_passing.gated_delta_rule(_backend(), q, k, v, g, beta, here)
-        back = here.to_rows(out[0])
-        (back * _upstream(int(layout.padded_cu_seqlens[-1]))[mine]).sum().backward()
+    x, gates, weight = local
+    stream = here.to_stream(torch.cat((x, gates), 1))
+    mixed = state_passing.causal_conv(_backend(), stream[:, :D], weight, here, "silu")
+    q, k, v, g, beta = _columns(mixed, stream[:, D:])
+    out = state_passing.gated_delta_rule(_backend(), q, k, v, g, beta, here)
+    back = here.to_rows(out[0])
+    (back * _upstream(int(layout.padded_cu_seqlens[-1]))[mine]).sum().backward()
     dist.all_reduce(_grad(weight))
     got = [back, *map(_grad, local)]
     wanted = [expected[0][mine], expected[1][mine], expected[2][mine], expected[3]]
@@ -111,20 +108,3 @@ def _whole(leaves: list[Tensor], bounds: np.ndarray) -> list[Tensor]:
     out, _ = _backend().chunk_rule(*_columns(mixed, gates), cu_seqlens=cu, cu_seqlens_cpu=cu)
     (out[0] * _upstream(len(x))).sum().backward()
     return [out[0].detach(), *map(_grad, leaves)]
-
-
-class _Kept(torch.autograd.Function):
-    @staticmethod
-    def of(local: Tensor, group: Any) -> Tensor:
-        return _Kept.apply(local, group)
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
-        ctx.rank = dist.get_rank(group)
-        out = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(out, local.contiguous(), group=group)
-        return torch.cat(out)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0][ctx.rank : ctx.rank + 1], None

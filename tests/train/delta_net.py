@@ -1,0 +1,166 @@
+"""Ranks of test_delta_net: one Gated DeltaNet layer in float64, its ranks beside the recurrence token by token."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime_like.config.resolved import Layout
+from slime_like.train.megatron.families.base import Weight
+from tests.gdn.recurrence import Case, conv_reference, recurrence
+from tests.train.jobs import Shared
+from tests.train.models import make_rows, make_spec
+from tests.train.parity import FAULTS
+from tests.train.ranks import World
+
+HIDDEN, KEY_HEADS, VALUE_HEADS, KEY, VALUE, WIDTH = 24, 4, 8, 8, 6, 4
+LENGTHS = (37, 1, 5, 60, 2)
+NOT_READ = Path("no checkpoint")
+NET = "model.layers.0.linear_attn"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCase:
+    """A layout, how its context parallel ranks share the rule, the size of log decays, and perhaps a planted fault."""
+
+    layout: Layout
+    mode: str = "head"
+    decay: float = 1.0
+    fault: str | None = None
+
+
+def errors(world: World, shared: Shared, cases: Sequence[LayerCase]) -> list[dict[str, float]]:
+    """Per case the largest error of this rank's output and of each gradient, relative to its largest entry anywhere."""
+    del shared
+    found: list[dict[str, float]] = []
+    for case in cases:
+        with FAULTS[case.fault]() if case.fault else contextlib.nullcontext():
+            found.append(_errors(world, case))
+    return found
+
+
+def _errors(world: World, case: LayerCase) -> dict[str, float]:
+    from slime_like.train.megatron import groups
+    from slime_like.train.megatron.forward import make_micro
+
+    sizes = case.layout
+    place = groups.enter(
+        make_spec(NOT_READ, sizes),
+        rank=world.rank,
+        world_size=world.size,
+        master=(world.host, world.port),
+    )
+    micro = make_micro(make_rows(LENGTHS, seed=0), place)
+    bounds, mine = micro.layout.padded_cu_seqlens, torch.from_numpy(micro.layout.local_index)
+    layer, table = _layer(place, case)
+    full = _weights(table, case.decay)
+    for name, parameter in layer.named_parameters():
+        weight = table[name]
+        parameter.data = weight.split([full[n].detach() for n in weight.names], sizes.tp, place.tp_rank)
+    if sizes.sequence_parallel:
+        mine = mine.chunk(sizes.tp)[place.tp_rank]
+    hidden, upstream = _normal(1, int(bounds[-1]), HIDDEN), _normal(2, int(bounds[-1]), HIDDEN)
+    expected = layer_reference(hidden.requires_grad_(), full, bounds, layer.out_norm.eps)
+    (expected * upstream).sum().backward()
+    local = hidden.detach()[mine].requires_grad_()
+    out = layer(local[:, None], packed_seq_params=micro.packed)[0][:, 0]
+    (out * upstream[mine]).sum().backward()
+    assert local.grad is not None and hidden.grad is not None
+    found = {
+        "out": _relative(out, expected.detach()[mine], expected.detach()),
+        "hidden": _relative(local.grad, hidden.grad[mine], hidden.grad),
+    }
+    for name, parameter in layer.named_parameters():
+        whole: list[Any] = [full[n].grad for n in table[name].names]
+        _reduce(parameter, place)
+        found[name] = _relative(parameter.grad, table[name].split(whole, sizes.tp, place.tp_rank), *whole)
+    return found
+
+
+def _layer(place: Any, case: LayerCase) -> tuple[Any, Mapping[str, Weight]]:
+    """The layer, not filled, and which tensors make each of its parameters."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import build_module
+    from transformers import Qwen3_5TextConfig
+
+    from slime_like.train.megatron.families.qwen3_5 import Qwen35
+    from slime_like.train.megatron.transformer_config import transformer_config
+    from slime_like_plugins.qwen_gdn.head_wise import HeadWise
+    from slime_like_plugins.qwen_gdn.layer import layer_spec
+    from slime_like_plugins.qwen_gdn.state_passing import StatePassing
+    from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
+
+    hf = Qwen3_5TextConfig(
+        hidden_size=HIDDEN,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        linear_num_key_heads=KEY_HEADS,
+        linear_num_value_heads=VALUE_HEADS,
+        linear_key_head_dim=KEY,
+        linear_value_head_dim=VALUE,
+        linear_conv_kernel_dim=WIDTH,
+    )
+    family = Qwen35(hf, place.layout.tp)
+    config = transformer_config(make_spec(NOT_READ, place.layout), family)
+    config.params_dtype = torch.float64
+    spec: Any = layer_spec(TorchGDN(), {"head": HeadWise, "state": StatePassing}[case.mode])
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    layer: Any = build_module(spec.submodules.self_attention, config, layer_number=1, pg_collection=groups)
+    start = "blocks.0.self_attention."
+    return layer.double(), {k.removeprefix(start): w for k, w in family.weights().items() if k.startswith(start)}
+
+
+def _weights(table: Mapping[str, Weight], decay: float) -> dict[str, Tensor]:
+    """Random tensors as HF stores them; log decays per token are about ``-decay``."""
+    out: dict[str, Tensor] = {}
+    for weight in table.values():
+        for name, shape in zip(weight.names, weight.shapes, strict=True):
+            made = _normal(len(out) + 10, *shape) * (0.4 if len(shape) > 1 else 1.0)
+            if name.endswith("A_log"):
+                made = made * 0.3 + float(np.log(decay))
+            out[name] = made.requires_grad_()
+    return out
+
+
+def layer_reference(hidden_TD: Tensor, full: Mapping[str, Tensor], bounds: np.ndarray, eps: float) -> Tensor:
+    """Qwen3.5's layer by its definition: projections, convolution, the recurrence token by token, gated norm, projection."""
+    part = {name.removeprefix(f"{NET}.").removesuffix(".weight"): tensor for name, tensor in full.items()}
+    edges = tuple(int(b) for b in bounds)
+    qkv, z, b, a = (hidden_TD @ part[f"in_proj_{name}"].T for name in ("qkv", "z", "b", "a"))
+    mixed = conv_reference(qkv[None], part["conv1d"][:, 0], edges, None, True)[0]
+    q, k, v = mixed.split((KEY_HEADS * KEY, KEY_HEADS * KEY, VALUE_HEADS * VALUE), -1)
+    decay = -part["A_log"].exp() * F.softplus(a + part["dt_bias"])
+    heads = {"q": q.unflatten(-1, (KEY_HEADS, KEY)), "k": k.unflatten(-1, (KEY_HEADS, KEY))}
+    heads["v"] = v.unflatten(-1, (VALUE_HEADS, VALUE))
+    rule = Case(
+        **{n: t[None] for n, t in heads.items()}, g=decay[None], beta=b.sigmoid()[None], initial=None, cu_seqlens=edges
+    )
+    read = recurrence(rule)[0][0]
+    normed = read * (read.square().mean(-1, keepdim=True) + eps).rsqrt() * part["norm"]
+    return (normed * F.silu(z.unflatten(-1, (VALUE_HEADS, VALUE)))).flatten(1) @ part["out_proj"].T
+
+
+def _reduce(parameter: Any, place: Any) -> None:
+    """As the end of a step does: over the ranks that share sequences, and of what sequence parallelism marks, over tp."""
+    if place.layout.cp > 1:
+        dist.all_reduce(parameter.grad, group=place.cp_group)
+    if getattr(parameter, "sequence_parallel", False):
+        dist.all_reduce(parameter.grad, group=place.tp_group)
+
+
+def _normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _relative(mine: Tensor, right: Tensor, *whole: Tensor) -> float:
+    return float((mine.detach() - right).abs().max() / max(float(t.abs().max()) for t in (whole or (right,))))

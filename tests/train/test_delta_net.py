@@ -1,0 +1,71 @@
+"""A Gated DeltaNet layer on many ranks equals the recurrence, token by token in float64: output and every gradient.
+
+Tensor parallel with and without sequence parallelism, both modes of context parallelism at two and four ranks, decays that
+forget within a token and decays that remember a whole sequence.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.config.resolved import Layout
+from tests.train.delta_net import LayerCase
+from tests.train.jobs import SP, Job, Results
+
+pytestmark = pytest.mark.ranks
+
+BOUND = 1e-10
+DECAYS = (2.0, 0.01)
+LAYOUTS: dict[int, dict[str, tuple[Layout, str]]] = {
+    2: {
+        "tp2": (Layout(tp=2), "head"),
+        "tp2 sp": (Layout(**SP), "head"),
+        "cp2": (Layout(cp=2), "head"),
+        "cp2 state": (Layout(cp=2), "state"),
+    },
+    4: {
+        "cp4": (Layout(cp=4), "head"),
+        "cp4 state": (Layout(cp=4), "state"),
+        "tp2 cp2 sp": (Layout(cp=2, **SP), "head"),
+        "tp2 cp2 state": (Layout(tp=2, cp=2), "state"),
+    },
+}
+CASES = {
+    size: [LayerCase(layout, mode, decay) for layout, mode in layouts.values() for decay in DECAYS]
+    for size, layouts in LAYOUTS.items()
+}
+FAULTS = {
+    "out_norm.weight": LayerCase(Layout(tp=2), fault="unsummed_head_norm"),
+    "out": LayerCase(Layout(cp=2), fault="unordered_ranks"),
+    "hidden": LayerCase(Layout(cp=2), "state", 0.01, fault="gradient_of_own_range"),
+}
+JOBS = {
+    size: [
+        Job(
+            f"delta net {size}", "tests.train.delta_net:errors", (cases + (list(FAULTS.values()) if size == 2 else []),)
+        )
+    ]
+    for size, cases in CASES.items()
+}
+
+
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_equals_the_recurrence(size: int, results: Results) -> None:
+    found = results[f"delta net {size}"]
+    assert len(found) == size
+    for rank, ranks in enumerate(found):
+        for case, parts in zip(CASES[size], ranks, strict=False):
+            assert {"out", "hidden", "A_log", "dt_bias", "conv1d.weight", "out_norm.weight"} < parts.keys()
+            assert max(parts.values()) <= BOUND, f"rank {rank} of {size}: {case}: {parts}"
+
+
+@pytest.mark.parametrize("part", FAULTS)
+def test_a_planted_fault_is_seen(part: str, results: Results) -> None:
+    at = len(CASES[2]) + list(FAULTS).index(part)
+    assert max(rank[at][part] for rank in results["delta net 2"]) > 0.01
+
+
+def test_a_gradient_that_stops_at_the_border_of_a_rank_leaves_the_output_right(results: Results) -> None:
+    at = len(CASES[2]) + list(FAULTS).index("hidden")
+    parts = [rank[at] for rank in results["delta net 2"]]
+    assert max(p["out"] for p in parts) <= BOUND and max(p["hidden"] for p in parts) > 0.05, parts
