@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slime_like.errors import CheckpointError
+from slime_like.imports import without_model_classes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -33,7 +34,8 @@ class HFFolder:
         from transformers import AutoConfig
 
         try:
-            return AutoConfig.from_pretrained(str(self.path), local_files_only=True)
+            with without_model_classes():
+                return AutoConfig.from_pretrained(str(self.path), local_files_only=True)
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise CheckpointError(f"{self.path / 'config.json'}: transformers cannot read it ({reason})") from error
