@@ -63,7 +63,10 @@ def find_browser() -> Path | None:
 
 
 def look(browser: Path, page: Path, *, width: int = 1320, height: int = 1200, at: str | None = None) -> Seen:
-    """Load ``page`` and take its picture: ``height`` pixels from the top, or from the first heading that says ``at``."""
+    """Load ``page`` and take its picture: ``height`` pixels from the top, or from the first heading that says ``at``.
+
+    With ``at`` the third folded part of a folded part is opened: the table of a sample's tokens.
+    """
     return asyncio.run(_look(browser, page, width, height, at))
 
 
@@ -89,6 +92,9 @@ async def _visit(tab: _Tab, address: str, width: int, height: int, at: str | Non
     top = 0.0
     if at is not None:
         found = f"Array.from(document.querySelectorAll('h1,h2,h3')).find(h => h.textContent.includes({json.dumps(at)}))"
+        await tab.evaluate(
+            "document.querySelectorAll('details details').forEach((part, index) => part.open = index === 2)"
+        )
         top = float(await tab.evaluate(f"{found}.getBoundingClientRect().top + scrollY"))
     clip = {"x": 0, "y": top, "width": width, "height": min(height, whole - top), "scale": 1}
     shot = await tab.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
@@ -122,7 +128,7 @@ class _Tab:
         found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         if "exceptionDetails" in found:
             raise RuntimeError(f"{expression}: {found['exceptionDetails']['text']}")
-        return found["result"]["value"]
+        return found["result"].get("value")  # none where it is undefined
 
     async def wait_for(self, event: str) -> None:
         """Until ``event`` has happened."""

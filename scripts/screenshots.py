@@ -1,0 +1,112 @@
+"""Make the pictures of docs/watching.md from a run of its own: the live view on a terminal, and report.html in a browser.
+
+python scripts/screenshots.py [--folder FOLDER] [--out docs/images] [train.py's arguments]
+
+Runs ``train.py +recipe=quickstart`` (or what the arguments say) on a pseudo-terminal, asks it in the middle for a
+checkpoint and an evaluation by scripts/control.py's own way, keeps the live view that shows that they were done, and takes
+pictures of it and of the report in a headless browser. Ends with an error where a page complains on the browser's console or asks
+for anything beside itself. tests/report/browser.py says how the browser is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from slime_like.cluster.asking import ask, living  # noqa: E402  (found by the line above)
+from slime_like.cluster.control import Request  # noqa: E402
+from slime_like.errors import SlimeLikeError  # noqa: E402
+from slime_like.report.write import write_report  # noqa: E402
+from tests.report.browser import VARIABLE, find_browser, look  # noqa: E402
+from tests.report.terminal import frames, on_terminal, write_page  # noqa: E402
+
+JOB = ("+recipe=quickstart", "loop.num_rollout=40", "weights.probe_layers=true")
+ALWAYS = ("run.dump_rollouts=true", "metrics.console=live")
+SHOWN = "control: save: done"
+TERMINAL = "terminal.log"
+LIVE_HEIGHT, REPORT_HEIGHT, TOKENS_HEIGHT = 480, 1500, 900
+
+
+class Asking:
+    """Asks the run once for a checkpoint and an evaluation, when half of its rollouts are done."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._asked = False
+
+    def __call__(self) -> None:
+        """Look how far the run is."""
+        if self._asked or not (self._run_dir / "status.json").is_file():
+            return
+        status = living(self._run_dir)
+        if status.step >= status.num_steps // 2:
+            ask(self._run_dir, Request.EVAL)
+            ask(self._run_dir, Request.SAVE)
+            self._asked = True
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0, 1 where the run failed or a page complained, 2 where there is no browser."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--folder", type=Path, help="where the run goes, or the run of an earlier call; default: temporary"
+    )
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "images", help="where the pictures go")
+    given, job = parser.parse_known_args(argv)
+    if (browser := find_browser()) is None:
+        sys.stderr.write(f"no browser on PATH, none of Playwright's, no {VARIABLE}: see tests/report/browser.py\n")
+        return 2
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = (given.folder or Path(scratch) / "run").resolve()
+        if not (run_dir / TERMINAL).is_file() and not run(run_dir, job or list(JOB)):
+            return 1
+        written = (run_dir / TERMINAL).read_bytes().decode()
+        write_report(run_dir)
+        found = [frame for frame in frames(written) if SHOWN in frame]
+        if not found:
+            sys.stderr.write(f"the live view never said {SHOWN!r}\n")
+            return 1
+        live = Path(scratch) / "live.html"
+        write_page(found[0], live)
+        report = run_dir / "report.html"
+        given.out.mkdir(parents=True, exist_ok=True)
+        pictures = (
+            ("live.png", live, 1000, LIVE_HEIGHT, None),
+            ("report.png", report, 1320, REPORT_HEIGHT, None),
+            ("report_difference.png", report, 1320, TOKENS_HEIGHT, "Trainer and engine"),
+            ("report_tokens.png", report, 1320, TOKENS_HEIGHT, "Sampled tokens"),
+        )
+        complaints: list[str] = []
+        for name, page, width, height, at in pictures:
+            seen = look(browser, page, width=width, height=height, at=at)
+            (given.out / name).write_bytes(seen.png)
+            print(
+                f"{given.out / name}: {len(seen.png)} bytes, {len(seen.complaints)} complaints, {len(seen.loaded)} loaded"
+            )
+            complaints += [f"{page.name}: {text}" for text in (*seen.complaints, *seen.loaded)]
+    sys.stderr.write("".join(f"{text}\n" for text in complaints))
+    return 1 if complaints else 0
+
+
+def run(run_dir: Path, job: list[str]) -> bool:
+    """Run the job and keep what it wrote on its terminal; False where it failed, which is then said."""
+    command = [sys.executable, str(REPOSITORY / "train.py"), *job, *ALWAYS, f"run.dir={run_dir}"]
+    code, written = on_terminal(command, os.environ | {"TERM": "xterm-256color"}, Asking(run_dir))
+    if code:
+        sys.stderr.write(written[-3000:])
+        return False
+    (run_dir / TERMINAL).write_text(written, newline="")
+    return True
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except SlimeLikeError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
