@@ -3,7 +3,7 @@
     latest_checkpointed_iteration.txt    names the newest whole iteration; replaced last
     iter_0000004/                        megatron's files, and checkpoint.json: what they are, and the size of each
     rollout/state_4.json                 the rollout side of the same instant;
-    rollout/leftover_4[_made_5].npz      groups of it
+    rollout/leftover_4[_made_5].npz      groups of it; leftover_4_in_flight.npz: those that were begun
     *.tmp                                not whole: of a save that is going on, or that died
 
 A folder gets its name when everything in it is on the disk; a file is replaced by a finished one. So at every instant
@@ -229,7 +229,7 @@ def prune(folder: Path, keep: int) -> None:
 
 def side_of(path: Path) -> int | None:
     """The iteration that a file of ``rollout/`` belongs to: the first number of its name. None: not of a checkpoint."""
-    found = re.fullmatch(r"(?:state|leftover)_(\d+)(?:_made_\d+)?\.(?:json|npz)", path.name)
+    found = re.fullmatch(r"(?:state|leftover)_(\d+)(?:_made_\d+|_in_flight)?\.(?:json|npz)", path.name)
     return None if found is None else int(found[1])
 
 

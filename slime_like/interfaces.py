@@ -35,6 +35,8 @@ class Completion:
     logprobs: F32  # [R], log-softmax(logits / temperature) of the sampled token
     versions: tuple[tuple[int, int, int], ...]  # (start, stop, weight version) over [0, R)
     finish: str  # stop | length | abort
+    prompt_tokens: int = 0  # tokens the engine was given
+    cached_tokens: int = 0  # of these, those whose KV it had from an earlier request
 
 
 class Engine(Protocol):

@@ -14,8 +14,9 @@ from slime_like.data.dump import load_groups, rollout_path
 from slime_like.deadline import Deadline
 from slime_like.errors import CheckpointError, DataError
 from slime_like.metrics.types import Metric
-from slime_like.rollout.manager import Collected, made_path
+from slime_like.rollout.manager import Collected
 from slime_like.rollout.producer import now
+from slime_like.rollout.state import in_flight_path, made_path
 
 
 class Rollout(Protocol):
@@ -132,7 +133,8 @@ def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
     if "made" not in state:  # of a run without engines, which has no groups
         return state
     leftover = _leftover(folder, next_rollout)
-    for groups in (leftover, *(made_path(leftover, made["rollout_id"]) for made in state["made"])):
+    in_flight = [in_flight_path(leftover)] if state.get("in_flight") else []
+    for groups in (leftover, *in_flight, *(made_path(leftover, made["rollout_id"]) for made in state["made"])):
         try:
             load_groups(groups)
         except DataError as error:

@@ -208,6 +208,7 @@ SWITCHES: dict[str, tuple[str, Value]] = {
     "--debug-rollout-only": ("run.mode", "rollout_only"),
     "--debug-train-only": ("run.mode", "train_only"),
     "--save-debug-rollout-data": ("run.dump_rollouts", True),
+    "--partial-rollout": ("rollout.partial_rollout", True),
     "--async-save": ("run.async_save", True),
     "--use-wandb": ("metrics.wandb", True),
     "--use-tensorboard": ("metrics.tensorboard", True),
@@ -257,7 +258,6 @@ ALWAYS: dict[str, tuple[str | None, str]] = {
 
 REFUSED: dict[str, str] = {
     "--use-fault-tolerance": "",
-    "--partial-rollout": "",
     "--release-train": "",
     "--check-weight-update-equal": "every push is verified by the probe: weights.probe_sequences",
     "--eval-config": "name the sets with --eval-prompt-data name path ..., and what a set has of its own by evaluation.overrides.<name>",

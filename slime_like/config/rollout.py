@@ -31,7 +31,18 @@ class RolloutConfig(Config):
         0, "Rounds of further prompts that replace groups which filters dropped, at most; 0: they are not replaced."
     )
     over_sampling_batch_size: int | None = key(
-        None, "Prompts per round where filters drop groups; null: batch_size, then as many as are missing."
+        None,
+        "Groups begun for a rollout, of which the first batch_size to end are taken and the others stopped; also prompts "
+        "per refill. null: batch_size, all waited for.",
+    )
+    partial_rollout: bool = key(
+        False,
+        "Groups that over-sampling stopped are continued in the next rollout; false: their prompts are answered anew.",
+    )
+    max_partial_staleness: int | None = key(
+        None,
+        "Versions that the oldest token of a continued group may lag behind the trainer: a rollout waits for those that "
+        "would exceed it. null: loop.max_staleness + 4.",
     )
     max_running_requests: int | None = key(None, "Requests an engine decodes together; null: SGLang chooses.")
     start_deadline_s: float = key(600.0, "Longest wait for an engine to start.")
@@ -49,18 +60,45 @@ class RolloutConfig(Config):
         positive(
             prefix, self, "batch_size", "n_samples_per_prompt", "max_response_len", "max_context_len", "temperature"
         )
-        positive(prefix, self, "num_engines", "tp", "max_running_requests", "start_deadline_s", "request_deadline_s")
+        positive(
+            prefix,
+            self,
+            "max_partial_staleness",
+            "num_engines",
+            "tp",
+            "max_running_requests",
+            "start_deadline_s",
+            "request_deadline_s",
+        )
         within(prefix, self, 0, 1e6, "max_refills")
-        for name, off in (("max_refills", 0), ("over_sampling_batch_size", None)):
-            if getattr(self, name) != off and not self.filters:
-                raise ConfigError(
-                    f"{prefix}{name}={getattr(self, name)} has no effect without {prefix}filters, as nothing is dropped: "
-                    f"set {prefix}filters=[nonzero_std], or remove it"
-                )
-        if self.over_sampling_batch_size is not None and self.over_sampling_batch_size < self.batch_size:
+        if self.max_refills and not self.filters:
             raise ConfigError(
-                f"{prefix}over_sampling_batch_size={self.over_sampling_batch_size} is below "
-                f"{prefix}batch_size={self.batch_size}: a first round could never fill a rollout; raise it"
+                f"{prefix}max_refills={self.max_refills} has no effect without {prefix}filters, as nothing is dropped: "
+                f"set {prefix}filters=[nonzero_std], or remove it"
+            )
+        self._check_over_sampling(prefix)
+
+    def _check_over_sampling(self, prefix: str) -> None:
+        begun, needed = self.over_sampling_batch_size, self.batch_size
+        if begun is not None and begun < needed:
+            raise ConfigError(
+                f"{prefix}over_sampling_batch_size={begun} is below {prefix}batch_size={needed}: a first round could never "
+                "fill a rollout; raise it"
+            )
+        if begun == needed and not self.filters:
+            raise ConfigError(
+                f"{prefix}over_sampling_batch_size={begun} has no effect with {prefix}batch_size={needed} and without "
+                f"{prefix}filters, as all groups are needed: raise it, set {prefix}filters=[nonzero_std], or remove it"
+            )
+        if self.partial_rollout and begun is None:
+            raise ConfigError(
+                f"{prefix}partial_rollout=true has no effect without {prefix}over_sampling_batch_size, as every group is "
+                f"waited for: set {prefix}over_sampling_batch_size={needed * 3 // 2 + 1}, or remove it"
+            )
+        if self.max_partial_staleness is not None and not self.partial_rollout:
+            raise ConfigError(
+                f"{prefix}max_partial_staleness={self.max_partial_staleness} has no effect without "
+                f"{prefix}partial_rollout=true: set that, or remove it"
             )
 
 

@@ -39,6 +39,7 @@ def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[M
     staleness = [trainer_version - group.oldest_version for group in groups if group.oldest_version >= 0]
     if staleness:
         metrics += [
+            Mean("rollout/mixed_version_ratio", float(np.mean([len(set(s.versions)) > 1 for s in samples]))),
             Max("rollout/staleness_max", max(staleness)),
             Mean("rollout/staleness_mean", float(np.mean(staleness))),
         ]

@@ -13,7 +13,7 @@ import orjson
 from slime_like.deadline import Deadline
 from slime_like.errors import EngineError
 from slime_like.interfaces import Completion, Sampling, TensorMeta
-from slime_like.rollout.replies import completions, error_text, scores
+from slime_like.rollout.replies import any_aborted, completions, error_text, scores
 from slime_like.types import F32, I32
 
 KEEP_ALIVE_S = 60.0  # shorter than the server's, so that no request goes out on a connection about to be closed
@@ -43,6 +43,7 @@ class EngineClient:
         self._cause = cause
         self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
+        self.num_aborts = 0  # calls of ``abort_all``
 
     @property
     def tp(self) -> int:
@@ -62,17 +63,28 @@ class EngineClient:
     # ---- generation --------------------------------------------------------------------------------------------------
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
         """``len(seeds)`` completions of one prompt, one request. The same seed gives the same tokens."""
-        prompt = token_ids.tolist()
+        n = len(seeds)
+        return await self.extend([token_ids] * n, seeds, [sampling.max_new_tokens] * n, sampling)
+
+    async def extend(
+        self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
+        """One completion of each sequence, one request. ``max_new_tokens`` stands for that of ``sampling``.
+
+        A seed draws the same token at the same position of a sequence, wherever its request began.
+        """
         base = {
             "temperature": sampling.temperature,
-            "max_new_tokens": sampling.max_new_tokens,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "stop_token_ids": list(sampling.stop_token_ids),
         }
         request = {
-            "input_ids": [prompt] * len(seeds),
-            "sampling_params": [{**base, "sampling_seed": seed} for seed in seeds],
+            "input_ids": [ids.tolist() for ids in token_ids],
+            "sampling_params": [
+                {**base, "max_new_tokens": most, "sampling_seed": seed}
+                for seed, most in zip(seeds, max_new_tokens, strict=True)
+            ],
             "return_logprob": True,
         }
         return completions(await self._post("generate", "/generate", request), len(seeds))
@@ -85,10 +97,15 @@ class EngineClient:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        return scores(await self._post("score", "/generate", request), [len(ids) for ids in token_ids])
+        while True:
+            aborts = self.num_aborts
+            reply = await self._post("score", "/generate", request)
+            if self.num_aborts == aborts or not any_aborted(reply):
+                return scores(reply, [len(ids) for ids in token_ids])
 
     async def abort_all(self) -> None:
-        """End every request now, with the tokens it has."""
+        """End every request now, with the tokens it has: who sent it sees by ``num_aborts`` that it may be continued."""
+        self.num_aborts += 1
         await self._post("abort", "/abort_request", {"abort_all": True})
 
     # ---- pause -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Lives in a process of its own, so that collecting overlaps training when ``loop.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from slime_like.config import names
 from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.data.dump import load_groups, save_groups
@@ -22,22 +20,24 @@ from slime_like.data.heldout import eval_sets
 from slime_like.data.leftover import split_leftover
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import WeightSyncError
-from slime_like.interfaces import DataSource, GenerateContext, GroupFilter, Sampling
+from slime_like.interfaces import DataSource, Sampling
 from slime_like.metrics.types import Last, Metric, Sum
-from slime_like.registry import resolve
 from slime_like.reward.pool import RewardPool
 from slime_like.reward.shuffle import shuffle_rewards
+from slime_like.rollout.answer import Answerer, Asked
 from slime_like.rollout.client import EngineClient
 from slime_like.rollout.evaluate import eval_metrics
 from slime_like.rollout.generators import open_generator
+from slime_like.rollout.making import Making
 from slime_like.rollout.probe import ProbeScores
 from slime_like.rollout.producer import Produced, Producer, now
-from slime_like.rollout.refill import Refill, fill
+from slime_like.rollout.prompt_queue import PromptQueue
 from slime_like.rollout.router import Router
-from slime_like.rollout.seeds import sample_seeds
+from slime_like.rollout.state import RolloutState, in_flight_path, made_path
+from slime_like.rollout.usage import Usage
 from slime_like.types import I32, Prompt, SampleGroup
 
-TRAIN_STREAM = "train"  # of sampling seeds; each held-out set has one of its own
+DEFAULT_PARTIAL_STALENESS = 4  # versions beyond loop.max_staleness
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,13 @@ class Collected:
     warnings: tuple[str, ...] = ()  # what a user should be told
 
 
+def oldest_allowed(cfg: RolloutConfig, loop: LoopConfig) -> int:
+    """Versions that a group which waited for a rollout may lag behind the trainer when it is trained on."""
+    if not cfg.partial_rollout:
+        return loop.max_staleness + 1
+    return cfg.max_partial_staleness or loop.max_staleness + DEFAULT_PARTIAL_STALENESS
+
+
 class RolloutManager:
     """Cursor, engines' clients, reward pool and buffer."""
 
@@ -87,23 +94,33 @@ class RolloutManager:
         self._router = Router(engines)
         self._rewards = RewardPool(spec.reward)
         self._generate = open_generator(spec.rollout)
-        self._filters: list[tuple[str, GroupFilter]] = [
-            (name, resolve("rollout.filters", name, names.FILTERS)) for name in spec.rollout.filters
-        ]
-        self._tokenizer: Any = open_tokenizer(spec.tokenizer_path)
+        self._answers = Answerer(
+            router=self._router,
+            rewards=self._rewards,
+            generate=self._generate,
+            tokenizer=open_tokenizer(spec.tokenizer_path),
+            chat_template_kwargs=spec.chat_template_kwargs,
+            max_context_len=spec.max_context_len,
+            seed=spec.seed,
+            usage=Usage(len(engines)),
+        )
+        cfg = spec.rollout
+        sampling = Sampling(spec.temperature, cfg.max_response_len, cfg.top_p, cfg.top_k, spec.stop_token_ids)
+        self._bound = oldest_allowed(cfg, spec.loop)
+        self._making = Making(cfg, sampling, self._bound, PromptQueue(source), self._answers)
         self._producer = self._new_producer(spec.first_rollout)
-        self._cursors: dict[int, dict[str, Any]] = {}
+        self._starts: dict[int, RolloutState] = {}  # before the prompts of each rollout
         self._leftover: tuple[SampleGroup, ...] = ()
+        self._num_stale = 0
         self._probe: tuple[I32, ...] = ()
         self._version = -1
-        self._dropped: Counter[str] = Counter()
 
     # ---- collect -----------------------------------------------------------------------------------------------------
     async def collect(self, rollout_id: int) -> Collected:
         """The groups of one rollout, leftover of earlier ones first; whole groups that fill optimizer steps."""
         produced = await self._producer.get(rollout_id)
         self._producer.forget(rollout_id)
-        self._cursors = {key: value for key, value in self._cursors.items() if key > rollout_id}
+        self._starts = {key: value for key, value in self._starts.items() if key > rollout_id}
         carried = self._young(self._leftover)
         split = split_leftover([*carried, *produced.groups], self._spec.samples_per_rollout, self._spec.loop.leftover)
         groups, self._leftover = split.used, split.carried
@@ -112,9 +129,11 @@ class RolloutManager:
         self._remember_probe(groups)
         metrics = [
             *self._source.metrics(),
-            *self._drain_dropped(),
+            *self._making.metrics(),
+            *self._drain_stale(),
             *self._rewards.metrics(),
             *self._generate.metrics(),
+            *self._answers.usage.drain(),
             Last("rollout/carried_groups", len(self._leftover)),
             Sum("rollout/dropped_samples", split.num_dropped),
             Sum("rollout/generated_groups", produced.num_generated),
@@ -124,10 +143,9 @@ class RolloutManager:
         return Collected(groups, produced.started, produced.stopped, tuple(metrics), warnings)
 
     def _young(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """Carried groups that one more rollout of waiting has not made older than ``max_staleness`` + 1 versions."""
-        oldest = self._version - self._spec.loop.max_staleness - 1
-        young = [group for group in groups if group.oldest_version >= oldest]
-        self._dropped["stale"] += len(groups) - len(young)
+        """Carried groups that one more rollout of waiting has not made too old."""
+        young = [group for group in groups if group.oldest_version >= self._version - self._bound]
+        self._num_stale += len(groups) - len(young)
         return young
 
     def _new_producer(self, first: int) -> Producer:
@@ -135,72 +153,14 @@ class RolloutManager:
         return Producer(self._make, first=first, last=loop.num_rollout, max_staleness=loop.max_staleness)
 
     async def _make(self, rollout_id: int) -> Produced:
-        self._cursors[rollout_id] = self._source.state()
+        self._starts[rollout_id] = self._making.state()
         started = now()
-        cfg = self._spec.rollout
-        how = Refill(cfg.batch_size, cfg.over_sampling_batch_size, cfg.max_refills)
-        sampling = Sampling(
-            temperature=self._spec.temperature,
-            max_new_tokens=cfg.max_response_len,
-            top_p=cfg.top_p,
-            top_k=cfg.top_k,
-            stop_token_ids=self._spec.stop_token_ids,
-        )
-
-        async def ask(before: int, count: int) -> list[SampleGroup]:
-            base = rollout_id * how.most + before
-            return await self._answer_all(
-                self._source.next(count), sampling, base, cfg.n_samples_per_prompt, TRAIN_STREAM
-            )
-
-        filled = await fill(ask, self._keep, how, rollout_id)
+        filled = await self._making.make(rollout_id)
         return Produced(rollout_id, filled.groups, started, now(), filled.num_generated, filled.num_refills)
 
-    async def _answer_all(
-        self, prompts: Sequence[Prompt], sampling: Sampling, base: int, n: int, stream: str
-    ) -> list[SampleGroup]:
-        """Every prompt as one scored group; the first failure cancels the rest."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                answers = [
-                    tasks.create_task(self._answer(prompt, sampling, base + i, n, stream))
-                    for i, prompt in enumerate(prompts)
-                ]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [answer.result() for answer in answers]
-
-    async def _answer(self, prompt: Prompt, sampling: Sampling, group_id: int, n: int, stream: str) -> SampleGroup:
-        seeds = sample_seeds(self._spec.seed, stream, group_id * n, n)
-        context = GenerateContext(
-            sampling=sampling,
-            decode=self._decode,
-            group_id=group_id,
-            first_sample_id=group_id * n,
-            max_context_len=self._spec.max_context_len,
-            tokenizer=self._tokenizer,
-            chat_template_kwargs=self._spec.chat_template_kwargs,
-        )
-        async with self._router.lease((len(prompt.token_ids) + sampling.max_new_tokens) * n) as engine:
-            samples = await self._generate(prompt, engine, seeds, context)
-        group = SampleGroup(group_id, prompt, tuple(samples))
-        return (await self._rewards.score([group], unshaped=stream != TRAIN_STREAM))[0]
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
-
-    def _keep(self, group: SampleGroup) -> bool:
-        for name, rule in self._filters:
-            if rule(group) is not None:
-                self._dropped[name] += 1
-                return False
-        return True
-
-    def _drain_dropped(self) -> list[Metric]:
-        reasons = [*(name for name, _ in self._filters), *(["stale"] if self._spec.loop.leftover == "carry" else [])]
-        metrics: list[Metric] = [Sum(f"rollout/dropped_groups/{name}", self._dropped[name]) for name in reasons]
-        self._dropped.clear()
-        return metrics
+    def _drain_stale(self) -> list[Metric]:
+        stale, self._num_stale = self._num_stale, 0
+        return [Sum("rollout/dropped_groups/stale", stale)] if self._spec.loop.leftover == "carry" else []
 
     # ---- evaluate ----------------------------------------------------------------------------------------------------
     async def evaluate(self) -> tuple[Metric, ...]:
@@ -215,7 +175,9 @@ class RolloutManager:
                 stop_token_ids=self._spec.stop_token_ids,
             )
             prompts, n = self._heldout[heldout.name], heldout.n_samples_per_prompt
-            groups = await self._answer_all(prompts, sampling, 0, n, f"eval {heldout.name}")
+            groups = await self._answers.groups(
+                [Asked(prompt, i, n, sampling, f"eval {heldout.name}") for i, prompt in enumerate(prompts)]
+            )
             metrics += eval_metrics(heldout.name, groups)
         return (*metrics, *self._rewards.metrics())
 
@@ -286,17 +248,23 @@ class RolloutManager:
     def save_state(self, next_rollout: int, leftover: Path) -> dict[str, Any]:
         """What makes rollout ``next_rollout`` again: the cursor before its prompts, and groups no step has trained on.
 
-        Rollouts in flight are made anew, with the same prompts and seeds. In a deterministic run they are whole, and
-        were sampled from weights that no engine will have again: they are written as well.
+        Rollouts in flight are made anew, with the same prompts and seeds; what an earlier rollout left unfinished goes on
+        where that rollout stopped it. In a deterministic run they are whole, and were sampled from weights that no engine
+        will have again: they are written as well.
         """
         save_groups(leftover, self._leftover)
         made = self._producer.waiting() if self._spec.deterministic else []
         for produced in made:
             save_groups(made_path(leftover, produced.rollout_id), produced.groups)
         first = made[-1].rollout_id + 1 if made else next_rollout
+        state = self._starts.get(first) or self._making.state()
+        in_flight = state.in_flight()
+        if in_flight:
+            save_groups(in_flight_path(leftover), in_flight)
         return {
             "next_rollout": next_rollout,
-            "cursor": self._cursors.get(first) or self._source.state(),
+            "cursor": state.cursor,
+            "in_flight": len(in_flight),
             "made": [asdict(replace(produced, groups=())) for produced in made],
         }
 
@@ -311,16 +279,14 @@ class RolloutManager:
                 for made in state.get("made", [])
             ]
         )
+        if state.get("in_flight"):
+            self._making.restore(RolloutState.of(state["cursor"], load_groups(in_flight_path(leftover))))
 
     async def stop(self) -> None:
         """Cancel what is in flight, close the generate function and stop the reward pool."""
         await self._producer.stop()
+        await self._making.close()
         await self._generate.close()
         for engine in self._router.engines:
             await engine.close()
         await self._rewards.stop()
-
-
-def made_path(leftover: Path, rollout_id: int) -> Path:
-    """Beside the leftover groups: a rollout that is made and not trained on."""
-    return leftover.with_name(f"{leftover.stem}_made_{rollout_id}.npz")

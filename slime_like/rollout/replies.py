@@ -36,6 +36,11 @@ def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
     return columns
 
 
+def any_aborted(reply: Any) -> bool:
+    """Whether a request of the reply ended by an abort."""
+    return isinstance(reply, list) and any(_meta(item, "finish_reason")["type"] == "abort" for item in reply)  # pyright: ignore[reportUnknownVariableType]
+
+
 def error_text(status: int, body: bytes, reply: Any) -> str:
     """SGLang's own words about a failure, whichever of its forms they come in."""
     message: Any = reply
@@ -48,14 +53,22 @@ def error_text(status: int, body: bytes, reply: Any) -> str:
 
 def _completion(item: Any) -> Completion:
     token_ids: I32 = np.array(_field(item, "output_ids"), dtype=np.int32)
+    meta: Any = _field(item, "meta_info")
+    finish = str(_meta(item, "finish_reason")["type"])
+    if not len(token_ids) and finish == "abort":  # it may not have run at all
+        return Completion(token_ids, np.zeros(0, np.float32), (), finish, *_prompt(meta))
     triples = _meta(item, "output_token_logprobs")
     if len(triples) != len(token_ids):
         raise EngineError(f"/generate answered {len(token_ids)} tokens with {len(triples)} log-probabilities")
-    reason: Any = _meta(item, "finish_reason")
     spans = tuple((int(s["start"]), int(s["end"]), _version(s["version"])) for s in _meta(item, "weight_versions"))
     if not len(token_ids):
         spans = ()  # SGLang answers one empty span
-    return Completion(token_ids, _logprobs(triples), spans, str(reason["type"]))
+    return Completion(token_ids, _logprobs(triples), spans, finish, *_prompt(meta))
+
+
+def _prompt(meta: Any) -> tuple[int, int]:
+    """Tokens given and, of these, cached; zeros for a request that was aborted before it was looked at."""
+    return int(meta.get("prompt_tokens", 0)), int(meta.get("cached_tokens", 0))
 
 
 def _logprobs(triples: Sequence[Any]) -> F32:

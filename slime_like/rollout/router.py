@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from slime_like.rollout.client import EngineClient
+
+
+@dataclass(slots=True)
+class Lease:
+    """A group's hold on its engine, of ``outstanding`` tokens that may still be sampled."""
+
+    engine: EngineClient
+    index: int
+    outstanding: int
+
+    def spend(self, tokens: int) -> None:
+        """``tokens`` of the outstanding ones were sampled."""
+        self.outstanding = max(0, self.outstanding - tokens)
 
 
 class Router:
@@ -13,14 +27,18 @@ class Router:
 
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         self.engines = list(engines)
-        self._outstanding = [0] * len(self.engines)
+        self._leases: list[Lease] = []
 
-    @asynccontextmanager
-    async def lease(self, tokens: int) -> AsyncGenerator[EngineClient]:
-        """The least loaded engine, counted as holding ``tokens`` more until the block ends."""
-        index = min(range(len(self.engines)), key=self._outstanding.__getitem__)
-        self._outstanding[index] += tokens
+    @contextmanager
+    def lease(self, tokens: int) -> Generator[Lease]:
+        """The least loaded engine, counted as having ``tokens`` more to sample until they are spent or the block ends."""
+        load = [0] * len(self.engines)
+        for lease in self._leases:
+            load[lease.index] += lease.outstanding
+        index = min(range(len(load)), key=load.__getitem__)
+        lease = Lease(self.engines[index], index, tokens)
+        self._leases.append(lease)
         try:
-            yield self.engines[index]
+            yield lease
         finally:
-            self._outstanding[index] -= tokens
+            self._leases = [other for other in self._leases if other is not lease]

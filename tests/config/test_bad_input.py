@@ -109,10 +109,31 @@ RULES = {
         "weights.probe_sequences=2",
     ),
     "refill without filter": ("rollout.max_refills=3", "rollout.max_refills=3", "rollout.filters=[nonzero_std]"),
-    "oversampling without filter": (
-        "rollout.over_sampling_batch_size=64",
-        "rollout.over_sampling_batch_size=64",
+    "oversampling of nothing": (
+        "rollout.over_sampling_batch_size=32",
+        "rollout.over_sampling_batch_size=32",
         "rollout.filters",
+    ),
+    "oversampling and bits": (
+        "rollout.over_sampling_batch_size=64 run.deterministic=true",
+        "rollout.over_sampling_batch_size=64",
+        "rollout.partial_rollout=false",
+    ),
+    "partial without oversampling": (
+        "rollout.partial_rollout=true",
+        "rollout.partial_rollout=true",
+        "rollout.over_sampling_batch_size=49",
+    ),
+    "partial bound alone": (
+        "rollout.max_partial_staleness=3",
+        "rollout.max_partial_staleness=3",
+        "rollout.partial_rollout=true",
+    ),
+    "partial bound too low": (
+        "rollout.over_sampling_batch_size=64 rollout.partial_rollout=true rollout.max_partial_staleness=2 "
+        "loop.max_staleness=2 placement.mode=split",
+        "rollout.max_partial_staleness=2",
+        "at least 3",
     ),
     "oversampling too little": (
         "rollout.filters=[nonzero_std] rollout.over_sampling_batch_size=8",

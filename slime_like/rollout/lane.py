@@ -1,0 +1,102 @@
+"""An engine as one group sees it: interrupted answers are continued behind the generate function's back.
+
+consumes  a lease of one engine, so that a continuation finds what its group has cached there
+produces  whole completions, whose tokens each carry the version and log-probability of their own sampling
+waits for the gate: shut between rollouts, where what is unfinished stays as it is
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import numpy as np
+
+from slime_like.deadline import Deadline
+from slime_like.interfaces import Completion, Sampling
+from slime_like.rollout.client import EngineClient
+from slime_like.rollout.journal import ABORT, Call, Journal, continuable, joined
+from slime_like.rollout.router import Lease
+from slime_like.rollout.usage import Usage
+from slime_like.types import F32, I32
+
+ABORT_AGAIN_S = 0.2  # a request on its way to the scheduler is not seen by an abort
+
+
+class Gate:
+    """Lets the requests of many groups through, or ends those inside and holds the rest back."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self._inside = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def open(self) -> None:
+        """Let requests through."""
+        self._open.set()
+
+    async def shut(self, engines: Sequence[EngineClient], deadline: Deadline) -> None:
+        """Hold further requests back, and end those inside with the tokens they have. Raises ``DeadlineExceeded``."""
+        self._open.clear()
+        while self._inside:
+            await asyncio.gather(*(engine.abort_all() for engine in engines))
+            left = deadline.remaining(f"{self._inside} aborted requests")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), min(ABORT_AGAIN_S, left))
+
+    @asynccontextmanager
+    async def passage(self) -> AsyncGenerator[None]:
+        """A request: waits while the gate is shut."""
+        await self._open.wait()
+        self._inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._empty.set()
+
+
+class Lane:
+    """Implements ``interfaces.Engine`` for one group."""
+
+    def __init__(self, lease: Lease, journal: Journal, gate: Gate, usage: Usage) -> None:
+        self._lease, self._journal, self._gate, self._usage = lease, journal, gate, usage
+
+    async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> Sequence[Completion]:
+        """``len(seeds)`` completions of one prompt, in as many requests as it takes.
+
+        ``finish`` is ``abort`` only where the engine ended a request that this run did not abort.
+        """
+        call = self._journal.call(token_ids, seeds)
+        while call.unfinished():
+            async with self._gate.passage():
+                if not await self._continue(call, sampling):
+                    break
+        return tuple(call.completions)
+
+    async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
+        """See ``interfaces.Engine``."""
+        return await self._lease.engine.score(token_ids, temperature)
+
+    async def _continue(self, call: Call, sampling: Sampling) -> bool:
+        """One request for all that is unfinished; whether what is then still unfinished may be asked for again."""
+        engine, places = self._lease.engine, call.unfinished()
+        aborts = engine.num_aborts
+        done = [call.completions[i] for i in places]
+        parts = await engine.extend(
+            [np.concatenate([call.token_ids, c.token_ids]).astype(np.int32) for c in done],
+            [call.seeds[i] for i in places],
+            [max(1, sampling.max_new_tokens - len(c.token_ids)) for c in done],
+            sampling,
+        )
+        ours = engine.num_aborts > aborts
+        for place, before, part in zip(places, done, parts, strict=True):
+            call.completions[place] = joined(before, continuable(part) if ours else part)
+        self._lease.spend(sum(len(part.token_ids) for part in parts))
+        self._usage.add(self._lease.index, parts)
+        return ours or all(part.finish != ABORT for part in parts)

@@ -1,0 +1,107 @@
+"""How a rollout's groups come about: in rounds that are waited out, or over-sampled.
+
+Without over-sampling which prompts a rollout takes follows from their order alone, never from which answer came first,
+so that a resumed run takes the same ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+from slime_like.config import names
+from slime_like.config.rollout import RolloutConfig
+from slime_like.deadline import Deadline
+from slime_like.interfaces import GroupFilter, Sampling
+from slime_like.metrics.types import Metric, Sum
+from slime_like.registry import resolve
+from slime_like.rollout.answer import Answerer, Asked
+from slime_like.rollout.lane import Gate
+from slime_like.rollout.over_sampling import Hands, OverSampling, Partial, Work
+from slime_like.rollout.prompt_queue import PromptQueue
+from slime_like.rollout.refill import Filled, Refill, fill
+from slime_like.rollout.state import RolloutState
+from slime_like.types import SampleGroup
+
+
+class Filters:
+    """``rollout.filters`` in order, and how many groups each dropped."""
+
+    def __init__(self, cfg: RolloutConfig) -> None:
+        self._rules: list[tuple[str, GroupFilter]] = [
+            (name, resolve("rollout.filters", name, names.FILTERS)) for name in cfg.filters
+        ]
+        self._dropped: Counter[str] = Counter()
+
+    def keep(self, group: SampleGroup) -> bool:
+        """Whether the group passes all."""
+        for name, rule in self._rules:
+            if rule(group) is not None:
+                self._dropped[name] += 1
+                return False
+        return True
+
+    def metrics(self) -> list[Metric]:
+        """Since the last call."""
+        found: list[Metric] = [Sum(f"rollout/dropped_groups/{name}", self._dropped[name]) for name, _ in self._rules]
+        self._dropped.clear()
+        return found
+
+
+class Making:
+    """Takes prompts, produces rollouts, and holds what is between the two."""
+
+    def __init__(
+        self, cfg: RolloutConfig, sampling: Sampling, bound: int, prompts: PromptQueue, answers: Answerer
+    ) -> None:
+        self._cfg, self._sampling, self._prompts, self._answers = cfg, sampling, prompts, answers
+        self._how = Refill(cfg.batch_size, cfg.over_sampling_batch_size, cfg.max_refills)
+        self._filters = Filters(cfg)
+        self._gate = Gate()
+        hands = Hands(self._answer, self._filters.keep, self._gate.open, self._stop)
+        self._over_sampling: OverSampling | None = None
+        if cfg.over_sampling_batch_size is not None:
+            self._over_sampling = OverSampling(self._how, Partial(cfg.partial_rollout, bound), prompts, hands)
+
+    async def make(self, rollout_id: int) -> Filled:
+        """The groups of one rollout, scored and filtered, in the order of their ids."""
+        if self._over_sampling is not None:
+            return await self._over_sampling.make(rollout_id)
+        return await fill(partial(self._ask, rollout_id), self._filters.keep, self._how, rollout_id)
+
+    def metrics(self) -> list[Metric]:
+        """Since the last call."""
+        over_sampled = self._over_sampling.metrics() if self._over_sampling is not None else []
+        return [*self._filters.metrics(), *over_sampled]
+
+    def state(self) -> RolloutState:
+        """Every prompt that no rollout holds."""
+        unfinished = self._over_sampling.unfinished() if self._over_sampling is not None else ()
+        return RolloutState(self._prompts.source.state(), self._prompts.returned, unfinished)
+
+    def restore(self, state: RolloutState) -> None:
+        """Go on from ``state``; the data source is at its cursor."""
+        self._prompts.give_back(state.returned)
+        if self._over_sampling is not None:
+            self._over_sampling.restore(state.unfinished)
+        else:  # it was on when the checkpoint was written
+            self._prompts.give_back([unfinished.prompt for unfinished in state.unfinished])
+
+    async def close(self) -> None:
+        """Cancel what is in flight."""
+        if self._over_sampling is not None:
+            await self._over_sampling.close()
+
+    async def _ask(self, rollout_id: int, before: int, count: int) -> list[SampleGroup]:
+        """Groups of further prompts, ``before`` having been asked for this rollout."""
+        first, n = rollout_id * self._how.most + before, self._cfg.n_samples_per_prompt
+        prompts = enumerate(self._prompts.take(count), first)
+        return await self._answers.groups([Asked(prompt, group_id, n, self._sampling) for group_id, prompt in prompts])
+
+    async def _answer(self, work: Work) -> SampleGroup:
+        asked = Asked(work.prompt, work.group_id, self._cfg.n_samples_per_prompt, self._sampling)
+        return await self._answers.group(asked, work.journal, self._gate, work.on_generated)
+
+    async def _stop(self) -> None:
+        deadline = Deadline("rollout", "stop of a rollout", self._cfg.request_deadline_s)
+        await self._gate.shut(self._answers.router.engines, deadline)

@@ -1,0 +1,85 @@
+"""An engine whose requests advance in an order that a test draws: what no real one can be made to do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slime_like.interfaces import Completion, Sampling
+from slime_like.types import I32
+
+
+def token(seed: int, position: int) -> int:
+    """What a seed draws at a position: the same wherever its request began."""
+    return (seed * 31 + position * 17) % 997
+
+
+@dataclass(eq=False)
+class Request:
+    """One sample on its way."""
+
+    start: int
+    seed: int
+    most: int
+    spans: list[int] = field(default_factory=list)  # version of each token
+    seen: bool = False  # an abort finds it
+    finish: str = ""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def completion(self) -> Completion:
+        ids = np.array([token(self.seed, self.start + i) for i in range(len(self.spans))], np.int32)
+        spans = tuple((i, i + 1, version) for i, version in enumerate(self.spans))
+        return Completion(ids, ids.astype(np.float32), spans, self.finish, self.start, 0)
+
+
+class SlowEngine:
+    """``interfaces.Engine`` as far as a ``Lane`` asks for it. A sample ends where ``length(seed)`` says."""
+
+    def __init__(self, rng: random.Random, version: int) -> None:
+        self.num_aborts = 0
+        self.version = version
+        self._rng = rng
+        self._requests: list[Request] = []
+
+    @staticmethod
+    def length(seed: int) -> int:
+        return 1 + seed % 7
+
+    async def extend(
+        self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
+        requests = [Request(len(ids), s, n) for ids, s, n in zip(token_ids, seeds, max_new_tokens, strict=True)]
+        self._requests += requests
+        try:
+            await asyncio.gather(*(request.done.wait() for request in requests))
+        finally:
+            self._requests = [request for request in self._requests if request not in requests]
+        return [request.completion() for request in requests]
+
+    async def abort_all(self) -> None:
+        self.num_aborts += 1
+        for request in self._requests:
+            if request.seen and not request.finish:
+                self._end(request, "abort")
+            request.seen = True
+
+    async def run(self) -> None:
+        """Advance one request at a time until cancelled."""
+        while True:
+            await asyncio.sleep(0)
+            going = [request for request in self._requests if not request.finish]
+            if not going:
+                continue
+            request = self._rng.choice(going)
+            request.seen = True
+            request.spans.append(self.version)
+            if len(request.spans) == request.most:
+                self._end(request, "length")
+
+    def _end(self, request: Request, finish: str) -> None:
+        request.finish = finish
+        request.done.set()

@@ -1,0 +1,290 @@
+"""Over-sampling and partial rollouts: no sample lost or doubled, whatever ends first, is stopped, pushed or resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_like.data.dump import load_groups, save_groups
+from slime_like.deadline import Deadline
+from slime_like.errors import DataError, RewardError
+from slime_like.interfaces import Sampling
+from slime_like.rollout import lane
+from slime_like.rollout.generate import STATUS
+from slime_like.rollout.lane import Gate, Lane
+from slime_like.rollout.over_sampling import Hands, OverSampling, Partial, Work
+from slime_like.rollout.prompt_queue import PromptQueue
+from slime_like.rollout.refill import Filled, Refill
+from slime_like.rollout.router import Router
+from slime_like.rollout.state import RolloutState
+from slime_like.rollout.usage import Usage
+from slime_like.types import Prompt, Sample, SampleGroup, Source, Span
+from tests.rollout.slow_engine import SlowEngine, token
+
+N = 2  # samples per prompt
+
+
+class Counting:
+    """A data source of prompts 0, 1, 2 ..., as long as their number says."""
+
+    def __init__(self, taken: int = 0) -> None:
+        self.taken = taken
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def next(self, n: int) -> list[Prompt]:
+        first, self.taken = self.taken, self.taken + n
+        return [Prompt(i, np.arange(1 + i % 3, dtype=np.int32), "", None, None) for i in range(first, self.taken)]
+
+    def metrics(self) -> tuple[()]:
+        return ()
+
+    def state(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state(self, state: Any) -> None:
+        self.taken = state["taken"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    how: Refill
+    partial: Partial
+    num_engines: int = 1
+    passes: tuple[bool, ...] = (True,)  # prompt i passes the filters as entry i says, over and over
+
+
+def length(seed: int) -> int:
+    """Tokens of a sample: most are short."""
+    return 40 if seed % 11 == 0 else 1 + seed % 5
+
+
+@dataclass
+class Process:
+    """The rollout side of one process, engines included; ``version`` is what they serve."""
+
+    setting: Setting
+    rng: random.Random
+    version: int
+    dropped: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.prompts = PromptQueue(Counting())
+        self.engines = [SlowEngine(self.rng, self.version) for _ in range(self.setting.num_engines)]
+        self.router = Router(self.engines)  # pyright: ignore[reportArgumentType]
+        self.gate = Gate()
+        hands = Hands(self.answer, self.keep, self.gate.open, self.stop)
+        self.pool = OverSampling(self.setting.how, self.setting.partial, self.prompts, hands)
+        self.tasks = [asyncio.create_task(engine.run()) for engine in self.engines]
+
+    async def answer(self, work: Work) -> SampleGroup:
+        seeds = [work.group_id * N + i for i in range(N)]
+        with self.router.lease(1) as lease:
+            engine = Lane(lease, work.journal, self.gate, Usage(len(self.engines)))
+            asked = [engine.generate(work.prompt.token_ids, [s], Sampling(1.0, length(s))) for s in seeds]
+            found = [c for cs in await asyncio.gather(*asked) for c in cs]
+        work.on_generated()
+        for _ in range(self.rng.randrange(4)):  # its reward
+            await asyncio.sleep(0)
+        start, samples = len(work.prompt.token_ids), []
+        for seed, c in zip(seeds, found, strict=True):
+            spans = [Span(start + a, start + b, Source.MODEL, v) for a, b, v in c.versions]
+            ids = np.concatenate([work.prompt.token_ids, c.token_ids])
+            logprobs = np.concatenate([np.full(start, np.nan, np.float32), c.logprobs])
+            whole = (Span(0, start, Source.PROMPT), *spans)
+            samples.append(Sample(work.group_id, seed, seed, seed, ids, logprobs, whole, STATUS[c.finish]))
+        return SampleGroup(work.group_id, work.prompt, tuple(samples))
+
+    def keep(self, group: SampleGroup) -> bool:
+        passes = self.setting.passes[group.prompt.prompt_id % len(self.setting.passes)]
+        if not passes:
+            self.dropped.append(group.prompt.prompt_id)
+        return passes
+
+    async def stop(self) -> None:
+        await self.gate.shut(self.engines, Deadline("test", "stop", 30))  # pyright: ignore[reportArgumentType]
+
+    def state(self) -> RolloutState:
+        return RolloutState(self.prompts.source.state(), self.prompts.returned, self.pool.unfinished())
+
+    def restore(self, state: RolloutState) -> None:
+        self.prompts.source.load_state(state.cursor)
+        self.prompts.give_back(state.returned)
+        self.pool.restore(state.unfinished)
+
+    def push(self, version: int) -> None:
+        for engine in self.engines:
+            engine.version = version
+
+    async def close(self) -> None:
+        await self.pool.close()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+@contextmanager
+def no_waiting() -> Generator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane, "ABORT_AGAIN_S", 0.0)
+        yield
+
+
+def check_tokens(group: SampleGroup, rollout_id: int) -> None:
+    """Every token once, in its place, with log-probability and version of its own."""
+    start = len(group.prompt.token_ids)
+    for sample in group.samples:
+        assert sample.num_response_tokens == length(sample.seed)
+        expected = [token(sample.seed, p) for p in range(start, len(sample.token_ids))]
+        assert sample.token_ids[start:].tolist() == expected
+        assert sample.logprobs[start:].tolist() == expected  # SlowEngine's log-probabilities are its tokens
+        assert list(sample.versions) == sorted(sample.versions)
+        assert all(0 <= version <= rollout_id for version in sample.versions)
+
+
+async def history(setting: Setting, rng: random.Random, resumes: list[int], folder: Path) -> None:
+    """Five rollouts, of which ``resumes`` are made again by another process, from what was written before them."""
+    process, trained, dropped = Process(setting, rng, 0), [], []
+    for rollout_id in range(5):
+        saved = process.state()
+        if rollout_id in resumes:
+            await process.pool.make(rollout_id)
+            await process.close()
+            save_groups(folder / "in_flight.npz", saved.in_flight())
+            process = Process(setting, rng, rollout_id)
+            process.restore(RolloutState.of(saved.cursor, load_groups(folder / "in_flight.npz")))
+        before = len(process.dropped)
+        groups = (await process.pool.make(rollout_id)).groups
+        assert len(groups) == setting.how.batch_size
+        assert [g.group_id for g in groups] == sorted(g.group_id for g in groups)
+        for group in groups:
+            check_tokens(group, rollout_id)
+            assert rollout_id - group.oldest_version <= (
+                setting.partial.max_staleness if setting.partial.enabled else 0
+            )
+        trained += groups
+        dropped += process.dropped[before:]
+        process.push(rollout_id + 1)
+    state = process.state()
+    await process.close()
+    places = [
+        *(group.prompt.prompt_id for group in trained),
+        *dropped,
+        *(prompt.prompt_id for prompt in state.returned),
+        *(unfinished.prompt.prompt_id for unfinished in state.unfinished),
+    ]
+    assert sorted(places) == list(range(state.cursor["taken"]))  # none lost, none doubled
+    ids = [*(group.group_id for group in trained), *(unfinished.group_id for unfinished in state.unfinished)]
+    assert len(ids) == len(set(ids))
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    batch=st.integers(1, 4),
+    extra=st.integers(0, 4),
+    partial=st.booleans(),
+    bound=st.integers(1, 3),
+    num_engines=st.integers(1, 2),
+    passes=st.lists(st.booleans(), min_size=1, max_size=4).filter(any),
+    resumes=st.lists(st.integers(0, 4), max_size=2),
+)
+def test_every_prompt_is_in_one_place_and_every_token_is_sampled_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    batch: int,
+    extra: int,
+    partial: bool,
+    bound: int,
+    num_engines: int,
+    passes: list[bool],
+    resumes: list[int],
+) -> None:
+    setting = Setting(Refill(batch, batch + extra, 50), Partial(partial, bound), num_engines, tuple(passes))
+    with no_waiting():
+        asyncio.run(history(setting, random.Random(seed), resumes, tmp_path_factory.getbasetemp()))
+
+
+def collect(setting: Setting, rollouts: int, seed: int = 0) -> tuple[list[Filled], Process, dict[str, float]]:
+    async def run() -> tuple[list[Filled], Process, dict[str, float]]:
+        process, made = Process(setting, random.Random(seed), 0), []
+        for rollout_id in range(rollouts):
+            made.append(await process.pool.make(rollout_id))
+            process.push(rollout_id + 1)
+        counts = {metric.name: metric.value for metric in process.pool.metrics()}
+        await process.close()
+        return made, process, counts
+
+    with no_waiting():
+        return asyncio.run(run())
+
+
+def test_long_answers_are_continued_until_they_end_and_none_is_left_out() -> None:
+    made, process, counts = collect(Setting(Refill(3, 6, 0), Partial(True, 2)), 20)
+    used = [group for filled in made for group in filled.groups]
+    long = [group for group in used if any(length(sample.seed) == 40 for sample in group.samples)]
+    assert len(long) > 5
+    assert all(unfinished.group_id // 6 >= 20 - 3 for unfinished in process.pool.unfinished())  # begun lately
+    assert any(len(set(sample.versions)) > 1 for group in long for sample in group.samples)
+    assert counts["rollout/wasted_tokens"] == 0
+    assert counts["rollout/restarted_groups"] == 0
+    assert counts["rollout/stopped_groups"] > 0
+
+
+def test_without_partial_rollouts_what_is_stopped_is_given_up_and_its_prompt_comes_first() -> None:
+    made, process, counts = collect(Setting(Refill(3, 5, 0), Partial(False, 9)), 2)
+    assert all(group.oldest_version == i for i, filled in enumerate(made) for group in filled.groups)
+    assert process.prompts.source.state() == {"taken": 2 * 3 + 2}
+    assert len(process.prompts.returned) == 2
+    assert process.pool.unfinished() == ()
+    assert counts["rollout/wasted_tokens"] > 0
+
+
+def test_what_is_too_old_to_go_on_is_answered_anew() -> None:
+    """More groups are due at once than a rollout holds: 1 is taken of 8, and none may wait longer than one version."""
+    made, process, counts = collect(Setting(Refill(1, 8, 0), Partial(True, 1)), 6)
+    assert counts["rollout/restarted_groups"] > 0
+    assert all(i - group.oldest_version <= 1 for i, filled in enumerate(made) for group in filled.groups)
+    places = [g.prompt.prompt_id for filled in made for g in filled.groups]
+    places += [p.prompt_id for p in process.prompts.returned] + [u.prompt.prompt_id for u in process.pool.unfinished()]
+    assert sorted(places) == list(range(process.prompts.source.state()["taken"]))
+
+
+def test_filters_that_hardly_anything_passes_are_named() -> None:
+    with pytest.raises(DataError, match=r"rollout 0: .*max_refills=2 .* 0 of 12 groups .*batch_size=3"):
+        collect(Setting(Refill(3, 4, 2), Partial(True, 2), passes=(False,)), 1)
+
+
+def test_without_refills_what_passes_is_all_there_is() -> None:
+    made, _, _ = collect(Setting(Refill(3, 4, 0), Partial(True, 2), passes=(True, False)), 1)
+    assert [group.prompt.prompt_id for group in made[0].groups] == [0, 2]
+
+
+def test_a_group_that_fails_ends_the_rollout_and_leaves_no_task() -> None:
+    async def run() -> int:
+        process = Process(Setting(Refill(2, 4, 0), Partial(True, 2)), random.Random(0), 0)
+
+        async def fail(work: Work) -> SampleGroup:
+            if work.group_id == 1:
+                raise RewardError("broken")
+            return await process.answer(work)
+
+        hands = Hands(fail, process.keep, process.gate.open, process.stop)
+        pool = OverSampling(process.setting.how, process.setting.partial, process.prompts, hands)
+        with pytest.raises(RewardError, match="broken"):
+            await pool.make(0)
+        await process.close()
+        return len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
+
+    with no_waiting():
+        assert asyncio.run(run()) == 0
