@@ -229,6 +229,7 @@ class _Cluster:
             max_tokens_per_rank=cfg.parallel.max_tokens_per_rank * cfg.parallel.cp,  # which share each row
             max_response_len=cfg.rollout.max_response_len,
             mask_truncated=isinstance(cfg.algo, PolicyConfig) and cfg.algo.mask_truncated,
+            mask_offpolicy=isinstance(cfg.algo, PolicyConfig) and cfg.algo.mask_offpolicy,
             overlong=self._overlong(),
         )
 

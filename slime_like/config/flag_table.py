@@ -209,6 +209,7 @@ SWITCHES: dict[str, tuple[str, Value]] = {
     "--debug-train-only": ("run.mode", "train_only"),
     "--save-debug-rollout-data": ("run.dump_rollouts", True),
     "--partial-rollout": ("rollout.partial_rollout", True),
+    "--mask-offpolicy-in-partial-rollout": ("algo.mask_offpolicy", True),
     "--async-save": ("run.async_save", True),
     "--use-wandb": ("metrics.wandb", True),
     "--use-tensorboard": ("metrics.tensorboard", True),

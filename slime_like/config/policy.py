@@ -37,6 +37,9 @@ class PolicyConfig(AlgoConfig):
     kl_loss_coef: float = key(0.0, "Weight of the KL to the reference in the loss; 0: no reference is loaded for it.")
     kl_loss_type: str = key("k3", "KL estimator in the loss (low_var_kl is k3).", choices=KL_TYPES)
     mask_truncated: bool = key(False, "Samples cut at the length limit get no weight (DAPO's overlong filtering).")
+    mask_offpolicy: bool = key(
+        False, "Of a sample that was continued under new weights, only the tokens of the newest ones get weight."
+    )
     use_rollout_logprobs: bool = key(False, "The old policy is the one that sampled, as the engine reported it.")
     use_tis: bool = key(False, "Truncated importance sampling between rollout and old policy.")
     tis_clip: float = key(2.0, "Largest importance weight under use_tis.")

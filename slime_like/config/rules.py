@@ -10,6 +10,7 @@ from slime_like.config.eval_overrides import check_overrides, override_lengths
 from slime_like.config.experts import RECOMPUTED, stage_ranks
 from slime_like.config.gdn_rules import check_gdn
 from slime_like.config.known import ALGORITHMS
+from slime_like.config.over_sampling import check_over_sampling
 from slime_like.config.pipeline import check_pipeline
 from slime_like.config.policy import AlgoConfig, PolicyConfig
 from slime_like.config.reward_names import ROW, check_reward_name, split_prefix
@@ -34,7 +35,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True) -> None:
     batch_identity(cfg)
     _lengths(cfg)
     _sampling(cfg)
-    _over_sampling(cfg)
+    check_over_sampling(cfg)
     stage_ranks(cfg, trainer_ranks(cfg))
     check_pipeline(cfg.parallel)
     _placement(cfg)
@@ -255,21 +256,6 @@ def _sampling(cfg: TrainConfig) -> None:
                 f"{key}={value} cannot be trained on: tokens would be sampled from a cut distribution while the "
                 f"trainer computes log-probabilities of the whole one; set {key}={off:g} (evaluation.top_p is free)"
             )
-
-
-def _over_sampling(cfg: TrainConfig) -> None:
-    begun, bound = cfg.rollout.over_sampling_batch_size, cfg.rollout.max_partial_staleness
-    if begun is not None and cfg.run.deterministic:
-        raise ConfigError(
-            f"rollout.over_sampling_batch_size={begun} with run.deterministic=true: the groups that end first are trained "
-            "on, and which those are is a matter of time; set rollout.over_sampling_batch_size=null (and "
-            "rollout.partial_rollout=false), or run.deterministic=false"
-        )
-    if bound is not None and bound <= cfg.loop.max_staleness:
-        raise ConfigError(
-            f"rollout.max_partial_staleness={bound} must be above loop.max_staleness={cfg.loop.max_staleness}, by which "
-            f"groups lag that nothing stopped: set at least {cfg.loop.max_staleness + 1}"
-        )
 
 
 def _placement(cfg: TrainConfig) -> None:

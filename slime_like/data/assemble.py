@@ -42,6 +42,7 @@ class AssembleSpec:
     max_tokens_per_rank: int
     max_response_len: int
     mask_truncated: bool = False
+    mask_offpolicy: bool = False  # of a sample under several versions only the tokens of the newest are trained on
     overlong: Overlong | None = None  # None: rewards count as they are
 
 
@@ -56,7 +57,8 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
         return TrainBatch(rollout_id, ())
     groups = groups if spec.overlong is None else spec.overlong.shaped(groups)
     masked = frozenset({Status.TRUNCATED} if spec.mask_truncated else ())
-    grouped = [[column(s, advantage, masked) for s, advantage in _advantages(group, spec)] for group in groups]
+    newest = spec.mask_offpolicy
+    grouped = [[column(s, advantage, masked, newest) for s, advantage in _advantages(group, spec)] for group in groups]
     steps = split_steps(grouped, spec.steps_per_rollout, spec.dp)
     names = [f"rollout {rollout_id}, optimizer step {i}" for i in range(len(steps))]
     return TrainBatch(rollout_id, tuple(_step(columns, spec, name) for columns, name in zip(steps, names, strict=True)))

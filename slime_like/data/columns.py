@@ -34,12 +34,18 @@ class Column:
         return self.sample.group_id, self.sample.episode_id
 
 
-def column(sample: Sample, advantage: float | None, masked: frozenset[Status] = frozenset()) -> Column:
-    """Per-token arrays of a sample; one whose status is ``masked`` is not trained on. Raises ``EngineError`` when a sampled token has no log-probability."""
+def column(
+    sample: Sample, advantage: float | None, masked: frozenset[Status] = frozenset(), newest: bool = False
+) -> Column:
+    """Per-token arrays of a sample; one whose status is ``masked`` is not trained on, and under ``newest`` only the tokens
+    of its newest weight version are. Raises ``EngineError`` when a sampled token has no log-probability.
+    """
     lengths = [span.stop - span.start for span in sample.spans]
     sampled = np.repeat([span.source is Source.MODEL for span in sample.spans], lengths)
     versions = np.repeat([span.version if span.source is Source.MODEL else -1 for span in sample.spans], lengths)
     trained = sampled & (sample.status not in (*UNTRAINED, *masked))
+    if newest:
+        trained &= versions == versions.max(initial=-1)
     trained[:1] = False  # nothing stands before a first token, so nothing predicts it
     unknown = int(np.isnan(sample.logprobs[trained]).sum())
     if unknown:

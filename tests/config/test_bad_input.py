@@ -124,6 +124,7 @@ RULES = {
         "rollout.partial_rollout=true",
         "rollout.over_sampling_batch_size=49",
     ),
+    "mask of nothing": ("algo.mask_offpolicy=true", "algo.mask_offpolicy=true", "rollout.partial_rollout=true"),
     "partial bound alone": (
         "rollout.max_partial_staleness=3",
         "rollout.max_partial_staleness=3",

@@ -94,6 +94,7 @@ ONE_BY_ONE = {
     "--dynamic-sampling-filter-path a.b": "rollout.max_refills=100",
     "--over-sampling-batch-size 64": "rollout.over_sampling_batch_size=64",
     "--over-sampling-batch-size 64 --partial-rollout": "rollout.partial_rollout=true",
+    "--mask-offpolicy-in-partial-rollout": "algo.mask_offpolicy=true",
     "--update-weight-buffer-size 536870912": "weights.bucket_mb=512.0",
     "--skip-eval-before-train": "evaluation.before_train=false",
     "--advantage-estimator reinforce_plus_plus": "algo=reinforce_pp",

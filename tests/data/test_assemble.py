@@ -16,7 +16,7 @@ from slime_like.batch import Rows, StepBatch
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.data.columns import FILLER_ID
 from slime_like.errors import ConfigError, DataError, EngineError
-from slime_like.types import Reward, SampleGroup, Source, Status
+from slime_like.types import Reward, SampleGroup, Source, Span, Status
 from tests.algo.samples import Shape, batches, groups_of
 
 SPEC = AssembleSpec(grpo, "token_mean", 1, 1, 1000, 16)
@@ -109,6 +109,19 @@ def test_the_first_token_of_a_sequence_is_never_trained() -> None:
     step = assemble([group], SPEC, 0).steps[0]
     assert per_sample(step, "loss_weight") == {0: [0.0, 0.5, 0.5]}
     assert per_sample(step, "versions") == {0: [3, 3, 3]}
+
+
+def test_of_a_continued_sample_only_the_newest_tokens_are_trained_on_where_asked() -> None:
+    (group,) = groups_of([[shape(1.0, response=4), shape(0.0)]])
+    first, second = group.samples
+    spans = (Span(0, 1, Source.PROMPT), Span(1, 3, Source.MODEL, 3), Span(3, 5, Source.MODEL, 4))
+    groups = [replace(group, samples=(replace(first, spans=spans), second))]
+    weights = {
+        masked: per_sample(assemble(groups, replace(SPEC, mask_offpolicy=masked), 5).steps[0], "loss_weight")
+        for masked in (False, True)
+    }
+    assert weights[False] == {0: pytest.approx([0, *[1 / 6] * 4]), 1: pytest.approx([0, *[1 / 6] * 2])}
+    assert weights[True] == {0: [0, 0, 0, 0.25, 0.25], 1: [0, 0.25, 0.25]}
 
 
 def test_an_episode_of_two_samples_counts_once() -> None:

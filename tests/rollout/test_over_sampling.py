@@ -8,7 +8,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,33 +27,11 @@ from slime_like.rollout.refill import Filled, Refill
 from slime_like.rollout.router import Router
 from slime_like.rollout.state import RolloutState
 from slime_like.rollout.usage import Usage
-from slime_like.types import Prompt, Sample, SampleGroup, Source, Span
+from slime_like.types import Sample, SampleGroup, Source, Span
+from tests.rollout.counting import Counting
 from tests.rollout.slow_engine import SlowEngine, token
 
 N = 2  # samples per prompt
-
-
-class Counting:
-    """A data source of prompts 0, 1, 2 ..., as long as their number says."""
-
-    def __init__(self, taken: int = 0) -> None:
-        self.taken = taken
-
-    def __len__(self) -> int:
-        return 10**6
-
-    def next(self, n: int) -> list[Prompt]:
-        first, self.taken = self.taken, self.taken + n
-        return [Prompt(i, np.arange(1 + i % 3, dtype=np.int32), "", None, None) for i in range(first, self.taken)]
-
-    def metrics(self) -> tuple[()]:
-        return ()
-
-    def state(self) -> dict[str, Any]:
-        return {"taken": self.taken}
-
-    def load_state(self, state: Any) -> None:
-        self.taken = state["taken"]
 
 
 @dataclass(frozen=True)

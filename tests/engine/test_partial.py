@@ -1,0 +1,144 @@
+"""Interrupted answers on a real engine: what is continued is whole, and each token is scored by the weights it came from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime_like.data.dump import load_groups, save_groups
+from slime_like.deadline import Deadline
+from slime_like.interfaces import Completion
+from slime_like.metrics.types import reduce_metrics
+from slime_like.rollout.journal import Journal, Unfinished
+from slime_like.rollout.lane import Gate, Lane
+from slime_like.rollout.router import Router
+from slime_like.rollout.state import RolloutState
+from slime_like.rollout.usage import Usage
+from slime_like.types import Prompt
+from tests.engine.conftest import Engine, Models, prompt, sampled
+
+pytestmark = pytest.mark.engine
+TOLERANCE = 1e-5
+IDS, SEEDS, TOKENS = prompt(40, seed=8), [11, 12, 13, 14], 120
+LONG = sampled(tokens=TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def weights_of_a(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test leaves the shared engine with the weights of A at version 0."""
+    yield
+    engine: Engine = request.getfixturevalue("engine")
+    engine.run(engine.push(request.getfixturevalue("models").tensors("A"), 0))
+
+
+class Group:
+    """A lane of its own and what stops it."""
+
+    def __init__(self, engine: Engine, journal: Journal | None = None) -> None:
+        self.client, self.gate, self.usage = engine.client, Gate(), Usage(1)
+        self.journal = journal or Journal()
+
+    async def generate(self) -> Sequence[Completion]:
+        with Router([self.client]).lease(1) as lease:
+            return await Lane(lease, self.journal, self.gate, self.usage).generate(IDS, SEEDS, LONG)
+
+    async def stop_after(self, tokens: int) -> None:
+        """Stop when a request of ``tokens`` tokens, begun now, has ended: about as many are then sampled here."""
+        await self.client.generate(prompt(3), [5], sampled(tokens=tokens))
+        await self.stop()
+
+    async def stop(self) -> None:
+        await self.gate.shut([self.client], Deadline("test", "stop", 30))
+
+
+def same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=TOLERANCE)
+        assert (one.versions, one.finish) == (other.versions, other.finish)
+
+
+def test_a_continued_answer_has_the_versions_and_logprobs_of_its_parts(engine: Engine, models: Models) -> None:
+    async def scenario() -> tuple[list[int], Sequence[Completion]]:
+        group = Group(engine)
+        answer = asyncio.create_task(group.generate())
+        await group.stop_after(30)
+        (call,) = group.journal.copy()
+        assert not answer.done()
+        await engine.push(models.tensors("B"), 7)
+        group.gate.open()
+        return [len(c.token_ids) for c in call.completions if c.finish == "abort"], await answer
+
+    first, completions = engine.run(scenario())
+    assert len(first) > 1 and all(0 < n < TOKENS for n in first)
+    continued = [c for c in completions if len(c.versions) == 2]
+    assert [c.versions for c in continued] == [
+        ((0, n, 0), (n, len(c.token_ids), 7)) for n, c in zip(first, continued, strict=True)
+    ]
+    whole = [np.concatenate([IDS, c.token_ids]) for c in continued]
+    rescored = engine.run(engine.client.score(whole, 1.0))  # by the engine, which now holds B
+    for n, completion, ids, scores in zip(first, continued, whole, rescored, strict=True):
+        old, new = (models.logprobs(name, ids, 1.0)[len(IDS) - 1 :] for name in "AB")
+        np.testing.assert_allclose(completion.logprobs[:n], old[:n], atol=TOLERANCE)
+        np.testing.assert_allclose(completion.logprobs[n:], new[n:], atol=TOLERANCE)
+        np.testing.assert_allclose(completion.logprobs[n:], scores[len(IDS) - 1 :][n:], atol=TOLERANCE)
+        assert np.abs(old - new).max() > 0.1  # or the above would say nothing
+
+
+def test_under_the_same_weights_an_interruption_changes_nothing(engine: Engine, tmp_path: Path) -> None:
+    async def scenario() -> tuple[Sequence[Completion], ...]:
+        group, other = Group(engine), Group(engine)
+        expected = await other.generate()
+        bystander = asyncio.create_task(Group(engine).generate())  # an evaluation: aborted with the rest, it goes on
+        score = asyncio.create_task(engine.client.score([prompt(60)] * 4, 1.0))
+        answer = asyncio.create_task(group.generate())
+        await group.stop_after(20)
+        group.gate.open()
+        await group.stop_after(20)
+        saved = Unfinished(3, Prompt(1, IDS, "", None, None), group.journal.copy())
+        group.gate.open()
+        save_groups(tmp_path / "g.npz", RolloutState({}, (), (saved,)).in_flight())
+        (loaded,) = RolloutState.of({}, load_groups(tmp_path / "g.npz")).unfinished
+        assert 0 < Journal(loaded.calls).num_tokens < TOKENS * len(SEEDS)
+        resumed = await Group(engine, Journal(loaded.calls)).generate()  # in another process
+        assert len((await score)[0]) == 59
+        return expected, await answer, await bystander, resumed
+
+    expected, *found = engine.run(scenario())
+    for completions in found:
+        same(completions, expected)
+
+
+def test_an_answer_is_stopped_on_a_paused_engine(engine: Engine) -> None:
+    async def scenario() -> tuple[Sequence[Completion], Sequence[Completion]]:
+        group = Group(engine)
+        expected = await Group(engine).generate()
+        answer = asyncio.create_task(group.generate())
+        await engine.client.generate(prompt(3), [5], sampled(tokens=60))
+        await engine.client.pause()
+        await group.stop()
+        await engine.client.resume()
+        group.gate.open()
+        return expected, await answer
+
+    expected, found = engine.run(scenario())
+    same(found, expected)
+
+
+def test_what_a_group_shares_is_counted_when_it_is_cached(engine: Engine) -> None:
+    async def scenario() -> tuple[dict[str, float], dict[str, float]]:
+        await engine.client.flush()
+        group = Group(engine)
+        await group.generate()
+        first = reduce_metrics(group.usage.drain())
+        again = Group(engine)
+        await again.generate()
+        return first, reduce_metrics(again.usage.drain())
+
+    first, again = engine.run(scenario())
+    assert first["rollout/prefix_cache_hit_rate"] < again["rollout/prefix_cache_hit_rate"]
+    assert again["rollout/avg_cached_tokens_per_sample"] == len(IDS) - 1  # the last token's logits are computed anew

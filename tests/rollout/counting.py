@@ -1,0 +1,38 @@
+"""A data source that never ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from slime_like.types import Prompt
+
+
+class Counting:
+    """Prompts 0, 1, 2 ... of one to three tokens and ``extra`` more."""
+
+    def __init__(self, extra: int = 0) -> None:
+        self._extra = extra
+        self._taken = 0
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def next(self, n: int) -> list[Prompt]:
+        first, self._taken = self._taken, self._taken + n
+        return [self._prompt(i) for i in range(first, self._taken)]
+
+    def _prompt(self, i: int) -> Prompt:
+        token_ids = np.arange(2, 3 + self._extra + i % 3, dtype=np.int32)
+        return Prompt(i, token_ids, "", None, None)
+
+    def metrics(self) -> tuple[()]:
+        return ()
+
+    def state(self) -> dict[str, Any]:
+        return {"taken": self._taken}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._taken = state["taken"]
