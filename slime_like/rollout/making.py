@@ -18,7 +18,7 @@ from slime_like.registry import resolve
 from slime_like.rollout.answer import Answerer, Asked
 from slime_like.rollout.lane import Gate
 from slime_like.rollout.over_sampling import Hands, OverSampling, Partial, Work
-from slime_like.rollout.prompt_queue import PromptQueue
+from slime_like.rollout.prompt_queue import PromptQueue, Waiting
 from slime_like.rollout.refill import Filled, Refill, fill
 from slime_like.rollout.state import RolloutState
 from slime_like.types import SampleGroup
@@ -85,7 +85,7 @@ class Making:
         if self._over_sampling is not None:
             self._over_sampling.restore(state.unfinished)
         else:  # it was on when the checkpoint was written
-            self._prompts.give_back([unfinished.prompt for unfinished in state.unfinished])
+            self._prompts.give_back([Waiting(unfinished.prompt) for unfinished in state.unfinished])
 
     async def close(self) -> None:
         """Cancel what is in flight."""
@@ -95,8 +95,10 @@ class Making:
     async def _ask(self, rollout_id: int, before: int, count: int) -> list[SampleGroup]:
         """Groups of further prompts, ``before`` having been asked for this rollout."""
         first, n = rollout_id * self._how.most + before, self._cfg.n_samples_per_prompt
-        prompts = enumerate(self._prompts.take(count), first)
-        return await self._answers.groups([Asked(prompt, group_id, n, self._sampling) for group_id, prompt in prompts])
+        asked = enumerate(self._prompts.take(count), first)
+        return await self._answers.groups(
+            [Asked(waiting.prompt, group_id, n, self._sampling) for group_id, waiting in asked]
+        )
 
     async def _answer(self, work: Work) -> SampleGroup:
         asked = Asked(work.prompt, work.group_id, self._cfg.n_samples_per_prompt, self._sampling)

@@ -1,7 +1,7 @@
 """Over-sampling: more groups are begun than a rollout needs, the first that pass the filters are taken, the rest is stopped.
 
 What is stopped is continued in the next rollout, under its weights (partial rollouts), or given up, and its prompt
-comes back before all others. Either way every prompt is answered for a rollout once: it is taken, dropped by a filter,
+comes back before all others; one that has been given up ``MOST_GIVEN_UP`` times is waited for. Either way every prompt is answered for a rollout once: it is taken, dropped by a filter,
 in flight, or back in the queue, and in no two of these.
 
 Sources: over-sampling and partial rollouts as slime has them (slime/rollout/sglang_rollout.py); the bound on the age of
@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from slime_like.errors import DataError
 from slime_like.metrics.types import Metric, Sum
 from slime_like.rollout.journal import Journal, Unfinished
-from slime_like.rollout.prompt_queue import PromptQueue
+from slime_like.rollout.prompt_queue import PromptQueue, Waiting
 from slime_like.rollout.refill import Filled, Refill
 from slime_like.types import Prompt, SampleGroup
+
+MOST_GIVEN_UP = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +32,7 @@ class Work:
 
     group_id: int
     prompt: Prompt
+    given_up: int = 0  # rollouts that have begun an answer to this prompt and given it up
     journal: Journal = field(default_factory=Journal)
     generated: bool = False  # only its reward is missing
     task: asyncio.Task[SampleGroup] | None = None
@@ -98,7 +101,7 @@ class OverSampling:
             self._sift()
             passed = [work for work in self._works if work.group is not None]
             coming = [work for work in self._works if work.group is None]
-            if len(passed) >= self._how.batch_size and not any(self._is_due(work, rollout_id) for work in coming):
+            if len(passed) >= self._how.batch_size and not self._awaits_due(passed, coming, rollout_id):
                 break
             if len(passed) + len(coming) < self._how.batch_size and refills < self._how.max_refills:
                 asked += self._ask(rollout_id, asked, round_size)
@@ -121,11 +124,10 @@ class OverSampling:
 
     def restore(self, unfinished: Iterable[Unfinished]) -> None:
         """Take up what an earlier process had in flight, or answer its prompts anew where partial rollouts are off."""
-        works = [Work(found.group_id, found.prompt, Journal(found.calls)) for found in unfinished]
         if self._partial.enabled:
-            self._works = works
+            self._works = [Work(found.group_id, found.prompt, journal=Journal(found.calls)) for found in unfinished]
         else:
-            self._prompts.give_back([work.prompt for work in works])
+            self._prompts.give_back([Waiting(found.prompt) for found in unfinished])
 
     def metrics(self) -> list[Metric]:
         """Since the last call."""
@@ -145,7 +147,8 @@ class OverSampling:
     def _ask(self, rollout_id: int, before: int, count: int) -> int:
         """Begin groups of ``count`` further prompts, ``before`` having been begun for this rollout; how many."""
         first = rollout_id * self._how.most + before
-        works = [Work(first + i, prompt) for i, prompt in enumerate(self._prompts.take(max(0, count)))]
+        taken = enumerate(self._prompts.take(max(0, count)), first)
+        works = [Work(group_id, waiting.prompt, waiting.given_up) for group_id, waiting in taken]
         self._works += works
         for work in works:
             self._begin(work)
@@ -168,9 +171,16 @@ class OverSampling:
                 self._works.append(work)  # those that passed stand in the order in which they finished
 
     def _is_due(self, work: Work, rollout_id: int) -> bool:
-        """Whether it would be too old in the next rollout."""
+        """Whether it is to be waited for: it would be too old in the next rollout, or has been given up too often."""
+        if not self._partial.enabled:
+            return work.given_up >= MOST_GIVEN_UP
         oldest = work.journal.oldest_version
-        return self._partial.enabled and oldest is not None and rollout_id + 1 - oldest > self._partial.max_staleness
+        return oldest is not None and rollout_id + 1 - oldest > self._partial.max_staleness
+
+    def _awaits_due(self, passed: Sequence[Work], coming: Sequence[Work], rollout_id: int) -> bool:
+        """Whether groups to be waited for are on their way, and the rollout is not full of such groups."""
+        due = sum(self._is_due(work, rollout_id) for work in passed)
+        return due < self._how.batch_size and any(self._is_due(work, rollout_id) for work in coming)
 
     def _take(self, rollout_id: int) -> list[Work]:
         """Those due first, then in the order in which they finished."""
@@ -197,7 +207,7 @@ class OverSampling:
     def _give_up(self, works: Sequence[Work]) -> None:
         works = sorted(works, key=lambda work: work.group_id)
         self._works = [work for work in self._works if work not in works]
-        self._prompts.give_back([work.prompt for work in works])
+        self._prompts.give_back([Waiting(work.prompt, work.given_up + 1) for work in works])
         for work in works:
             self._counts["wasted_tokens"] += work.journal.num_tokens
             if work.task is not None:

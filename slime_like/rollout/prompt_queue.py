@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slime_like.interfaces import DataSource
 from slime_like.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A prompt to be answered, and how often a rollout has begun and given it up."""
+
+    prompt: Prompt
+    given_up: int = 0
 
 
 class PromptQueue:
@@ -13,13 +22,14 @@ class PromptQueue:
 
     def __init__(self, source: DataSource) -> None:
         self.source = source
-        self.returned: tuple[Prompt, ...] = ()
+        self.returned: tuple[Waiting, ...] = ()
 
-    def take(self, n: int) -> list[Prompt]:
+    def take(self, n: int) -> list[Waiting]:
         """The next ``n`` prompts."""
         first, self.returned = self.returned[:n], self.returned[n:]
-        return [*first, *self.source.next(n - len(first))] if len(first) < n else list(first)
+        fresh = self.source.next(n - len(first)) if len(first) < n else []
+        return [*first, *map(Waiting, fresh)]
 
-    def give_back(self, prompts: Sequence[Prompt]) -> None:
+    def give_back(self, waiting: Sequence[Waiting]) -> None:
         """These were taken and not answered: they come before all others."""
-        self.returned = (*prompts, *self.returned)
+        self.returned = (*waiting, *self.returned)

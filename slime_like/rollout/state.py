@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.rollout.journal import Unfinished, from_group, to_group
-from slime_like.types import Prompt, SampleGroup
-
-UNANSWERED = -1  # group id of a prompt that came back
+from slime_like.rollout.prompt_queue import Waiting
+from slime_like.types import SampleGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,21 +17,19 @@ class RolloutState:
     """Every prompt that was taken and that no rollout holds: it came back, or its group is unfinished."""
 
     cursor: Mapping[str, Any]  # of the data source
-    returned: tuple[Prompt, ...]
+    returned: tuple[Waiting, ...]
     unfinished: tuple[Unfinished, ...]
 
     def in_flight(self) -> list[SampleGroup]:
-        """All but the cursor, as groups that can be written."""
-        returned = [SampleGroup(UNANSWERED, prompt, ()) for prompt in self.returned]
+        """All but the cursor, as groups that can be written; those of prompts that came back have ids below 0."""
+        returned = [SampleGroup(-1 - waiting.given_up, waiting.prompt, ()) for waiting in self.returned]
         return [*returned, *map(to_group, self.unfinished)]
 
     @staticmethod
     def of(cursor: Mapping[str, Any], groups: Sequence[SampleGroup]) -> RolloutState:
         """The reverse of ``in_flight``."""
-        returned = tuple(group.prompt for group in groups if group.group_id == UNANSWERED)
-        return RolloutState(
-            cursor, returned, tuple(from_group(group) for group in groups if group.group_id != UNANSWERED)
-        )
+        returned = tuple(Waiting(group.prompt, -1 - group.group_id) for group in groups if group.group_id < 0)
+        return RolloutState(cursor, returned, tuple(from_group(group) for group in groups if group.group_id >= 0))
 
 
 def made_path(leftover: Path, rollout_id: int) -> Path:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.interfaces import Completion
 from slime_like.rollout.journal import NOTHING, Call, Journal, Unfinished, continuable, joined
-from slime_like.rollout.prompt_queue import PromptQueue
+from slime_like.rollout.prompt_queue import PromptQueue, Waiting
 from slime_like.rollout.state import RolloutState
 from slime_like.types import Prompt
 from tests.rollout.counting import Counting
@@ -64,7 +64,7 @@ calls = st.lists(st.lists(completions, min_size=1, max_size=3), max_size=3)
 def test_what_is_in_flight_is_written_and_read(
     tmp_path_factory: pytest.TempPathFactory, groups: list[list[list[Completion]]], returned: int
 ) -> None:
-    prompts = tuple(Counting().next(returned))
+    prompts = tuple(Waiting(p, i) for i, p in enumerate(Counting().next(returned)))
     unfinished = tuple(
         Unfinished(
             i, Prompt(i, IDS, "t", "l", None), tuple(Call(IDS[:k], tuple(range(len(c))), c) for k, c in enumerate(g))
@@ -74,7 +74,7 @@ def test_what_is_in_flight_is_written_and_read(
     path = tmp_path_factory.getbasetemp() / "written.npz"
     save_groups(path, RolloutState({"at": 3}, prompts, unfinished).in_flight())
     found = RolloutState.of({"at": 3}, load_groups(path))
-    assert [p.prompt_id for p in found.returned] == list(range(returned))
+    assert [(w.prompt.prompt_id, w.given_up) for w in found.returned] == [(i, i) for i in range(returned)]
     assert [u.group_id for u in found.unfinished] == list(range(len(groups)))
     for one, other in zip(found.unfinished, unfinished, strict=True):
         for call, expected in zip(one.calls, other.calls, strict=True):
@@ -91,7 +91,7 @@ def test_prompts_that_come_back_are_the_next_ones(gives: list[int]) -> None:
     for n in gives:
         taken = queue.take(5)
         queue.give_back(taken[:n])
-        seen += [prompt.prompt_id for prompt in taken[n:]]
-        assert [prompt.prompt_id for prompt in queue.returned[:n]] == [prompt.prompt_id for prompt in taken[:n]]
-    rest = [prompt.prompt_id for prompt in queue.returned]
+        seen += [waiting.prompt.prompt_id for waiting in taken[n:]]
+        assert list(queue.returned[:n]) == taken[:n]
+    rest = [waiting.prompt.prompt_id for waiting in queue.returned]
     assert sorted(seen + rest) == list(range(queue.source.state()["taken"]))

@@ -158,7 +158,7 @@ async def history(setting: Setting, rng: random.Random, resumes: list[int], fold
     places = [
         *(group.prompt.prompt_id for group in trained),
         *dropped,
-        *(prompt.prompt_id for prompt in state.returned),
+        *(waiting.prompt.prompt_id for waiting in state.returned),
         *(unfinished.prompt.prompt_id for unfinished in state.unfinished),
     ]
     assert sorted(places) == list(range(state.cursor["taken"]))  # none lost, none doubled
@@ -227,13 +227,22 @@ def test_without_partial_rollouts_what_is_stopped_is_given_up_and_its_prompt_com
     assert counts["rollout/wasted_tokens"] > 0
 
 
+def test_a_prompt_that_was_given_up_three_times_is_waited_for() -> None:
+    made, process, _ = collect(Setting(Refill(2, 4, 0), Partial(False, 9)), 30)
+    rollouts = {g.prompt.prompt_id: i for i, filled in enumerate(made) for g in filled.groups}
+    assert max(waiting.given_up for waiting in process.prompts.returned) <= 3
+    assert set(range(40)) <= set(rollouts)  # of some 60: none of the early ones was passed over for ever
+
+
 def test_what_is_too_old_to_go_on_is_answered_anew() -> None:
     """More groups are due at once than a rollout holds: 1 is taken of 8, and none may wait longer than one version."""
     made, process, counts = collect(Setting(Refill(1, 8, 0), Partial(True, 1)), 6)
     assert counts["rollout/restarted_groups"] > 0
     assert all(i - group.oldest_version <= 1 for i, filled in enumerate(made) for group in filled.groups)
     places = [g.prompt.prompt_id for filled in made for g in filled.groups]
-    places += [p.prompt_id for p in process.prompts.returned] + [u.prompt.prompt_id for u in process.pool.unfinished()]
+    places += [w.prompt.prompt_id for w in process.prompts.returned] + [
+        u.prompt.prompt_id for u in process.pool.unfinished()
+    ]
     assert sorted(places) == list(range(process.prompts.source.state()["taken"]))
 
 

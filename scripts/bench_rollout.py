@@ -1,0 +1,279 @@
+"""Rollout throughput on long-tailed lengths: the synchronous loop, over-sampling, and over-sampling with partial rollouts.
+
+    python scripts/bench_rollout.py --rounds 8 --out docs/measurements/rollout.md
+
+Two engines, a random Qwen3. Lengths are not the model's own, which has none worth the name: each sample's is drawn from a
+log-normal by its prompt and place in the group, and set as its limit. A round is a rollout of each arm in turn on the same engines, so that a busy
+machine slows all of them, and after each a push of all weights (not timed), as training would need it. Only ``collect`` is
+timed: what an engine saves is what a synchronous loop waits less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime_like.config.resolved import EngineSpec
+from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
+from slime_like.config.run import LoopConfig
+from slime_like.data.group_metrics import group_metrics
+from slime_like.interfaces import Bucket, Engine, GenerateContext
+from slime_like.metrics.types import reduce_metrics
+from slime_like.quickstart.model import ModelSpec, write_model
+from slime_like.rollout.client import EngineClient
+from slime_like.rollout.generate import to_sample
+from slime_like.rollout.manager import ManagerSpec, RolloutManager
+from slime_like.rollout.server import EngineServer
+from slime_like.types import Prompt, Sample
+from slime_like.weights.shared import Region
+
+KEY = "bench"
+VOCAB, PROMPT, LONGEST, MEDIAN = 512, 48, 384, 24.0
+MODEL = ModelSpec(vocab_size=VOCAB, num_hidden_layers=4, max_position_embeddings=512)
+NUM_ENGINES = 2
+
+
+def length(prompt_id: int, index: int) -> int:
+    """Tokens of a prompt's sample: log-normal, cut at ``LONGEST``. Most of the spread is the prompt's: hard ones stay long."""
+    prompt, sample = (np.random.default_rng([7, prompt_id, i]).normal() for i in (0, 1 + index))
+    return int(np.clip(MEDIAN * np.exp(0.9 * prompt + 0.6 * sample), 1, LONGEST))
+
+
+async def long_tailed(
+    prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
+) -> Sequence[Sample]:
+    """``rollout.generate``: every sample has a length of its own."""
+
+    async def one(index: int, seed: int) -> Sample:
+        sampling = replace(context.sampling, max_new_tokens=length(prompt.prompt_id, index))
+        (completion,) = await engine.generate(prompt.token_ids, [seed], sampling)
+        return to_sample(prompt, completion, context, seed=seed, index=index)
+
+    return await asyncio.gather(*(one(index, seed) for index, seed in enumerate(seeds)))
+
+
+class RandomPrompts:
+    """A data source of random prompts."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next ``n``."""
+        first, self._taken = self._taken, self._taken + n
+        return [self._prompt(i) for i in range(first, self._taken)]
+
+    def _prompt(self, i: int) -> Prompt:
+        ids = np.random.default_rng(i).integers(2, VOCAB, PROMPT).astype(np.int32)
+        return Prompt(i, ids, "", "1", None)
+
+    def metrics(self) -> tuple[()]:
+        """None."""
+        return ()
+
+    def state(self) -> dict[str, Any]:
+        """The cursor."""
+        return {"taken": self._taken}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Back to ``state``."""
+        self._taken = state["taken"]
+
+
+@dataclass
+class Arm:
+    """One way to roll out, with a manager of its own on the shared engines."""
+
+    name: str
+    manager: RolloutManager
+    rows: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+
+
+def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Namespace, **rollout: Any) -> Arm:
+    """``rollout`` is what sets the arm apart."""
+    clients = [EngineClient(s.url, admin_key=KEY, name=f"engine {i}", deadline_s=120) for i, s in enumerate(servers)]
+    cfg = RolloutConfig(
+        batch_size=options.batch,
+        n_samples_per_prompt=options.samples,
+        max_response_len=LONGEST,
+        generate="bench_rollout:long_tailed",
+        **rollout,
+    )
+    spec = ManagerSpec(
+        rollout=cfg,
+        reward=RewardConfig(name="exact", workers=1),
+        evaluation=EvalConfig(),
+        loop=LoopConfig(num_rollout=10**6),
+        tokenizer_path=str(options.model),
+        max_context_len=512,
+        stop_token_ids=(),
+        chat_template_kwargs={},
+        temperature=1.0,
+        seed=0,
+        probe_sequences=0,
+        samples_per_rollout=options.batch * options.samples,
+        first_rollout=0,
+        deterministic=False,
+    )
+    return Arm(name, RolloutManager(spec, RandomPrompts(), {}, clients))
+
+
+async def push(arm: Arm, servers: Sequence[EngineServer], tensors: Sequence[tuple[str, Any]], new: int) -> None:
+    """The same weights again as version ``new``: engines forget what they have cached."""
+    await arm.manager.begin_push()
+    for server in servers:
+        client, region = EngineClient(server.url, admin_key=KEY, deadline_s=120), Region()
+        await client.update_from_tensors(region.write(Bucket(tuple(tensors))))
+        region.close()
+        await client.close()
+    await arm.manager.commit_push(new)
+
+
+async def rollout(arm: Arm, rollout_id: int, *, counts: bool) -> None:
+    """One timed rollout."""
+    start = time.perf_counter()
+    collected = await arm.manager.collect(rollout_id)
+    seconds = time.perf_counter() - start
+    metrics = reduce_metrics([*collected.metrics, *group_metrics(collected.groups, rollout_id)])
+    samples = [sample for group in collected.groups for sample in group.samples]
+    lengths = [sample.num_response_tokens for sample in samples]
+    if counts:
+        arm.rows.append(
+            metrics | {"seconds": seconds, "samples": len(samples), "tokens": sum(lengths), "longest": max(lengths)}
+        )
+
+
+async def measure(arms: Sequence[Arm], servers: Sequence[EngineServer], tensors: Any, options: Any) -> None:
+    """Rounds of all arms in turn; the first ones fill what partial rollouts carry from one to the next."""
+    for number in range(options.warm + options.rounds):
+        for arm in arms:
+            await push(arm, servers, tensors, number)
+            await rollout(arm, number, counts=number >= options.warm)
+    for arm in arms:
+        await arm.manager.stop()
+
+
+def table(arms: Sequence[Arm], options: argparse.Namespace) -> str:
+    """Sums and means over all counted rounds."""
+    head = ("", "s per rollout", "samples/s", "trained tokens/s", "mean length", "tokens thrown away", "stale, max")
+    head = (*head, "several versions", "busiest engine", "prefix hits")
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    base: list[float] = []
+    for arm in arms:
+        total = {key: sum(row.get(key, 0.0) for row in arm.rows) for key in ("seconds", "samples", "tokens")}
+        wasted = sum(row.get("rollout/wasted_tokens", 0.0) for row in arm.rows)
+        rates = [total["samples"] / total["seconds"], total["tokens"] / total["seconds"]]
+        base = base or rates
+        gains = [f"{rate:,.0f} ({rate / first:.2f})" for rate, first in zip(rates, base, strict=True)]
+        cells = [
+            arm.name,
+            f"{statistics.median(row['seconds'] for row in arm.rows):.2f}",
+            *gains,
+            f"{total['tokens'] / total['samples']:.1f}",
+            f"{wasted / (total['tokens'] + wasted):.0%}",
+            f"{max(row['rollout/staleness_max'] for row in arm.rows):.0f}",
+            f"{statistics.mean(row['rollout/mixed_version_ratio'] for row in arm.rows):.0%}",
+            f"{statistics.mean(row['rollout/engine_load_max'] for row in arm.rows):.2f}",
+            f"{statistics.mean(row['rollout/prefix_cache_hit_rate'] for row in arm.rows):.0%}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    lengths = sorted(length(i, j) for i in range(5_000) for j in range(4))
+    share = [lengths[int(q * len(lengths))] for q in (0.5, 0.9, 0.99)]
+    begun = f"{options.batch} groups of {options.samples} samples are needed, over-sampling begins {options.begun}."
+    told = (
+        f"{begun} Lengths: median {share[0]}, 90 % {share[1]}, 99 % {share[2]}, at most {LONGEST}, mean "
+        f"{statistics.mean(lengths):.1f}. {options.rounds} rounds after {options.warm} that are not counted."
+    )
+    return "\n".join([told, "", *lines, ""])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=16, help="groups of a rollout")
+    parser.add_argument("--samples", type=int, default=4, help="samples of a group")
+    parser.add_argument("--begun", type=int, default=24, help="groups that over-sampling begins")
+    parser.add_argument("--out", type=Path, help="page whose part below the line of dashes is replaced")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        options.model = Path(folder) / "model"
+        write_model(options.model, MODEL)
+        tensors = hf_tensors(options.model)
+        servers = [EngineServer(spec(options, i), admin_key=KEY) for i in range(NUM_ENGINES)]
+        try:
+            for server in servers:
+                server.start()
+            for server in servers:
+                server.wait_ready()
+            arms = [
+                make_arm("all waited for", servers, options),
+                make_arm("over-sampling", servers, options, over_sampling_batch_size=options.begun),
+                make_arm(
+                    "over-sampling, partial",
+                    servers,
+                    options,
+                    over_sampling_batch_size=options.begun,
+                    partial_rollout=True,
+                ),
+            ]
+            asyncio.run(measure(arms, servers, tensors, options))
+        finally:
+            for server in servers:
+                server.stop()
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "transformers"))
+    words = (
+        f"`python {' '.join(sys.argv)}`, Python {platform.python_version()}, {packages}, load {os.getloadavg()[0]:.1f}."
+    )
+    text = f"{words} {table(arms, options)}"
+    print(text)
+    if options.out is not None:
+        before, line, _ = options.out.read_text().partition("<!-- measured -->\n")
+        options.out.write_text(f"{before}{line}\n{text}")
+
+
+def spec(options: argparse.Namespace, number: int) -> EngineSpec:
+    """One engine."""
+    return EngineSpec(
+        model_path=str(options.model),
+        device="cpu",
+        dtype="float32",
+        tp=1,
+        context_length=512,
+        seed=0,
+        log_path=str(options.model.parent / f"engine_{number}.log"),
+        start_deadline_s=300,
+        request_deadline_s=120,
+        max_running_requests=128,
+        sglang={"max_total_tokens": 65_536},
+    )
+
+
+def hf_tensors(folder: Path) -> list[tuple[str, Any]]:
+    """As a trainer exports them: tied embeddings once."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    return [(name, value.detach()) for name, value in model.named_parameters()]
+
+
+if __name__ == "__main__":
+    main()
