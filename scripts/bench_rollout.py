@@ -30,13 +30,14 @@ from slime_like.config.resolved import EngineSpec
 from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.data.group_metrics import group_metrics
-from slime_like.interfaces import Bucket, Engine, GenerateContext
+from slime_like.interfaces import Bucket, Engine, GenerateContext, Sampling
 from slime_like.metrics.types import reduce_metrics
 from slime_like.quickstart.model import ModelSpec, write_model
 from slime_like.rollout.client import EngineClient
 from slime_like.rollout.generate import to_sample
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
 from slime_like.rollout.server import EngineServer
+from slime_like.rollout.usage import Usage
 from slime_like.types import Prompt, Sample
 from slime_like.weights.shared import Region
 
@@ -203,6 +204,28 @@ def table(arms: Sequence[Arm], options: argparse.Namespace) -> str:
     return "\n".join([told, "", *lines, ""])
 
 
+async def prefix(servers: Mapping[str, EngineServer], rounds: int) -> str:
+    """Groups of 8 samples with a prompt of 256 tokens, as one engine computes them under each scheduling policy."""
+    sampling, found = Sampling(temperature=1.0, max_new_tokens=16), dict[str, list[tuple[float, float]]]()
+    for number in range(rounds + 1):
+        for name, server in servers.items():
+            client, usage = EngineClient(server.url, admin_key=KEY, deadline_s=120), Usage(1)
+            prompts = np.random.default_rng([9, number]).integers(2, VOCAB, (16, 256)).astype(np.int32)
+            start = time.perf_counter()
+            for completions in await asyncio.gather(*(client.generate(ids, range(8), sampling) for ids in prompts)):
+                usage.add(0, completions)
+            seconds = time.perf_counter() - start
+            await client.close()
+            if number:  # the first round warms up
+                hits = reduce_metrics(usage.drain())["rollout/prefix_cache_hit_rate"]
+                found.setdefault(name, []).append((seconds, hits))
+    lines = ["| `schedule_policy` | seconds | prefix hits |", "|---|---|---|"]
+    for name, rows in found.items():
+        seconds, hits = (statistics.median(column) for column in zip(*rows, strict=True))
+        lines.append(f"| {name} | {seconds:.2f} | {hits:.0%} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -219,10 +242,11 @@ def main() -> None:
         write_model(options.model, MODEL)
         tensors = hf_tensors(options.model)
         servers = [EngineServer(spec(options, i), admin_key=KEY) for i in range(NUM_ENGINES)]
+        other = EngineServer(spec(options, NUM_ENGINES, schedule_policy="lpm"), admin_key=KEY)
         try:
-            for server in servers:
+            for server in (*servers, other):
                 server.start()
-            for server in servers:
+            for server in (*servers, other):
                 server.wait_ready()
             arms = [
                 make_arm("all waited for", servers, options),
@@ -236,21 +260,22 @@ def main() -> None:
                 ),
             ]
             asyncio.run(measure(arms, servers, tensors, options))
+            shared = asyncio.run(prefix({"fcfs (SGLang's default)": servers[0], "lpm": other}, options.rounds))
         finally:
-            for server in servers:
+            for server in (*servers, other):
                 server.stop()
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "transformers"))
     words = (
         f"`python {' '.join(sys.argv)}`, Python {platform.python_version()}, {packages}, load {os.getloadavg()[0]:.1f}."
     )
-    text = f"{words} {table(arms, options)}"
+    text = f"{words} {table(arms, options)}\n16 groups of 8 samples, 256 tokens of prompt, 16 sampled, one engine:\n\n{shared}\n"
     print(text)
     if options.out is not None:
         before, line, _ = options.out.read_text().partition("<!-- measured -->\n")
         options.out.write_text(f"{before}{line}\n{text}")
 
 
-def spec(options: argparse.Namespace, number: int) -> EngineSpec:
+def spec(options: argparse.Namespace, number: int, **sglang: Any) -> EngineSpec:
     """One engine."""
     return EngineSpec(
         model_path=str(options.model),
@@ -263,7 +288,7 @@ def spec(options: argparse.Namespace, number: int) -> EngineSpec:
         start_deadline_s=300,
         request_deadline_s=120,
         max_running_requests=128,
-        sglang={"max_total_tokens": 65_536},
+        sglang={"max_total_tokens": 65_536, **sglang},
     )
 
 
