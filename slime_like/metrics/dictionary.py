@@ -86,7 +86,7 @@ ENTRIES = (
         "rollout/restarted_groups",
         "stopped groups that had become too old to be continued, so that their prompts are answered anew",
         "groups",
-        "0; if not, lower rollout.over_sampling_batch_size or raise rollout.max_partial_staleness",
+        "0",
     ),
     Entry(
         "rollout/wasted_tokens",

@@ -12,6 +12,12 @@ REMEDIES = {
     "rollout/zero_std_ratio": "choose other prompts, more rollout.n_samples_per_prompt, or rollout.filters=[nonzero_std]",
     "rollout/log_probs": "near 0: the policy has collapsed to one answer (train/entropy); falls: lower optim.lr",
     "rollout/staleness_max": "report it: admission holds it",
+    "rollout/mixed_version_ratio": "many: lower rollout.over_sampling_batch_size; algo.use_tis corrects for old tokens, "
+    "algo.mask_offpolicy leaves them out",
+    "rollout/stopped_groups": "0: everything ended at once, so that rollout.over_sampling_batch_size gains nothing",
+    "rollout/restarted_groups": "lower rollout.over_sampling_batch_size or raise rollout.max_partial_staleness",
+    "rollout/wasted_tokens": "rollout.partial_rollout=true keeps them",
+    "rollout/engine_load_max": "smaller groups (rollout.n_samples_per_prompt) or more of them spread better",
     "rollout/refills": "choose other prompts; rollout/dropped_groups says why groups are dropped",
     "rollout/overlong_penalty": "raise rollout.max_response_len",
     "reward/timeouts": "make the reward faster, raise reward.timeout_s or reward.workers; the samples count as reward.fallback",
