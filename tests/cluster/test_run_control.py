@@ -61,6 +61,7 @@ def make(folder: Path, *, found: tuple[Metric, ...] = (), trainer: Trainer | Non
         0,
     )
     run.checkpoints = checkpoints(folder / "checkpoints", trainer, "continue")
+    run.first_rollout = -1  # not of this part of the run
     run.assembly = type("Assembly", (), {"overlong": None})
     return Made(run, run.rollout, trainer, said)
 
