@@ -21,6 +21,10 @@ class RewardError(SlimeLikeError, RuntimeError):
     """A reward function that failed, timed out or returned something that is not a finite number."""
 
 
+class AgentError(SlimeLikeError, RuntimeError):
+    """An agent that fails every time, or returns something that is no reward."""
+
+
 class EngineError(SlimeLikeError, RuntimeError):
     """An SGLang engine that did not start, died or refused a request."""
 

@@ -34,7 +34,9 @@ def check_files(cfg: TrainConfig) -> None:
     _engine_reads(cfg, model)
     _context(cfg, model)
     check_weights(key, folder)
-    check_tokenizer(key, folder, chat_template=cfg.data.apply_chat_template)
+    templated = "data.apply_chat_template=true" if cfg.data.apply_chat_template else ""
+    agent = f"rollout.generate={cfg.rollout.generate}" if cfg.rollout.agent is not None else ""
+    check_tokenizer(key, folder, needs_template=templated or agent)
     _megatron(cfg)
     _reference(cfg, model)
     check_role_files(cfg, model)

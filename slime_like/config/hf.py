@@ -165,17 +165,17 @@ def check_weights(key: str, folder: str) -> int:
     return sum(_numel(entry) for header in headers.values() for entry in header.values())
 
 
-def check_tokenizer(key: str, folder: str, *, chat_template: bool) -> None:
-    """Raise ``CheckpointError`` where the tokenizer, or the chat template that is needed, is missing."""
+def check_tokenizer(key: str, folder: str, *, needs_template: str) -> None:
+    """Raise ``CheckpointError`` where the tokenizer, or the chat template that ``needs_template`` asks for, is missing."""
     root = Path(folder)
     if not any((root / name).exists() for name in TOKENIZER_FILES):
         raise CheckpointError(
             f"{key}={folder!r} has no tokenizer (one of {', '.join(TOKENIZER_FILES)}); copy it from the model's page"
         )
-    if chat_template and not has_chat_template(key, folder):
+    if needs_template and not has_chat_template(key, folder):
         raise CheckpointError(
-            f"data.apply_chat_template=true, but the tokenizer of {key}={folder!r} has no chat template: "
-            "use an instruct model's tokenizer, or data.apply_chat_template=false"
+            f"{needs_template}, but the tokenizer of {key}={folder!r} has no chat template: "
+            "use an instruct model's tokenizer, add chat_template.jinja, or do without"
         )
 
 

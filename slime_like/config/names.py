@@ -33,12 +33,14 @@ REWARDS = {
     "deepscaler": "slime_like.reward.deepscaler:deepscaler",
     "exact": "slime_like.reward.exact:exact",
     "f1": "slime_like.reward.f1:f1",
+    "given": "slime_like.reward.given:given",
     "gpqa": "slime_like.reward.gpqa:gpqa",
     "math": "slime_like.reward.math:math",
     "remote_rm": "slime_like.reward.remote:RemoteReward",
 }
 """Each also with the prefix ``boxed_``: it then reads what stands in the response's last box."""
 GENERATE = {
+    "openai_agent": "slime_like.rollout.agent.generate:OpenAIAgent",
     "single_turn": "slime_like.rollout.generate:single_turn",
 }
 DATA_SOURCES = {

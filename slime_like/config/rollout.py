@@ -26,6 +26,13 @@ class RolloutConfig(Config):
     num_engines: int = key(1, "SGLang engines (data-parallel replicas).")
     tp: int = key(1, "Tensor parallel size of each engine (slime: --rollout-num-gpus-per-engine).")
     generate: str = key("single_turn", "Generate function: a name of table GENERATE or a dotted path.")
+    agent: str | None = key(
+        None,
+        "For rollout.generate=openai_agent, dotted path of async def agent(base_url, api_key, prompt, metadata) -> reward "
+        "or None.",
+    )
+    agent_deadline_s: float = key(600.0, "Longest time one run of the agent may take; then its sample fails.")
+    agent_concurrency: int = key(256, "Runs of the agent at a time.")
     filters: list[str] = key([], "Group filters in order: names of table FILTERS or dotted paths.")
     max_refills: int = key(
         0, "Rounds of further prompts that replace groups which filters dropped, at most; 0: they are not replaced."
@@ -70,6 +77,7 @@ class RolloutConfig(Config):
             "start_deadline_s",
             "request_deadline_s",
         )
+        positive(prefix, self, "agent_deadline_s", "agent_concurrency")
         within(prefix, self, 0, 1e6, "max_refills")
         if self.max_refills and not self.filters:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slime_like.config import foreign, names
+from slime_like.config.agent_rules import check_agent
 from slime_like.config.algo import SftConfig
 from slime_like.config.attention import check_attention
 from slime_like.config.base import within
@@ -29,6 +30,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True) -> None:
     """Raise ``ConfigError`` on the first rule that ``cfg`` breaks; without ``machine``, of those that hold anywhere."""
     _ranges(cfg)
     _names(cfg)
+    check_agent(cfg.rollout)
     check_overrides(cfg.evaluation, cfg.reward)
     _algorithm(cfg)
     _mode(cfg)

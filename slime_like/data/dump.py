@@ -91,6 +91,7 @@ def _group_header(group: SampleGroup) -> dict[str, Any]:
             "rm_type": prompt.rm_type,
             "metadata": dict(prompt.metadata),
             "dataset": prompt.dataset,
+            "messages": [dict(message) for message in prompt.messages],
         },
         "samples": [
             {
@@ -117,8 +118,8 @@ def _reward(score: float, accuracy: float | None, parts: Sequence[tuple[str, flo
 
 
 def _prompt(entry: dict[str, Any], token_ids: Any) -> Prompt:
-    fields = {name: value for name, value in entry.items() if name != "length"}
-    return Prompt(token_ids=token_ids, **fields)
+    fields = {name: value for name, value in entry.items() if name not in ("length", "messages")}
+    return Prompt(token_ids=token_ids, messages=tuple(entry.get("messages", ())), **fields)
 
 
 def _extras(columns: Mapping[str, Any]) -> dict[int, dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from slime_like.config.rollout import DataConfig
-from slime_like.data.chat import Tokenizer, check_messages, has_template, render, require_template, shown
+from slime_like.data.chat import Message, Tokenizer, check_messages, has_template, render, require_template, shown
 from slime_like.data.files import RawRow
 from slime_like.errors import ConfigError
 from slime_like.types import I32, Prompt
@@ -35,10 +35,20 @@ class Row:
     label: str | None
     rm_type: str | None
     metadata: Mapping[str, Any]
+    messages: tuple[Message, ...] = ()
 
     def prompt(self, token_ids: I32, dataset: str) -> Prompt:
         """The row with its tokens."""
-        return Prompt(self.index, token_ids, self.text, self.label, self.rm_type, self.metadata, dataset)
+        return Prompt(
+            prompt_id=self.index,
+            token_ids=token_ids,
+            text=self.text,
+            label=self.label,
+            rm_type=self.rm_type,
+            metadata=self.metadata,
+            dataset=dataset,
+            messages=self.messages,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +85,10 @@ class RowReader:
             )
         if problem := self.row_problem(rm_type, label, metadata):
             raise BadRow(problem)
-        text = self._text(prompt)
+        text, messages = self._text(prompt)
         for key, value in ((cfg.input_key, text), (cfg.label_key, label or "")):
             _check_text(key, value)
-        return Row(raw.index, raw.location, text, label, rm_type, metadata)
+        return Row(raw.index, raw.location, text, label, rm_type, metadata, messages)
 
     def _compares(self, rm_type: str | None) -> bool:
         try:
@@ -86,20 +96,24 @@ class RowReader:
         except ConfigError as error:
             raise BadRow(str(error)) from error
 
-    def _text(self, prompt: object) -> str:
+    def _text(self, prompt: object) -> tuple[str, tuple[Message, ...]]:
+        """What is asked, and the messages it was rendered from."""
         cfg = self.config
         if isinstance(prompt, str) and not cfg.apply_chat_template:
-            return prompt
+            return prompt, ()
         try:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
+            messages: list[Message] = (
+                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
+            )
         except ValueError as error:
             raise BadRow(f"{cfg.input_key!r} {error}") from error
+        _check_json(cfg.input_key, messages)
         if not has_template(self.tokenizer):
             by = "data.apply_chat_template=true" if isinstance(prompt, str) else "a prompt of chat messages"
             require_template(self.tokenizer, by)
         # A fault boundary: a chat template is a program of whoever made the tokenizer.
         try:
-            return render(self.tokenizer, messages, cfg.chat_template_kwargs)
+            return render(self.tokenizer, messages, cfg.chat_template_kwargs), tuple(messages)
         except Exception as error:
             raise BadRow(f"the chat template refused {cfg.input_key!r}: {error}") from error
 
@@ -167,8 +181,13 @@ def _metadata(key: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRow(f"{key!r} is {shown(value)}; metadata is a JSON object")
     metadata = cast(dict[str, Any], value)
+    _check_json(key, metadata)
+    return metadata
+
+
+def _check_json(key: str, value: object) -> None:
+    """A parquet column holds more than JSON does; dumps and checkpoints could not keep it."""
     try:
-        json.dumps(metadata)  # a parquet column holds more than JSON does; dumps and checkpoints could not keep it
+        json.dumps(value)
     except (TypeError, ValueError) as error:
         raise BadRow(f"{key!r} holds what JSON cannot ({error}); write it as text or a number") from error
-    return metadata

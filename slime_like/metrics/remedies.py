@@ -20,6 +20,10 @@ REMEDIES = {
     "rollout/engine_load_max": "smaller groups (rollout.n_samples_per_prompt) or more of them spread better",
     "rollout/refills": "choose other prompts; rollout/dropped_groups says why groups are dropped",
     "rollout/overlong_penalty": "raise rollout.max_response_len",
+    "agent/further_samples": "the agent changes what was said before (trims, summarises, drops reasoning): each change makes a "
+    "sample of its own; keep its history as it was where you can",
+    "agent/failures": "read the warning with the line that raised; failed runs are not trained on",
+    "agent/timeouts": "raise rollout.agent_deadline_s, or bound what the agent waits for itself",
     "reward/timeouts": "make the reward faster, raise reward.timeout_s or reward.workers; the samples count as reward.fallback",
     "reward/remote_failures": "see to the reward server; the warning in the run's output says what it answers",
     "reward/remote_retries": "the server is overloaded: lower reward.remote_concurrency",

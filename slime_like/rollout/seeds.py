@@ -16,3 +16,8 @@ def sample_seeds(run_seed: int, stream: str, first_sample_id: int, n: int) -> li
         int(np.random.SeedSequence([run_seed, tag, first_sample_id + i]).generate_state(1, np.uint32)[0]) % MAX_SEED
         for i in range(n)
     ]
+
+
+def turn_seed(sample_seed: int, turn: int) -> int:
+    """The seed of request ``turn`` of a sample whose requests may start from the same tokens."""
+    return int(np.random.SeedSequence([sample_seed, turn]).generate_state(1, np.uint32)[0]) % MAX_SEED

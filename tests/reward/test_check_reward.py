@@ -51,7 +51,7 @@ def test_what_cannot_work_says_why_before_a_process_starts(name: str, message: s
 def test_rows_need_a_label_where_a_reward_compares() -> None:
     rule = label_rule(RewardConfig(name="gpqa", remote_url="http://127.0.0.1:1"))
     found = {name: rule(name) for name in REWARDS} | {"boxed_math": rule("boxed_math")}
-    assert {name for name, needed in found.items() if not needed} == {"gpqa", "remote_rm"}
+    assert {name for name, needed in found.items() if not needed} == {"given", "gpqa", "remote_rm"}
     assert not rule(None)
     assert label_rule(RewardConfig(name=f"{USERS}:length", weights={"rm_type": 1.0, "math": 0.5}))(None)
 

@@ -1,0 +1,68 @@
+"""Conversations as token ids, and the tokens between two answers of one conversation.
+
+A later call of a conversation must not render earlier answers again: text of theirs, tokenised anew, may give other ids
+than the model sampled, and templates drop or rewrite parts of old answers. So only what stands *after* an answer is
+rendered: the template is asked for the conversation with a mark in the answer's place, and what follows the mark is it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime_like.data.chat import Tokenizer, render, tokenize
+from slime_like.errors import ConfigError
+from slime_like.rollout.agent.requests import ApiError, ChatRequest, Message
+from slime_like.types import I32
+
+MARK = "Xqz7answerStandsHereXqz7"
+
+
+class Renderer:
+    """The chat template of a tokenizer, with the run's ``data.chat_template_kwargs`` below those of a request."""
+
+    def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._kwargs = dict(kwargs)
+
+    def whole(self, request: ChatRequest) -> I32:
+        """A conversation from its start to where the answer begins."""
+        return self._ids(self._text(request, request.messages))
+
+    def after(self, request: ChatRequest, answer: int) -> I32:
+        """From the end of the answer ``request.messages[answer]`` to where the next one begins.
+
+        It starts with the token that ends an answer, where the template has one.
+        """
+        marked = {"role": "assistant", "content": MARK}
+        text = self._text(request, [*request.messages[:answer], marked, *request.messages[answer + 1 :]])
+        _, found, rest = text.rpartition(MARK)
+        if not found:
+            raise ConfigError(
+                "model.hf_checkpoint: its chat template does not write the content of an assistant message as it is, so "
+                "that calls of one conversation cannot be joined; use another chat_template.jinja"
+            )
+        return self._ids(rest)
+
+    def stop_token(self, text: str) -> int:
+        """The one token that ``text`` is. Raises ``ApiError`` where it is several: an engine stops at tokens."""
+        ids = self._ids(text)
+        if len(ids) != 1:
+            raise ApiError(
+                f"stop={text!r} is {len(ids)} tokens to this model, and only single tokens can be stopped at",
+                param="stop",
+            )
+        return int(ids[0])
+
+    def _text(self, request: ChatRequest, messages: Sequence[Message]) -> str:
+        kwargs = {**self._kwargs, **request.template_kwargs}
+        if request.tools:
+            kwargs["tools"] = [dict(tool) for tool in request.tools]
+        # A fault boundary: a chat template is a program of whoever made the tokenizer.
+        try:
+            return render(self._tokenizer, messages, kwargs)
+        except Exception as error:
+            raise ApiError(f"the chat template refused the messages: {error}", param="messages") from error
+
+    def _ids(self, text: str) -> I32:
+        return tokenize(self._tokenizer, [text])[0]

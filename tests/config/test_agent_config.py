@@ -1,0 +1,26 @@
+"""rollout.agent: refused at load where nothing would run it, or where it cannot be run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.config.bad_input import message
+
+AGENT = "tests.engine.agents:three_turns"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["rollout.agent=" + AGENT], r"rollout\.agent='tests.*has no effect with rollout\.generate=single_turn"),
+        (["rollout.generate=openai_agent"], r"rollout\.generate=openai_agent runs an agent: set rollout\.agent="),
+        (["rollout.generate=openai_agent", "rollout.agent=nothing"], r"rollout\.agent='nothing' is not a dotted path"),
+        (["rollout.generate=openai_agent", "rollout.agent=no.such:agent"], r"cannot import 'no.such'"),
+        (["rollout.generate=openai_agent", "rollout.agent=tests.engine.agents:blocks"], "is no coroutine function"),
+        (["rollout.generate=openai_agent", f"rollout.agent={AGENT}", "rollout.agent_concurrency=0"], "must be above 0"),
+    ],
+)
+def test_it_is_refused_at_load(overrides: list[str], why: str) -> None:
+    assert re.search(why, message(["+recipe=quickstart", *overrides], "", files=False))

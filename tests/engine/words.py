@@ -1,0 +1,54 @@
+"""A tokenizer for the engine's random model: characters, marks, and words that no text is ever tokenised to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from slime_like.data.tokenizer import open_tokenizer
+from slime_like.interfaces import GenerateContext, Sampling
+from tests.engine.conftest import VOCAB
+
+CHARACTERS = "\n abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,?+-_{}:\"'/"
+TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif -%}"
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor -%}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}"
+)
+END = 1  # the model's end of sequence
+
+
+def write_words(folder: Path, named: Mapping[str, int] | None = None) -> Any:
+    """A tokenizer of as many tokens as the model has; ``named`` tokens stand at the ids they are given.
+
+    Ids without a character are words: their text, tokenised again, gives the ids of its letters.
+    """
+    given = {**(named or {}), "<|im_end|>": END}
+    names = [name for name in ("<|im_start|>", *CHARACTERS) if name not in given]
+    free = [i for i in range(VOCAB) if i not in given.values()]
+    vocabulary = {**given, **dict(zip(names, free, strict=False))}
+    vocabulary |= {f"w{i}_": i for i in free[len(names) :]}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.add_special_tokens([name for name in vocabulary if name.startswith("<")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_start|>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return open_tokenizer(str(folder))
+
+
+def context(tokenizer: Any, *, group_id: int = 3, tokens: int = 60, longest: int = 400) -> GenerateContext:
+    """What a rollout manager gives a generate function, at a temperature that logprobs must show."""
+    return GenerateContext(
+        sampling=Sampling(temperature=0.7, max_new_tokens=tokens, stop_token_ids=(END,)),
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        group_id=group_id,
+        first_sample_id=group_id * 4,
+        max_context_len=longest,
+        tokenizer=tokenizer,
+    )
