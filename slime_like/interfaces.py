@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -253,6 +253,13 @@ class Trainer(Protocol):
 
     def kernels(self) -> tuple[str, ...]:
         """What layers with kernels to choose from say of those that have run."""
+        ...
+
+    def token_advantages(self, sample_ids: Collection[int]) -> Mapping[int, F32]:
+        """Sample id -> [L] advantages that the ranks computed for the rollout of the last ``step``.
+
+        Of the ``sample_ids`` that it held; none where the algorithm's advantages are the group's.
+        """
         ...
 
     def rest(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,10 @@ class Ensemble:
     def kernels(self) -> tuple[str, ...]:
         """Those of the actor."""
         return self.actor.kernels()
+
+    def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
+        """Advantages per token of the actor."""
+        return self.actor.token_advantages(sample_ids)
 
     def rest(self) -> None:
         """Nobody communicates until the next call."""

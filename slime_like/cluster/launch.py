@@ -289,6 +289,11 @@ class FrozenTrainer:
         """Nothing was computed."""
         return ()
 
+    def token_advantages(self, sample_ids: object) -> dict[int, Any]:
+        """Nothing was trained."""
+        del sample_ids
+        return {}
+
     def rest(self) -> None:
         """Nothing ever moves."""
 

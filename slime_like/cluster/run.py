@@ -22,7 +22,7 @@ from slime_like.config.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.data.dump import rollout_path, save_groups
 from slime_like.data.group_metrics import group_metrics
-from slime_like.data.token_view import choose, save_view, token_view, view_path
+from slime_like.data.token_view import TokenView, choose, save_view, token_view, view_path, with_advantages
 from slime_like.interfaces import MetricSink, Trainer
 from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import Last, Metric, reduce_metrics
@@ -51,6 +51,7 @@ class Run:
     engine_ranks: int  # 0 where nothing is generated
     checkpoints: Checkpoints
     rollout_id: int = field(default=-1)  # the rollout that the loop is at; -1 before the first
+    view: TokenView | None = None  # of some of its samples, to be written with it
 
     @property
     def kill(self) -> KillAt | None:
@@ -91,14 +92,14 @@ class Run:
             yield
 
     def assemble(self, rollout_id: int, collected: Collected) -> TrainBatch:
-        """The rollout as the trainer takes it. With ``run.dump_rollouts`` some of it is scored and written first."""
+        """The rollout as the trainer takes it. With ``run.dump_rollouts`` some of it is scored first."""
         batch = assemble(collected.groups, self.assembly, rollout_id)
+        self.view = None
         if self.cfg.run.dump_rollouts and self.cfg.run.mode != "rollout_only":
             with self.timer("dump"):
                 rows = choose(batch, collected.groups, self.assembly.max_tokens_per_rank)
                 if rows is not None:
-                    view = token_view(rows, self.trainer.score(rows), self.trainer.version)
-                    save_view(view_path(self.run_dir / "rollouts", rollout_id), view)
+                    self.view = token_view(rows, self.trainer.score(rows), self.trainer.version)
         return batch
 
     def finish_rollout(
@@ -109,7 +110,7 @@ class Run:
             self._name_kernels()
         self.spans.add("rollout", collected.started, collected.stopped)
         if self.cfg.run.dump_rollouts:
-            save_groups(rollout_path(self.run_dir / "rollouts", rollout_id), collected.groups)
+            self._dump(rollout_id, collected)
         for warning in collected.warnings:
             sys.stderr.write(f"warning: {warning}\n")
         done = rollout_id + 1
@@ -135,6 +136,14 @@ class Run:
         if self.cfg.metrics.console != "off":
             for line in self.trainer.kernels():
                 sys.stdout.write(f"{self.cfg.run.name}: {line}\n")
+
+    def _dump(self, rollout_id: int, collected: Collected) -> None:
+        """The rollout's groups, and the view of some of its samples with the advantages that the ranks gave them."""
+        folder = self.run_dir / "rollouts"
+        save_groups(rollout_path(folder, rollout_id), collected.groups)
+        if self.view is not None:
+            found = self.trainer.token_advantages(self.view.sample_ids.tolist())
+            save_view(view_path(folder, rollout_id), with_advantages(self.view, found))
 
     def _answer_eval(self, found: tuple[Metric, ...]) -> None:
         """Say what an evaluation that was asked for found."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,11 @@ class TrainerGroup(RankGroup):
         if len(scored) != 1:
             raise WorkerError(f"{len(scored)} trainer ranks reported log-probabilities, one should")
         return np.asarray(scored[0], dtype=np.float32)
+
+    def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
+        """Sample id -> advantages [L] that the ranks gave to its tokens in the rollout that was trained on last."""
+        answers = self.on_all("token_advantages", list(sample_ids)).values()
+        return {sample_id: column for found in answers for sample_id, column in found.items()}
 
     def layer_kinds(self) -> tuple[str, ...]:
         """Kinds of layers of the whole model that ``score`` can compute in float64."""

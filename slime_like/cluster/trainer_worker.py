@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,6 +127,10 @@ class TrainerWorker(RankWorker):
         with self._peaks("step"):
             metrics = self.actor.update(num_tokens, frozen=frozen)
         return self._with_peaks(metrics)
+
+    def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
+        """Advantages per token of some samples of the rollout before, as far as this rank speaks for them."""
+        return self.actor.token_advantages(sample_ids)
 
     def score(self, rows: Rows, exact: str | None = None) -> F32 | None:
         """[T] log-probabilities, on the reporter."""

@@ -7,8 +7,8 @@ log-probabilities are those of the weights that the rollout is about to train, b
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class TokenView:
     rollout_logprobs: F32  # [T], nan where not sampled
     trainer_logprobs: F32  # [T], nan at a sequence's first token
     loss_weight: F32  # [T], 0 where not trained
-    advantages: F32  # [T], nan where not trained, or where the ranks compute it
+    advantages: F32  # [T], nan where not trained, or where the ranks have not computed it yet
 
     def __post_init__(self) -> None:
         count = int(self.cu_seqlens[-1])
@@ -96,6 +96,17 @@ def token_view(rows: Rows, trainer_logprobs_T: F32, version: int) -> TokenView:
         loss_weight=rows.loss_weight,
         advantages=np.where(rows.loss_weight > 0, np.repeat(per_sequence, lengths), nan).astype(np.float32),
     )
+
+
+def with_advantages(view: TokenView, found: Mapping[int, F32]) -> TokenView:
+    """The view with the advantages that the ranks computed: sample id -> [L]; nan stays where nothing is trained."""
+    advantages = view.advantages.copy()
+    for index, sample_id in enumerate(view.sample_ids):
+        where = view.sequence(index)
+        column = found.get(int(sample_id))
+        if column is not None and len(column) == where.stop - where.start:
+            advantages[where] = np.where(view.loss_weight[where] > 0, column, np.float32(np.nan))
+    return replace(view, advantages=advantages)
 
 
 def save_view(path: Path, view: TokenView) -> None:

@@ -11,7 +11,7 @@ import pytest
 from slime_like.algo.advantage import grpo
 from slime_like.batch import Rows
 from slime_like.data.assemble import AssembleSpec, assemble
-from slime_like.data.token_view import MOST, choose, load_view, save_view, token_view
+from slime_like.data.token_view import MOST, choose, load_view, save_view, token_view, with_advantages
 from slime_like.errors import DataError
 from slime_like.types import SampleGroup
 from tests.data.test_dump import group
@@ -60,6 +60,21 @@ def test_what_is_not_known_is_nan() -> None:
     assert np.isnan(view.advantages).all(), "computed on the ranks"
     assert np.isnan(view.trainer_logprobs[view.cu_seqlens[:-1]]).all(), "nothing predicts a first token"
     assert np.array_equal(np.isnan(view.rollout_logprobs), view.versions < 0)
+
+
+def test_advantages_of_the_ranks_are_put_beside_their_tokens() -> None:
+    rows = chosen(advantage=False)
+    assert rows is not None
+    view = token_view(rows, np.zeros(len(rows.token_ids), dtype=np.float32), 4)
+    first, second = view.sequence(0), view.sequence(1)
+    column = np.arange(first.stop, dtype=np.float32)
+    wrong = np.zeros(second.stop - second.start + 1, dtype=np.float32)
+    found = with_advantages(view, {int(view.sample_ids[0]): column, int(view.sample_ids[1]): wrong, 999: column})
+    trained = view.loss_weight[first] > 0
+    assert trained.any() and not trained.all()
+    np.testing.assert_array_equal(found.advantages[first], np.where(trained, column, np.nan))
+    assert np.isnan(found.advantages[second.start :]).all(), "of another length: not of this sequence"
+    assert np.isnan(view.advantages).all(), "the view itself is left as it is"
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_like.data.dump import rollout_path
+from slime_like.data.token_view import load_view, view_path
 from tests.e2e import checks
 from tests.e2e.conftest import Warm
 from tests.e2e.runs import metrics, train
@@ -60,6 +61,10 @@ def test_the_student_comes_nearer_to_its_teacher(distilled: Path) -> None:
     kl = [row["train/teacher_kl"] for row in rows if "train/teacher_kl" in row]
     assert len(kl) == ROLLOUTS
     assert np.mean(kl[-4:]) < 0.6 * np.mean(kl[:4])
+    view = load_view(view_path(distilled / "rollouts", ROLLOUTS - 1))
+    trained = view.loss_weight > 0
+    assert trained.any() and np.array_equal(np.isfinite(view.advantages), trained), "each token's own, of the ranks"
+    assert len(np.unique(view.advantages[trained])) > len(view.sample_ids)
 
 
 def test_a_critic_learns_what_rollouts_return(distilled: Path, warm: Warm, tmp_path: Path) -> None:

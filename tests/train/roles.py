@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,18 @@ class Trained:
     metrics: list[dict[str, float]]
     before: list[list[F32]]  # [step][row] -> [T]
     after: list[list[F32]]
+    advantages: dict[int, F32] = field(default_factory=dict[int, F32])  # sample id -> [L], of the last rollout
 
 
 def rollout(layout: Layout, rank: int) -> tuple[list[list[Rows]], list[int]]:
     """This dp rank's rows of two optimizer steps, and the global counts of trained tokens."""
-    steps = [batch(seed) for seed in range(STEPS)]
+    steps = [[_named(rows, 100 * seed + 10 * i) for i, rows in enumerate(batch(seed))] for seed in range(STEPS)]
     return [rows[rank :: layout.dp] for rows in steps], [count_tokens(rows) for rows in steps]
+
+
+def _named(rows: Rows, first: int) -> Rows:
+    """The rows with sample ids that no other row has."""
+    return replace(rows, sample_ids=first + np.arange(len(rows.sample_ids), dtype=np.int64))
 
 
 def make_role(world: World, spec: CriticSpec | TeacherSpec) -> Any:
@@ -93,7 +99,11 @@ def ppo(world: World, shared: Shared, layout: Layout, *, rollouts: int = 2, faul
             first = first or values
             metrics.append(report)
         last, _ = critic.score(rollout(layout, critic.dp_rank)[0])
-        return Trained(metrics, first, in_order(everyones(last, critic.dp_rank)))
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, actor.token_advantages([0, 12, 101, 130, 999]))
+        advantages = {sample_id: column for each in told for sample_id, column in each.items()}
+        assert sum(map(len, told)) == len(advantages), "one rank speaks for each shard"
+        return Trained(metrics, first, in_order(everyones(last, critic.dp_rank)), advantages)
 
 
 def ppo_rollout(actor: Any, critic: Any, layout: Layout, *, frozen: bool = False) -> tuple[list[list[F32]], Any]:

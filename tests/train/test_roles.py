@@ -63,7 +63,7 @@ def reported(results: Results, name: str) -> Trained:
         names = [metric for found in per_rank for metric in found]
         assert len(names) == len(set(names)), "a metric was reported twice"
         metrics.append({metric: value for found in per_rank for metric, value in found.items()})
-    return Trained(metrics, ranks[0].before, ranks[0].after)
+    return Trained(metrics, ranks[0].before, ranks[0].after, ranks[0].advantages)
 
 
 def close(found: list[list[Any]], expected: list[list[Any]], bound: float = 1e-5) -> bool:
@@ -86,6 +86,10 @@ def test_actor_and_critic_are_the_same_run_in_every_layout(name: str, results: R
     assert close(found.before, single.before)
     assert close(found.after, single.after, 2e-4)
     assert not close(single.before, single.after, 0.01)  # the critic has moved
+    assert sorted(found.advantages) == sorted(single.advantages) == [0, 101, 130], "of the samples that there are"
+    for sample_id, advantages in single.advantages.items():
+        np.testing.assert_allclose(found.advantages[sample_id], advantages, rtol=1e-3, atol=1e-3)
+        assert len(np.unique(advantages[1:])) > 1, "gae gives tokens of one sample different ones"
 
 
 def test_values_are_those_of_transformers(results: Results, models: dict[str, Path]) -> None:

@@ -5,7 +5,7 @@ megatron is imported when a ``MegatronActor`` is made, after ``host.install``: i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,10 @@ class MegatronActor(CheckpointedRank):
             metrics = self.trainer.update(num_tokens, self.version, frozen=frozen)
         self.version += 1
         return (*metrics, *install.drain())
+
+    def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
+        """Advantages per token of some samples of the rollout before, as far as this rank speaks for them."""
+        return self.trainer.token_advantages(sample_ids)
 
     def score(self, rows: Rows, exact: str | None = None) -> F32 | None:
         """[T] log-probabilities at the sampling temperature, 0 at first tokens, on the reporter; else None."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,6 +121,7 @@ class RankTrainer(RankModel):
             self.token_advantage = resolve("algo.token_advantage", name, TOKEN_ADVANTAGES)(spec.algo)
         self._export = HFExport(self.model, self.family, place)  # who holds what never changes: pushes share it
         self._rollout: OpenRollout | None = None
+        self._told: list[tuple[Rows, F32]] = []  # the last rollout's advantages per token, where this rank tells them
 
     # ---- training ------------------------------------------------------------------------------------------------
     def train(self, steps: Sequence[Sequence[Rows]], num_tokens: Sequence[int], version: int) -> tuple[Metric, ...]:
@@ -157,6 +158,9 @@ class RankTrainer(RankModel):
         """Every optimizer step of the open rollout, none of them if ``frozen``. Global metrics on the reporter."""
         rollout, self._rollout = self._open_rollout(), None
         metrics = rollout.metrics
+        tells = self.token_advantage is not None and self.place.speaks_for_shard
+        told = ((m.rows, m.advantages) for m in rollout.micros) if tells else ()
+        self._told = [(rows, column.float().cpu().numpy()) for rows, column in told if column is not None]
         with rollout.timed():
             for k, (micros, count) in enumerate(zip(rollout.plan, num_tokens, strict=True) if not frozen else ()):
                 metrics += self.optimizer_step(micros, count, version if k == 0 else None)
@@ -166,6 +170,17 @@ class RankTrainer(RankModel):
             Last("perf/actor_train_time", rollout.seconds),
         ]
         return tuple(metrics) if self.place.is_reporter else ()
+
+    def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
+        """Advantages [L] that the algorithm gave to the tokens of some samples of the rollout that was trained on last.
+
+        Of this rank's data-parallel shard, where it speaks for it; not a collective.
+        """
+        found: dict[int, F32] = {}
+        for rows, column in self._told:
+            for index in np.flatnonzero(np.isin(rows.sample_ids, list(sample_ids))):
+                found[int(rows.sample_ids[index])] = column[slice(*rows.cu_seqlens[index : index + 2])]
+        return found
 
     def _open_rollout(self) -> OpenRollout:
         assert self._rollout is not None, "open_rollout comes first"
