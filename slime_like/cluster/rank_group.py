@@ -11,6 +11,7 @@ from slime_like.cluster.wait import wait_all
 from slime_like.config.resolved import ActorSpec
 from slime_like.deadline import Deadline
 
+REST_DEADLINES = 2  # of a collective: what letting communicators go may take, which is one and no computation
 Refs = dict[str, "ray.ObjectRef[Any]"]  # name of a rank -> its answer to come
 
 
@@ -23,6 +24,8 @@ class RankGroup:
         self._local_ranks = local_ranks
         self._deadline_s = rank.deadline_s
         self._releases = rank.guard.release
+        # A rank that stops outside of a collective is missed by the driver alone; in one its peers are to tell first.
+        self._rest_s = min(rank.deadline_s, REST_DEADLINES * rank.guard.deadline_s)
         self._dp_ranks: dict[str, int] = {}
 
     def rendezvous(self) -> Refs:
@@ -59,7 +62,7 @@ class RankGroup:
     def rest(self) -> None:
         """No rank communicates until the next call: under ``guard.release`` communicators go. Again and again is once."""
         if self._releases:
-            self.on_all("rest")
+            self.on_all("rest", seconds=self._rest_s)
 
     def by_shard(self, answers: Mapping[str, Any]) -> list[Any]:
         """What the one rank that speaks for each data-parallel shard answered; the others answered None."""
