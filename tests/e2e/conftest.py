@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import train
+from tests.e2e.runs import Training
 
 SFT_STEPS = 120
 
@@ -19,10 +19,15 @@ class Warm:
     folder: Path
 
     @property
+    def hf(self) -> Path:
+        """Its weights."""
+        return self.folder / "sft" / "hf"
+
+    @property
     def overrides(self) -> tuple[str, ...]:
         return (
             "run.prepare=null",
-            f"model.hf_checkpoint={self.folder / 'sft' / 'hf'}",
+            f"model.hf_checkpoint={self.hf}",
             f"data.train={self.folder / 'assets' / 'train.jsonl'}",
             f"evaluation.datasets={{arithmetic: '{self.folder / 'assets' / 'heldout.jsonl'}@[0:100]'}}",
         )
@@ -30,7 +35,12 @@ class Warm:
 
 def warm_start(folder: Path, recipe: str, steps: int) -> Warm:
     """Data, random model and warm start of ``recipe`` in ``folder``."""
-    done = train(
+    return warmed(folder, begin_warm_start(folder, recipe, steps))
+
+
+def begin_warm_start(folder: Path, recipe: str, steps: int) -> Training:
+    """The run of a warm start, which others may run beside."""
+    return Training(
         f"+recipe={recipe}",
         f"run.dir={folder / 'sft'}",
         f"model.hf_checkpoint={folder / 'assets' / 'model'}",
@@ -39,6 +49,11 @@ def warm_start(folder: Path, recipe: str, steps: int) -> Warm:
         f"run.save_hf_interval={steps // 2}",
         log=folder / "sft.log",
     )
+
+
+def warmed(folder: Path, training: Training) -> Warm:
+    """What the warm start has made, once it is done."""
+    done = training.wait()
     assert done.code == 0, done.output
     return Warm(folder)
 

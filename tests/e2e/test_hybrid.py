@@ -1,6 +1,6 @@
 """+recipe=quickstart_gdn and quickstart_next, shortened: they learn, engine and trainer agree, the export is the model.
 
-The first also on a trainer of two tensor parallel ranks and of two context parallel ones.
+The first on a trainer of two tensor parallel ranks, and a little on two context parallel ones; the second on one rank.
 """
 
 from __future__ import annotations
@@ -8,39 +8,67 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.e2e import checks
-from tests.e2e.conftest import Warm, warm_start
+from tests.e2e.conftest import Warm, begin_warm_start
+from tests.e2e.conftest import warmed as warm_started
 from tests.e2e.runs import REPOSITORY, metrics, train
 from tests.e2e.test_colocated import is_of_run
 
 pytestmark = pytest.mark.e2e
 SFT_STEPS = 160
-ROLLOUTS = 10
-SMALL = ("rollout.batch_size=16", "rollout.n_samples_per_prompt=8")
+ROLLOUTS = 7
 # The learning rate is 0 after the last but one step: the weights that sampled the last rollout are those of the export.
-SHAPE = ("optim.schedule=linear", "optim.min_lr=0", "optim.warmup_steps=0", f"optim.decay_steps={ROLLOUTS - 1}")
+SHAPE = (
+    "optim.schedule=wsd",
+    "optim.min_lr=0",
+    "optim.warmup_steps=0",
+    f"optim.decay_steps={ROLLOUTS - 1}",
+    "optim.wsd_decay_steps=1",
+)
+SMALL = ("rollout.batch_size=16", "rollout.n_samples_per_prompt=8")
 RISE = 0.2  # of 100 held-out problems: four times the standard error
 RECIPES = ("quickstart_gdn", "quickstart_next")
 LAYERS = {"attention", "gdn", "mlp", "all"}
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A recipe on a layout of the trainer."""
+
+    recipe: str
+    layout: tuple[str, ...] = ()
+
+
+CASES = {
+    "quickstart_gdn tp2": Case("quickstart_gdn", ("parallel.tp=2",)),
+    "quickstart_next": Case("quickstart_next"),
+}
+
+
 @pytest.fixture(scope="module")
-def warmed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Warm]:
-    return {recipe: warm_start(tmp_path_factory.mktemp(recipe), f"{recipe}_sft", SFT_STEPS) for recipe in RECIPES}
+def warm_models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Warm]:
+    """Both warm starts, side by side: each is one rank."""
+    folders = {recipe: tmp_path_factory.mktemp(recipe) for recipe in RECIPES}
+    begun = {recipe: begin_warm_start(folder, f"{recipe}_sft", SFT_STEPS) for recipe, folder in folders.items()}
+    return {recipe: warm_started(folders[recipe], training) for recipe, training in begun.items()}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_hybrid_model_learns(recipe: str, warmed: dict[str, Warm], tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+@pytest.mark.parametrize("name", CASES)
+def test_a_hybrid_model_learns(name: str, warm_models: Mapping[str, Warm], tmp_path: Path) -> None:
+    case, run_dir = CASES[name], tmp_path / "run"
     done = train(
-        f"+recipe={recipe}",
-        *warmed[recipe].overrides,
+        f"+recipe={case.recipe}",
+        *warm_models[case.recipe].overrides,
         *SHAPE,
+        *case.layout,
         f"run.dir={run_dir}",
         f"loop.num_rollout={ROLLOUTS}",
         "evaluation.interval=null",
@@ -49,25 +77,25 @@ def test_a_hybrid_model_learns(recipe: str, warmed: dict[str, Warm], tmp_path: P
         log=tmp_path / "log",
     )
     assert done.code == 0, done.output
+    assert f"Gated DeltaNet ran on torch: torch {torch.__version__}" in done.output
     rows = metrics(run_dir)
     checks.check_consistency(rows)
     checks.check_documented(rows)
     before, after = rows[0]["eval/arithmetic"], rows[-1]["eval/arithmetic"]
     assert after >= before + RISE, f"held-out accuracy {before} -> {after}"
     for row in rows:
-        left = {name: row[f"probe/logprob_abs_diff_max/{name}"] for name in LAYERS}
+        left = {kind: row[f"probe/logprob_abs_diff_max/{kind}"] for kind in LAYERS}
         assert max(left.values()) <= checks.MAX_LOGPROB_DIFFERENCE
     checks.check_export(run_dir, ROLLOUTS - 1, {ROLLOUTS - 1}, temperature=1.0)
 
 
-@pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.cp=2"])
-def test_trainers_of_two_ranks_agree_with_the_engine(layout: str, warmed: dict[str, Warm], tmp_path: Path) -> None:
+def test_two_context_parallel_ranks_agree_with_the_engine(warm_models: Mapping[str, Warm], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     done = train(
         "+recipe=quickstart_gdn",
-        *warmed["quickstart_gdn"].overrides,
+        *warm_models["quickstart_gdn"].overrides,
         *SMALL,
-        layout,
+        "parallel.cp=2",
         "optim.warmup_steps=0",
         "evaluation.datasets={}",
         f"run.dir={run_dir}",
