@@ -26,6 +26,10 @@ class ArithmeticSpec:
     careless: float = 0.7  # share of demonstrations that forget the carry
     seed: int = 1
 
+    def write(self, folder: Path) -> None:
+        """See ``write_datasets``."""
+        write_datasets(folder, self)
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Problem:

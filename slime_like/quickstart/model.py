@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_like.quickstart.tool import TOKENS
+
 SPECIAL = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+="
 
@@ -48,10 +50,12 @@ class ModelSpec:
     tie_word_embeddings: bool = True
     linear: LinearSpec | None = None
     experts: ExpertSpec | None = None
+    tool_tokens: tuple[str, ...] = ()  # special tokens of the tokenizer, after the characters
     seed: int = 0
 
 
 DENSE = ModelSpec()
+TOOL = ModelSpec(tool_tokens=TOKENS)
 GDN = ModelSpec(model_type="qwen3_5_text", intermediate_size=256, num_hidden_layers=4, linear=LinearSpec())
 NEXT = ModelSpec(  # SGLang's Qwen3-Next has an output layer of its own
     model_type="qwen3_next", num_hidden_layers=4, tie_word_embeddings=False, linear=LinearSpec(), experts=ExpertSpec()
@@ -61,7 +65,9 @@ NEXT = ModelSpec(  # SGLang's Qwen3-Next has an output layer of its own
 def config_fields(spec: ModelSpec) -> dict[str, Any]:
     """What the model's config.json says beside its kind."""
     fields = {
-        key: value for key, value in asdict(spec).items() if key not in ("model_type", "linear", "experts", "seed")
+        key: value
+        for key, value in asdict(spec).items()
+        if key not in ("model_type", "linear", "experts", "tool_tokens", "seed")
     }
     for part in (spec.linear, spec.experts):
         fields |= asdict(part) if part is not None else {}
@@ -79,7 +85,7 @@ def write_model(folder: Path, spec: ModelSpec) -> None:
     model: Any = AutoModelForCausalLM.from_config(config)
     _fill_padding(model, config)
     model.save_pretrained(folder)
-    write_tokenizer(folder)
+    write_tokenizer(folder, spec.tool_tokens)
 
 
 def _fill_padding(model: Any, config: Any) -> None:
@@ -96,13 +102,14 @@ def _fill_padding(model: Any, config: Any) -> None:
         torch.nn.init.normal_(row.detach(), std=config.initializer_range)
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A token per character."""
+def write_tokenizer(folder: Path, tool_tokens: tuple[str, ...] = ()) -> None:
+    """A token per character, and one for each of ``tool_tokens``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *CHARACTERS])}
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *CHARACTERS, *tool_tokens])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.add_special_tokens(list(tool_tokens))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)

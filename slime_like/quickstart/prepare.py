@@ -18,8 +18,9 @@ from slime_like.config.algo import SftConfig
 from slime_like.config.root import TrainConfig
 from slime_like.deadline import Deadline
 from slime_like.errors import ConfigError, WorkerError
-from slime_like.quickstart.arithmetic import ArithmeticSpec, write_datasets
-from slime_like.quickstart.model import DENSE, GDN, NEXT, ModelSpec, write_model
+from slime_like.quickstart.arithmetic import ArithmeticSpec
+from slime_like.quickstart.model import DENSE, GDN, NEXT, TOOL, ModelSpec, write_model
+from slime_like.quickstart.tool import ToolSpec
 
 WARM_START_DEADLINE_S = 1800.0
 EXPORT = "hf"  # where a run with run.save_hf leaves its weights
@@ -31,25 +32,31 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A default job: its model, and the recipe of the warm start before it."""
+    """A default job: its model, the recipe of the warm start before it, and its data."""
 
     model: ModelSpec
     warm_start: str
+    task: ArithmeticSpec | ToolSpec
 
 
 def prepare(cfg: TrainConfig) -> None:
     """For ``+recipe=quickstart``: see ``prepare_job``."""
-    prepare_job(cfg, Job(DENSE, "quickstart_sft"))
+    prepare_job(cfg, Job(DENSE, "quickstart_sft", ArithmeticSpec()))
 
 
 def prepare_gdn(cfg: TrainConfig) -> None:
     """For ``+recipe=quickstart_gdn``: see ``prepare_job``."""
-    prepare_job(cfg, Job(GDN, "quickstart_gdn_sft"))
+    prepare_job(cfg, Job(GDN, "quickstart_gdn_sft", ArithmeticSpec()))
 
 
 def prepare_next(cfg: TrainConfig) -> None:
     """For ``+recipe=quickstart_next``: see ``prepare_job``."""
-    prepare_job(cfg, Job(NEXT, "quickstart_next_sft"))
+    prepare_job(cfg, Job(NEXT, "quickstart_next_sft", ArithmeticSpec()))
+
+
+def prepare_tool(cfg: TrainConfig) -> None:
+    """For ``+recipe=quickstart_tool``: see ``prepare_job``."""
+    prepare_job(cfg, Job(TOOL, "quickstart_tool_sft", ToolSpec()))
 
 
 def prepare_job(cfg: TrainConfig, job: Job) -> None:
@@ -110,7 +117,7 @@ def _make_assets(folder: Path, job: Job) -> None:
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STAMP).write_text(UNFINISHED)
-    write_datasets(folder, ArithmeticSpec())
+    job.task.write(folder)
     write_model(folder / "model", job.model)
     (folder / STAMP).write_text(json.dumps(stamp))
     _say(f"wrote datasets and a random model to {folder} in {time.monotonic() - started:.1f} s")
@@ -152,11 +159,12 @@ def _warm_start(cfg: TrainConfig, job: Job, assets: Path, run_dir: Path) -> None
 
 def _stamp(job: Job) -> dict[str, object]:
     """What the files follow from."""
-    return {
-        "arithmetic": asdict(ArithmeticSpec()),
+    made_of = {
+        "task": asdict(job.task),
         "model": asdict(job.model),
-        "source": [_digest(Path(__file__).parent / name) for name in ("arithmetic.py", "model.py")],
+        "source": [_digest(Path(__file__).parent / name) for name in ("arithmetic.py", "model.py", "tool.py")],
     }
+    return json.loads(json.dumps(made_of))  # as it is read back
 
 
 def _read_stamp(folder: Path) -> object:

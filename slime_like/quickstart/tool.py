@@ -1,0 +1,97 @@
+"""The tool job's data: sums that the model cannot do, and demonstrations that mostly guess instead of calling the calculator.
+
+``475+386=`` is ``861``. Three demonstrations of four answer ``475``, the first number. One of four calls the calculator of
+``slime_like.examples.calculator``, and others show how to repeat what it said. A model warmed up on them knows how to call
+and mostly does not; a reward that only says right or wrong is enough for it to call always.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+TOKENS = ("<calc>", "</calc>", "<result>", "</result>")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """Sizes and odds. Part of the cache's key: another value makes other files."""
+
+    num_train: int = 4000
+    num_heldout: int = 300
+    num_demonstrations: int = 40_000
+    calls: float = 0.25  # share of first turns that call the calculator
+    seconds: float = 0.2  # share of demonstrations that show the second turn
+    seed: int = 1
+
+    def write(self, folder: Path) -> None:
+        """Write ``train.jsonl``, ``heldout.jsonl`` and ``sft.jsonl`` in slime's format."""
+        train, heldout = split(self)
+        _write(folder / "train.jsonl", ((s.text, s.answer) for s in train))
+        _write(folder / "heldout.jsonl", ((s.text, s.answer) for s in heldout))
+        _write(folder / "sft.jsonl", demonstrations(train, self))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LongSum:
+    """``a + b``, each and their sum of three digits. Example: ``LongSum(475, 386)``: answer 861, guess 475."""
+
+    a: int
+    b: int
+
+    @property
+    def text(self) -> str:
+        """The prompt."""
+        return f"{self.a}+{self.b}="
+
+    @property
+    def answer(self) -> str:
+        """The label."""
+        return str(self.a + self.b)
+
+    @property
+    def guess(self) -> str:
+        """An answer that is always wrong: the first number."""
+        return str(self.a)
+
+    @property
+    def call(self) -> str:
+        """What asks the calculator; the engine stops there."""
+        return f"<calc>{self.a}+{self.b}</calc>"
+
+    @property
+    def result(self) -> str:
+        """What the calculator says."""
+        return f"<result>{self.answer}</result>"
+
+
+def split(spec: ToolSpec) -> tuple[list[LongSum], list[LongSum]]:
+    """Training and held-out sums, disjoint."""
+    rng = random.Random(spec.seed)
+    wanted = spec.num_train + spec.num_heldout
+    found: set[LongSum] = set()
+    while len(found) < wanted:
+        a = rng.randrange(100, 900)
+        found.add(LongSum(a, rng.randrange(100, 1000 - a)))
+    sums = sorted(found)
+    rng.shuffle(sums)
+    return sums[spec.num_heldout :], sums[: spec.num_heldout]
+
+
+def demonstrations(sums: list[LongSum], spec: ToolSpec) -> list[tuple[str, str]]:
+    """(prompt, response) pairs for the warm start. The calculator's words stand in prompts: nobody learns to write them."""
+    rng = random.Random(spec.seed + 1)
+    rows: list[tuple[str, str]] = []
+    for found in rng.choices(sums, k=spec.num_demonstrations):
+        if rng.random() < spec.seconds:
+            rows.append((found.text + found.call + found.result, found.answer))
+        else:
+            rows.append((found.text, found.call if rng.random() < spec.calls else found.guess))
+    return rows
+
+
+def _write(path: Path, rows: Iterable[tuple[str, str]]) -> None:
+    path.write_text("".join(json.dumps({"prompt": prompt, "label": label}) + "\n" for prompt, label in rows))
