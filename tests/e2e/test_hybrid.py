@@ -1,6 +1,7 @@
 """+recipe=quickstart_gdn and quickstart_next, shortened: they learn, engine and trainer agree, the export is the model.
 
-The first on a trainer of two tensor parallel ranks, and a little on two context parallel ones; the second on one rank.
+The first on a trainer of two tensor parallel ranks, and, as the language part of a vision model, of two context parallel
+ones; the second on one rank.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tests.e2e.conftest import Warm, begin_warm_start
 from tests.e2e.conftest import warmed as warm_started
 from tests.e2e.runs import REPOSITORY, metrics, train
 from tests.e2e.test_colocated import is_of_run
+from tests.e2e.vision import add_vision, carried
 
 pytestmark = pytest.mark.e2e
 SFT_STEPS = 160
@@ -33,7 +35,6 @@ SHAPE = (
     f"optim.decay_steps={ROLLOUTS - 1}",
     "optim.wsd_decay_steps=1",
 )
-SMALL = ("rollout.batch_size=16", "rollout.n_samples_per_prompt=8")
 RISE = 0.2  # of 100 held-out problems: four times the standard error
 RECIPES = ("quickstart_gdn", "quickstart_next")
 LAYERS = {"attention", "gdn", "mlp", "all"}
@@ -45,10 +46,12 @@ class Case:
 
     recipe: str
     layout: tuple[str, ...] = ()
+    vision: bool = False
 
 
 CASES = {
     "quickstart_gdn tp2": Case("quickstart_gdn", ("parallel.tp=2",)),
+    "quickstart_gdn cp2, a vision model": Case("quickstart_gdn", ("parallel.cp=2",), vision=True),
     "quickstart_next": Case("quickstart_next"),
 }
 
@@ -64,9 +67,12 @@ def warm_models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Warm]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_hybrid_model_learns(name: str, warm_models: Mapping[str, Warm], tmp_path: Path) -> None:
     case, run_dir = CASES[name], tmp_path / "run"
+    warm = warm_models[case.recipe]
+    model = [f"model.hf_checkpoint={add_vision(warm.hf, tmp_path / 'vision')}"] if case.vision else []
     done = train(
         f"+recipe={case.recipe}",
-        *warm_models[case.recipe].overrides,
+        *warm.overrides,
+        *model,
         *SHAPE,
         *case.layout,
         f"run.dir={run_dir}",
@@ -87,25 +93,10 @@ def test_a_hybrid_model_learns(name: str, warm_models: Mapping[str, Warm], tmp_p
         left = {kind: row[f"probe/logprob_abs_diff_max/{kind}"] for kind in LAYERS}
         assert max(left.values()) <= checks.MAX_LOGPROB_DIFFERENCE
     checks.check_export(run_dir, ROLLOUTS - 1, {ROLLOUTS - 1}, temperature=1.0)
-
-
-def test_two_context_parallel_ranks_agree_with_the_engine(warm_models: Mapping[str, Warm], tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    done = train(
-        "+recipe=quickstart_gdn",
-        *warm_models["quickstart_gdn"].overrides,
-        *SMALL,
-        "parallel.cp=2",
-        "optim.warmup_steps=0",
-        "evaluation.datasets={}",
-        f"run.dir={run_dir}",
-        "loop.num_rollout=2",
-        log=tmp_path / "log",
-    )
-    assert done.code == 0, done.output
-    rows = metrics(run_dir)
-    checks.check_consistency(rows)
-    assert all(f"probe/logprob_abs_diff_mean/{name}" in rows[-1] for name in LAYERS)
+    if case.vision:
+        kept, found = carried(tmp_path / "vision"), carried(run_dir / "hf")
+        assert kept.keys() == found.keys() and {name.split(".")[0] for name in kept} == {"model", "mtp"}
+        assert all(torch.equal(found[name], tensor) for name, tensor in kept.items())
 
 
 def test_kernels_that_cannot_run_here_end_the_run_before_it_starts(tmp_path: Path) -> None:
