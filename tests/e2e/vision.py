@@ -39,6 +39,5 @@ def add_vision(text: Path, folder: Path) -> Path:
 
 def carried(folder: Path) -> dict[str, torch.Tensor]:
     """What no training may touch."""
-    return {
-        name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name.startswith(CARRIED)
-    }
+    tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(CARRIED)}
