@@ -161,19 +161,22 @@ def _scan(x: Inputs, block: Block, state: Tensor, steps: range, order: ChunkOrde
     """The recurrence through a block: fills ``delta``, ``written`` and ``states``; ``state`` [N, HV, K, V] moves on."""
     within = order.within(steps)
     heads = state.shape[1]
-    keys, chunk = x.keys[within, :, : order.chunk], order.chunk
+    keys = x.keys[within, :, : order.chunk]
     sizes = [order.counts[step] * heads for step in steps]
     # What needs no state is done for the whole block, so that a step is few and small operations.
     reads = scaled(keys, x.decay[within]).split(sizes)
     writes = scaled(keys, x.to_end[within]).mT.split(sizes)
-    values, betas = x.v[within].flatten(0, 1).split(sizes), x.beta[within].view(-1, chunk, 1).split(sizes)
+    solves = (block.solve * x.beta[within].unsqueeze(-2)).flatten(0, 1).split(sizes)
     ends = x.decay[within, :, -1].reshape(-1, 1, 1).split(sizes)
-    solves, states = block.solve.flatten(0, 1).split(sizes), block.states.flatten(0, 1).split(sizes)
+    values, states = x.v[within].flatten(0, 1).split(sizes), block.states.flatten(0, 1).split(sizes)
     deltas, written = block.delta.flatten(0, 1).split(sizes), block.written.flatten(0, 1).split(sizes)
     flat = state.flatten(0, 1)
+    states[0].copy_(flat[: sizes[0]])
     for i, size in enumerate(sizes):
-        now = flat[:size]
-        states[i].copy_(now)
-        torch.sub(values[i], torch.bmm(reads[i], now), out=deltas[i])
-        torch.bmm(solves[i], deltas[i] * betas[i], out=written[i])
-        now.mul_(ends[i]).baddbmm_(writes[i], written[i])
+        now, following = states[i], sizes[i + 1] if i + 1 < len(sizes) else 0
+        torch.baddbmm(values[i], reads[i], now, alpha=-1, out=deltas[i])
+        torch.bmm(solves[i], deltas[i], out=written[i])
+        after = states[i + 1] if following == size else flat[:size]  # sequences end here, or the block does
+        torch.mul(now, ends[i], out=after).baddbmm_(writes[i], written[i])
+        if 0 < following < size:
+            states[i + 1].copy_(flat[:following])
