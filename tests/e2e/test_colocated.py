@@ -196,6 +196,8 @@ def test_a_push_that_never_happened_ends_the_run(warm: Warm, tmp_path: Path) -> 
         *SMALL,
         "evaluation.datasets={}",
         "rollout.temperature=1.0",
+        "rollout.over_sampling_batch_size=24",
+        "rollout.partial_rollout=true",
         "weights.debug_skip_push_at=2",
         f"run.dir={tmp_path / 'run'}",
         log=tmp_path / "skip.log",
@@ -205,6 +207,10 @@ def test_a_push_that_never_happened_ends_the_run(warm: Warm, tmp_path: Path) -> 
     assert "Traceback" not in done.output
     assert last_step(tmp_path / "run") == 1
     checks.check_consistency(metrics(tmp_path / "run"))
+    (row,) = metrics(tmp_path / "run")[1:]
+    assert row["rollout/num_samples"] == 16 * 8
+    assert row["rollout/stopped_groups"] == 24 - 16
+    assert row["rollout/wasted_tokens"] == 0
 
 
 def test_a_dead_engine_ends_the_run_with_its_cause(warm: Warm, tmp_path: Path) -> None:
