@@ -58,7 +58,8 @@ def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) ->
             if code:
                 why[name] = error or f"exit code {code}"
                 continue
-            ran[name] = next((line.partition(RAN)[2].strip() for line in said if RAN in line), "it did not say")
+            found = next((line.partition(RAN)[2].strip() for line in said if RAN in line), "it did not say")
+            ran[name] = found.removeprefix(f"{name}: ")
             cfg = load_config(arguments)
             shape = decoder_shape(json.loads((Path(cfg.model.hf_checkpoint) / "config.json").read_text()))
             rows.append(row(name, read_steps(folder), shape, trainer_ranks(cfg)))

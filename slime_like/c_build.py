@@ -53,15 +53,18 @@ def find_compiler() -> str:
 
 def cache_folder() -> Path:
     """The private folder objects are kept in, made when it is not there. Raises ``BuildError``."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # no HOME, and a user without an entry
+        raise BuildError(f"cannot tell where to keep compiled kernels: {error}; set XDG_CACHE_HOME") from error
     folder = base / "slime_like" / "cpu_kernels"
     for part in (folder.parent, folder):  # who may write to the first could put another in place of the second
         try:
             part.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             raise BuildError(f"cannot keep compiled kernels in {folder}: {error}; set XDG_CACHE_HOME") from error
         if not is_private(part):
-            raise BuildError(f"{part} can be written by others: chmod 700 it, or set XDG_CACHE_HOME")
+            raise BuildError(f"{part} is not this user's alone: chown and chmod 700 it, or set XDG_CACHE_HOME")
     return folder
 
 
@@ -87,9 +90,19 @@ def object_name(compiler: str, recipe: Recipe) -> str:
     """File name of the object that source, flags, compiler and CPU give."""
     digest = hashlib.sha256()
     for file in sorted(recipe.main.parent.iterdir()):
-        digest.update(file.read_bytes())
+        if file.is_file():
+            digest.update(file.read_bytes())
     state = os.stat(compiler)
-    for part in (*recipe.flags, os.path.realpath(compiler), state.st_size, state.st_mtime_ns, cpu_identity()):
+    extra = [flag for flags in recipe.extra for flag in flags]
+    for part in (
+        recipe.main.name,
+        *recipe.flags,
+        *extra,
+        os.path.realpath(compiler),
+        state.st_size,
+        state.st_mtime_ns,
+        cpu_identity(),
+    ):
         digest.update(f"{part}\0".encode())
     return f"{digest.hexdigest()[:24]}.so"
 

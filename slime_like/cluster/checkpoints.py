@@ -31,7 +31,8 @@ class Checkpoints:
     def save(self, done: int, *, final: bool = False, wait: bool = False) -> bool:
         """Checkpoint after ``done`` rollouts. The rollout side comes first: the latest file, last of all, makes it count.
 
-        ``wait``: until it is whole, as a ``final`` one always is. Returns whether it is whole by now. Raises ``CheckpointError`` when this save or the one before it failed, unless ``run.on_failed_save=continue``
+        ``wait``: until it is whole, as a ``final`` one always is. Returns whether it is whole by now. Raises
+        ``CheckpointError`` when this save or the one before it failed, unless ``run.on_failed_save=continue``
         and this is not the ``final`` one.
         """
         if not self.enabled:

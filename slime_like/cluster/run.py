@@ -164,8 +164,16 @@ class Run:
             path, why = try_report(self.run_dir)
             self.control.answer(Request.REPORT, why if path is None else path.name, failed=path is None)
         if Request.STOP in asked:
-            self.stop.requested = True
-            self.control.answer(Request.STOP, f"the run ends after {done} rollouts, with a checkpoint")
+            self._stop(done)
+
+    def _stop(self, done: int) -> None:
+        """End after this rollout. Its checkpoint is written before the answer, so that who waits for it may end the machine."""
+        self.stop.requested = True
+        with self.timer("save"):
+            whole = self.checkpoints.save(done, wait=True)
+        saves = self.checkpoints.enabled
+        how = ", with a checkpoint" if whole else "; its checkpoint could not be written" if saves else ""
+        self.control.answer(Request.STOP, f"the run ends after {done} rollouts{how}", failed=saves and not whole)
 
     def _save_due(self, done: int) -> None:
         """Checkpoint and export, each when it is due; a checkpoint that is being written is named when it is whole."""

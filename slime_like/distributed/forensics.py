@@ -169,9 +169,11 @@ def missing(readings: Mapping[str, Reading], ranks: Iterable[int], me: str, rebu
     late = [
         f"rank {rank} ({_whereabouts(reading, now)})"
         for rank, reading in found.items()
-        if reading is None or reading.state != "running" or reading.rebuilds < rebuild
+        if reading is not None and (reading.state != "running" or reading.rebuilds < rebuild)
     ]
-    return f"did not come: {', '.join(late)}" if late else "every rank of this node came"
+    unseen = ", ".join(str(rank) for rank, reading in found.items() if reading is None)
+    said = f"did not come: {', '.join(late)}" if late else "every rank whose record is on this node came"
+    return f"{said}; no record on this node: ranks {unseen}" if unseen else said
 
 
 def report(folder: Path | None) -> str:

@@ -10,6 +10,7 @@ its members a moment later, in a group of their own.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import mmap
 import threading
 from pathlib import Path
@@ -20,6 +21,8 @@ from slime_like.config.guard_policy import ACTIONS
 ACTION_BITS = 3  # of the word, for the action; the rest is the request's number
 PERIOD_S = 0.1  # between two looks into the store, by one thread of each node
 KEY = "slime_like/memory/"
+
+_joined = itertools.count(1)  # of this process; the same on every rank, as each installs the wrapper as often
 
 
 class Requests:
@@ -32,6 +35,7 @@ class Requests:
         self.memory = mmap.mmap(self._file.fileno(), 8)
         self._word = memoryview(self.memory).cast("q")
         self._path = path
+        self._key = f"{KEY}{next(_joined)}/"  # requests of an earlier wrapper in this world are another's
         self._seen = self._word[0]
         self._native: Any = None  # the hot path in C, where that looks at the word
         self._store: Any = None
@@ -56,7 +60,7 @@ class Requests:
         self._see(number << ACTION_BITS | ACTIONS.index(action))
         self._word[0] = self._seen
         if self._store is not None:
-            self._store.set(f"{KEY}{number}", action)
+            self._store.set(f"{self._key}{number}", action)
 
     def news(self) -> str:
         """The action that somebody asked for since the last call, or nothing."""
@@ -87,8 +91,10 @@ class Requests:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        while store.check([f"{KEY}{self._number + 1}"]):  # of an earlier wrapper in this world
-            self._word[0] = (self._number + 1) << ACTION_BITS
+        if (
+            self._seen == self._word[0]
+        ):  # ranks that were killed may have left a number: requests of this world begin at 1
+            self._word[0] = 0
         threading.Thread(target=self._listen, args=(store.clone(),), name="memory requests", daemon=True).start()
 
     def _listen(self, store: Any) -> None:
@@ -104,9 +110,9 @@ class Requests:
             if self._closed.is_set():
                 return
             number = self._number + 1
-        if not store.check([f"{KEY}{number}"]):
+        if not store.check([f"{self._key}{number}"]):
             return
-        action = ACTIONS.index(store.get(f"{KEY}{number}").decode())
+        action = ACTIONS.index(store.get(f"{self._key}{number}").decode())
         with self._lock:
             if not self._closed.is_set() and self._number < number:
                 self._word[0] = number << ACTION_BITS | action

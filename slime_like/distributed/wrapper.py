@@ -244,5 +244,5 @@ class Wrapper:
             failed = self.failed(counter, index, error)
             raise failed from failed.__cause__
         finally:
-            self.composing = outer
+            self.composing = outer if outer == get_ident() else 0  # only one's own: another thread's may have ended
             counter.ns += clock() - started

@@ -503,7 +503,8 @@ static PyObject *call_composite(PyObject *callable, PyObject *const *args, size_
     int64_t index = record(self->ring, started, 0, tally->code, tally->calls, NO_PEER);
     PyObject *done = PyObject_Vectorcall(self->raw, args, nargsf, names);
     if (done == NULL) fail(self, (PyObject *)tally, index);
-    self->ring->composing = outer;
+    /* only one's own: another thread's may have ended meanwhile */
+    self->ring->composing = outer == (long long)PyThread_get_thread_ident() ? outer : 0;
     int64_t when = now();
     if (done != NULL) ended(self->ring, index, when);
     tally->ns += when - started;
