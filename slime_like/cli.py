@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +35,7 @@ def _run(argv: list[str]) -> int:
         case "train":
             from slime_like.config.load import load_prepared
 
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks a run to save: no reason to die before it can, or after
             cfg = load_prepared(argv)
             from slime_like.loop import train
 
