@@ -41,10 +41,11 @@ def spec(tokenizer: Path, *, partial: bool, first: int = 0) -> ManagerSpec:
             max_response_len=LONGEST,
             over_sampling_batch_size=BEGUN,
             partial_rollout=partial,
+            generate="tests.engine.lengths:long_for_odd_prompts",
             filters=["nonzero_std"],
             max_refills=50,
         ),
-        reward=RewardConfig(name="tests.engine.rewards:even", workers=1),
+        reward=RewardConfig(name="given", workers=1),
         evaluation=EvalConfig(),
         loop=LoopConfig(num_rollout=99),
         tokenizer_path=str(tokenizer),
@@ -98,7 +99,9 @@ def check_logprobs(group: SampleGroup, models: Models) -> None:
         for span in sample.spans:
             if span.source is Source.MODEL:
                 expected = by_name[name_of(span.version)][span.start - 1 : span.stop - 1]
-                np.testing.assert_allclose(sample.logprobs[span.start : span.stop], expected, atol=1e-5)
+                np.testing.assert_allclose(
+                    sample.logprobs[span.start : span.stop], expected, atol=3e-5
+                )  # 150 tokens of some 5 nats in float32
 
 
 def test_partial_rollouts_across_pushes_and_a_resume(engine: Engine, models: Models, tmp_path: Path) -> None:

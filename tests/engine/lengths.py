@@ -1,0 +1,36 @@
+"""A generate function whose answers are long for every other prompt, so that some are always on their way.
+
+It scores them itself: while a reward's process starts, the long ones would end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slime_like.interfaces import Completion, Engine, GenerateContext
+from slime_like.rollout.generate import to_sample
+from slime_like.types import Prompt, Reward, Sample
+
+SHORT, LONG = 4, 150
+
+
+async def long_for_odd_prompts(
+    prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
+) -> Sequence[Sample]:
+    """``SHORT`` or ``LONG`` tokens and one more for each further sample, fewer where a stop token comes."""
+    least = LONG if prompt.prompt_id % 2 else SHORT
+
+    async def ask(index: int, seed: int) -> Completion:
+        (completion,) = await engine.generate(
+            prompt.token_ids, [seed], replace(context.sampling, max_new_tokens=least + index)
+        )
+        return completion
+
+    completions = await asyncio.gather(*(ask(index, seed) for index, seed in enumerate(seeds)))
+    samples = [
+        to_sample(prompt, completion, context, seed=seed, index=index)
+        for index, (completion, seed) in enumerate(zip(completions, seeds, strict=True))
+    ]
+    return [replace(sample, reward=Reward(float(sample.num_response_tokens % 2 == 0))) for sample in samples]
