@@ -35,7 +35,7 @@ def _run(argv: list[str]) -> int:
         case "train":
             from slime_like.config.load import load_prepared
 
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks a run to save: no reason to die before it can, or after
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks for a save: to be survived before a run can read it
             cfg = load_prepared(argv)
             from slime_like.loop import train
 
