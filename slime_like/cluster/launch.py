@@ -199,6 +199,7 @@ class _Cluster:
             samples_per_rollout=self.plan.samples_per_rollout,
             first_rollout=first,
             deterministic=cfg.run.deterministic,
+            pushes=cfg.run.mode != "rollout_only",
         )
         deadline = Deadline("driver", "rollout manager start", cfg.rollout.start_deadline_s)
         wait_one(

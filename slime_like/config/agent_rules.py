@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from typing import Any
 
 from slime_like.config.rollout import RolloutConfig
@@ -10,17 +11,20 @@ from slime_like.errors import ConfigError
 from slime_like.registry import resolve
 
 OPENAI_AGENT = "openai_agent"  # of table GENERATE
+KEYS = ("agent", "agent_deadline_s", "agent_concurrency")
 CALLED = "async def agent(base_url, api_key, prompt, metadata) -> float | None"
 
 
 def check_agent(config: RolloutConfig) -> None:
     """Raise ``ConfigError`` unless ``rollout.agent`` can be run, or nothing is said of it."""
     if config.generate != OPENAI_AGENT:
-        if config.agent is not None:
-            raise ConfigError(
-                f"rollout.agent={config.agent!r} has no effect with rollout.generate={config.generate}: set "
-                f"rollout.generate={OPENAI_AGENT}, or remove it"
-            )
+        for key in fields(config):
+            value = getattr(config, key.name)
+            if key.name in KEYS and value != key.default:
+                raise ConfigError(
+                    f"rollout.{key.name}={value!r} has no effect with rollout.generate={config.generate}: set "
+                    f"rollout.generate={OPENAI_AGENT}, or remove it"
+                )
         return
     if config.agent is None:
         raise ConfigError(

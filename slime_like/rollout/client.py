@@ -44,6 +44,7 @@ class EngineClient:
         self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
         self.num_aborts = 0  # calls of ``abort_all``
+        self._aborting = 0  # of these, those on their way
 
     @property
     def tp(self) -> int:
@@ -59,6 +60,14 @@ class EngineClient:
     def host(self) -> str:
         """Address of the server's node."""
         return str(urlsplit(self._url).hostname)
+
+    @property
+    def num_ended_aborts(self) -> int:
+        """What a request notes when it begins: one of more ``num_aborts`` at its end may be what ended it.
+
+        An abort that is still on its way counts among these: the engine may see it after the request.
+        """
+        return self.num_aborts - self._aborting
 
     # ---- generation --------------------------------------------------------------------------------------------------
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
@@ -98,7 +107,7 @@ class EngineClient:
             "logprob_start_len": 0,
         }
         while True:
-            aborts = self.num_aborts
+            aborts = self.num_ended_aborts
             reply = await self._post("score", "/generate", request)
             if self.num_aborts == aborts or not any_aborted(reply):
                 return scores(reply, [len(ids) for ids in token_ids])
@@ -106,7 +115,11 @@ class EngineClient:
     async def abort_all(self) -> None:
         """End every request now, with the tokens it has: who sent it sees by ``num_aborts`` that it may be continued."""
         self.num_aborts += 1
-        await self._post("abort", "/abort_request", {"abort_all": True})
+        self._aborting += 1
+        try:
+            await self._post("abort", "/abort_request", {"abort_all": True})
+        finally:
+            self._aborting -= 1
 
     # ---- pause -------------------------------------------------------------------------------------------------------
     async def pause(self) -> None:

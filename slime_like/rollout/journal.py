@@ -52,6 +52,11 @@ class Journal:
         self._calls.append(call)
         return call
 
+    def close(self) -> None:
+        """The function has ended: what an earlier run of it asked and this one did not is in no sample."""
+        self._calls = [call for call in self._calls if call not in self._unclaimed]
+        self._unclaimed = []
+
     def copy(self) -> tuple[Call, ...]:
         """The calls as they are now."""
         return tuple(replace(call, completions=list(call.completions)) for call in self._calls)

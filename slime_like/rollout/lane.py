@@ -8,6 +8,7 @@ waits for the gate: shut between rollouts, where what is unfinished stays as it 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 
@@ -33,14 +34,23 @@ class Gate:
         self._inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
+        self._shut_at: float | None = None
+        self._shut_before = 0.0
+
+    @property
+    def shut_s(self) -> float:
+        """Seconds for which it has been shut so far."""
+        return self._shut_before + (0.0 if self._shut_at is None else time.monotonic() - self._shut_at)
 
     def open(self) -> None:
         """Let requests through."""
+        self._shut_before, self._shut_at = self.shut_s, None
         self._open.set()
 
     async def shut(self, engines: Sequence[EngineClient], deadline: Deadline) -> None:
         """Hold further requests back, and end those inside with the tokens they have. Raises ``DeadlineExceeded``."""
         self._open.clear()
+        self._shut_at = self._shut_at or time.monotonic()
         while self._inside:
             await asyncio.gather(*(engine.abort_all() for engine in engines))
             left = deadline.remaining(f"{self._inside} aborted requests")
@@ -50,7 +60,8 @@ class Gate:
     @asynccontextmanager
     async def passage(self) -> AsyncGenerator[None]:
         """A request: waits while the gate is shut."""
-        await self._open.wait()
+        while not self._open.is_set():  # it may be shut again before who was woken runs
+            await self._open.wait()
         self._inside += 1
         self._empty.clear()
         try:
@@ -66,6 +77,11 @@ class Lane:
 
     def __init__(self, lease: Lease, journal: Journal, gate: Gate, usage: Usage) -> None:
         self._lease, self._journal, self._gate, self._usage = lease, journal, gate, usage
+
+    @property
+    def held_s(self) -> float:
+        """Seconds for which requests have been held back so far."""
+        return self._gate.shut_s
 
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> Sequence[Completion]:
         """``len(seeds)`` completions of one prompt, in as many requests as it takes.
@@ -86,7 +102,7 @@ class Lane:
     async def _continue(self, call: Call, sampling: Sampling) -> bool:
         """One request for all that is unfinished; whether what is then still unfinished may be asked for again."""
         engine, places = self._lease.engine, call.unfinished()
-        aborts = engine.num_aborts
+        aborts = engine.num_ended_aborts
         done = [call.completions[i] for i in places]
         parts = await engine.extend(
             [np.concatenate([call.token_ids, c.token_ids]).astype(np.int32) for c in done],

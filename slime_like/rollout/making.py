@@ -6,6 +6,7 @@ so that a resumed run takes the same ones.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from functools import partial
 
@@ -52,8 +53,9 @@ class Making:
     """Takes prompts, produces rollouts, and holds what is between the two."""
 
     def __init__(
-        self, cfg: RolloutConfig, sampling: Sampling, bound: int, prompts: PromptQueue, answers: Answerer
+        self, cfg: RolloutConfig, sampling: Sampling, bound: int | None, prompts: PromptQueue, answers: Answerer
     ) -> None:
+        """``bound``: of the staleness of what is continued; None where no weights are pushed, so that nothing grows old."""
         self._cfg, self._sampling, self._prompts, self._answers = cfg, sampling, prompts, answers
         self._how = Refill(cfg.batch_size, cfg.over_sampling_batch_size, cfg.max_refills)
         self._filters = Filters(cfg)
@@ -61,7 +63,8 @@ class Making:
         hands = Hands(self._answer, self._filters.keep, self._gate.open, self._stop)
         self._over_sampling: OverSampling | None = None
         if cfg.over_sampling_batch_size is not None:
-            self._over_sampling = OverSampling(self._how, Partial(cfg.partial_rollout, bound), prompts, hands)
+            partial_rollout = Partial(cfg.partial_rollout, math.inf if bound is None else bound)
+            self._over_sampling = OverSampling(self._how, partial_rollout, prompts, hands)
 
     async def make(self, rollout_id: int) -> Filled:
         """The groups of one rollout, scored and filtered, in the order of their ids."""

@@ -58,6 +58,7 @@ class ManagerSpec:
     samples_per_rollout: int
     first_rollout: int
     deterministic: bool
+    pushes: bool = True  # weights of the trainer arrive
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,8 @@ class RolloutManager:
         cfg = spec.rollout
         sampling = Sampling(spec.temperature, cfg.max_response_len, cfg.top_p, cfg.top_k, spec.stop_token_ids)
         self._bound = oldest_allowed(cfg, spec.loop)
-        self._making = Making(cfg, sampling, self._bound, PromptQueue(source), self._answers)
+        bound = self._bound if spec.pushes else None
+        self._making = Making(cfg, sampling, bound, PromptQueue(source), self._answers)
         self._producer = self._new_producer(spec.first_rollout)
         self._starts: dict[int, RolloutState] = {}  # before the prompts of each rollout
         self._leftover: tuple[SampleGroup, ...] = ()

@@ -1,8 +1,8 @@
 """Over-sampling: more groups are begun than a rollout needs, the first that pass the filters are taken, the rest is stopped.
 
 What is stopped is continued in the next rollout, under its weights (partial rollouts), or given up, and its prompt
-comes back before all others; one that has been given up ``MOST_GIVEN_UP`` times is waited for. Either way every prompt is answered for a rollout once: it is taken, dropped by a filter,
-in flight, or back in the queue, and in no two of these.
+comes back before all others; one that has been given up ``MOST_GIVEN_UP`` times is waited for. Either way every prompt is
+answered for a rollout once: it is taken, dropped by a filter, in flight, or back in the queue, and in no two of these.
 
 Sources: over-sampling and partial rollouts as slime has them (slime/rollout/sglang_rollout.py); the bound on the age of
 what is continued as in AReaL, Fu et al. 2025, arXiv:2505.24298, section 5.1. A group that has reached it is waited for
@@ -41,6 +41,7 @@ class Work:
     def on_generated(self) -> None:
         """Only its reward is missing from here."""
         self.generated = True
+        self.journal.close()
 
     @property
     def running(self) -> asyncio.Task[SampleGroup]:
@@ -54,7 +55,7 @@ class Partial:
     """What becomes of groups that are stopped."""
 
     enabled: bool  # they are continued
-    max_staleness: int  # versions that a group may lag behind the trainer when it is trained on
+    max_staleness: float  # versions that a group may lag behind the trainer when it is trained on; inf: none is pushed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from slime_like.errors import SlimeLikeError
+from slime_like.together import being_cancelled
 from slime_like.types import SampleGroup
 
 
@@ -93,11 +95,28 @@ class Producer:
             slot = self._slot(self._next)
             try:
                 slot.set_result(await self._make(self._next))
+            except asyncio.CancelledError as error:
+                if being_cancelled():
+                    raise
+                self._fail(slot, _own_cancel(self._next, error))
+                return
             except Exception as error:  # noqa: BLE001  the fault boundary of the task: whoever waits for this rollout gets it
-                self._failure = error
-                slot.set_exception(error)
+                self._fail(slot, error)
                 return
             self._next += 1
+
+    def _fail(self, slot: asyncio.Future[Produced], error: Exception) -> None:
+        self._failure = error
+        slot.set_exception(error)
+
+
+def _own_cancel(rollout_id: int, error: asyncio.CancelledError) -> SlimeLikeError:
+    failure = SlimeLikeError(
+        f"rollout {rollout_id}: rollout.generate raised CancelledError, though nothing cancelled it: a task or future that "
+        "it waits for was cancelled; catch that in it"
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def now() -> float:

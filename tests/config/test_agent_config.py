@@ -15,6 +15,8 @@ AGENT = "tests.engine.agents:three_turns"
     ("overrides", "why"),
     [
         (["rollout.agent=" + AGENT], r"rollout\.agent='tests.*has no effect with rollout\.generate=single_turn"),
+        (["rollout.agent_concurrency=8"], r"rollout\.agent_concurrency=8 has no effect with rollout\.generate=single"),
+        (["rollout.agent_deadline_s=9"], r"rollout\.agent_deadline_s=9\S* has no effect"),
         (["rollout.generate=openai_agent"], r"rollout\.generate=openai_agent runs an agent: set rollout\.agent="),
         (["rollout.generate=openai_agent", "rollout.agent=nothing"], r"rollout\.agent='nothing' is not a dotted path"),
         (["rollout.generate=openai_agent", "rollout.agent=no.such:agent"], r"cannot import 'no.such'"),

@@ -19,9 +19,9 @@ async def three_turns(base_url: str, api_key: str, prompt: Any, metadata: Mappin
     """A conversation that grows, the last turn streamed."""
     async with client(base_url, api_key) as api:
         messages: list[Any] = [{"role": "user", "content": prompt}]
-        for limit in (9, 12):
+        for limit, temperature in ((9, 0.2), (12, 0.3)):
             reply = await api.chat.completions.create(
-                model="any", messages=messages, max_tokens=limit, logprobs=True, temperature=0.2
+                model="any", messages=messages, max_tokens=limit, logprobs=True, temperature=temperature
             )
             heard.append(reply)
             messages += [reply.choices[0].message, {"role": "user", "content": "and then?"}]
@@ -79,6 +79,7 @@ async def mistakes(base_url: str, api_key: str, prompt: Any, metadata: Mapping[s
             {"max_tokens": 0},
             {"presence_penalty": 0.5},
             {"extra_body": {"surprise": 1}},
+            {"extra_body": {"chat_template_kwargs": {"tokenize": True}}},
             {"messages": [{"role": "user", "content": "x" * 500}]},
         ]
         for wrong in wrongs:
@@ -105,6 +106,19 @@ async def too_long(base_url: str, api_key: str, prompt: Any, metadata: Mapping[s
         while True:
             reply = await api.chat.completions.create(model="any", messages=messages, max_tokens=20)
             messages += [reply.choices[0].message, {"role": "user", "content": "go on"}]
+
+
+async def starts_again(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:
+    """Forgets what there is no room for, goes on, and fails of something else."""
+    async with client(base_url, api_key) as api:
+        for content in ("x" * 500, prompt):
+            try:
+                await api.chat.completions.create(
+                    model="any", messages=[{"role": "user", "content": content}], max_tokens=3
+                )
+            except openai.BadRequestError as error:
+                heard.append(error.code)
+    raise LookupError("lost")
 
 
 async def hangs(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]) -> None:

@@ -63,7 +63,16 @@ def test_scored_and_failed_samples_are_not_asked_about(pool: RewardPool, score: 
     )
     pool.metrics()
     assert scores(score([replace(given, samples=samples)])[0]) == [0.75, 0.0, 0.0]
-    assert reduce_metrics(pool.metrics())["reward/calls"] == 0
+
+
+def test_given_scores_only_what_was_cut_off(score: Score) -> None:
+    """An agent for which no room is left does not get to its reward."""
+    found = group("4", "4", rm_type="given")
+    cut = replace(found.samples[0], status=Status.TRUNCATED)
+    whole = replace(found.samples[1], reward=Reward(0.75))
+    assert scores(score([replace(found, samples=(cut, whole))])[0]) == [0.0, 0.75]
+    with pytest.raises(RewardError, match="came without a reward"):
+        score([found])
 
 
 @pytest.mark.parametrize(

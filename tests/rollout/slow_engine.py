@@ -40,10 +40,14 @@ class SlowEngine:
     """``interfaces.Engine`` as far as a ``Lane`` asks for it. A sample ends where ``length(seed)`` says."""
 
     def __init__(self, rng: random.Random, version: int) -> None:
-        self.num_aborts = 0
+        self.num_aborts = 0  # each has ended when it returns: nothing runs while it is on its way
         self.version = version
         self._rng = rng
         self._requests: list[Request] = []
+
+    @property
+    def num_ended_aborts(self) -> int:
+        return self.num_aborts
 
     @staticmethod
     def length(seed: int) -> int:

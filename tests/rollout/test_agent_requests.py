@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_like.rollout.agent.render import Renderer
 from slime_like.rollout.agent.requests import NEUTRAL, ApiError, identity, parse_request, read_messages
 from slime_like.rollout.agent.tool_calls import find_calls
+from tests.data.character_tokenizer import characters
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "call_0_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -83,6 +85,25 @@ def test_messages_that_are_not(other: Any) -> None:
     assert identity(read_messages([{"role": "assistant", "content": "yes"}])[0]) != identity(read_messages([other])[0])
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+def test_numbers_beyond_a_float_are_refused(name: str) -> None:
+    with pytest.raises(ApiError, match=name):
+        parse_request(body(**{name: 10**400}))
+
+
+def test_arguments_nested_too_deep_stay_text() -> None:
+    text = "[" * 200_000
+    deep = {**CALL, "function": {"name": "add", "arguments": text}}
+    (message,) = read_messages([{"role": "assistant", "tool_calls": [deep]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == text
+
+
+def test_arguments_of_the_templates_rendering_are_refused() -> None:
+    request = parse_request(body(chat_template_kwargs={"tokenize": True}))
+    with pytest.raises(ApiError, match=r"chat_template_kwargs\.tokenize"):
+        Renderer(characters(), {}).whole(request)
+
+
 def test_half_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(ApiError, match="no JSON text"):
         parse_request(b'{"messages": [{"role": "user", "content": "\\ud800"}]}')
@@ -104,6 +125,9 @@ def test_calls_are_taken_out_of_the_text() -> None:
         '<tool_call>{"name": "add", "arguments": 3}</tool_call>',
         '<tool_call>{"name": "add"',
         '<tool_call>{"name": "a"}</tool_call><tool_call>oops</tool_call>',
+        "<tool_call>" + "\n" * 4000,
+        "<tool_call>" * 4000,
+        "<tool_call>" * 4000 + "</tool_call>" + "<tool_call>" * 4000,
     ],
 )
 def test_what_is_no_call_stays_text(text: str) -> None:

@@ -51,6 +51,17 @@ def test_calls_that_are_repeated_find_their_answers_once() -> None:
     assert (Journal().oldest_version, Journal().num_tokens) == (None, 0)
 
 
+def test_what_a_function_that_has_ended_did_not_ask_again_does_not_age_it() -> None:
+    first = Journal()
+    first.call(IDS, [1]).completions[0] = part([9], (0, 1, 3), finish="stop")
+    first.call(IDS, [2]).completions[0] = part([9], (0, 1, 7), finish="stop")
+    again = Journal(first.copy())
+    again.call(IDS, [2])
+    assert again.oldest_version == 3  # it may yet be asked
+    again.close()
+    assert (again.oldest_version, again.num_tokens) == (7, 1)
+
+
 completions = st.builds(
     lambda tokens, version, finish: part(tokens, *([(0, len(tokens), version)] if tokens else []), finish=finish),
     st.lists(st.integers(2, 99), max_size=5),

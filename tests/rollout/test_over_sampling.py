@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -192,12 +193,14 @@ def test_every_prompt_is_in_one_place_and_every_token_is_sampled_once(
         asyncio.run(history(setting, random.Random(seed), resumes, tmp_path_factory.getbasetemp()))
 
 
-def collect(setting: Setting, rollouts: int, seed: int = 0) -> tuple[list[Filled], Process, dict[str, float]]:
+def collect(
+    setting: Setting, rollouts: int, seed: int = 0, *, pushes: bool = True
+) -> tuple[list[Filled], Process, dict[str, float]]:
     async def run() -> tuple[list[Filled], Process, dict[str, float]]:
         process, made = Process(setting, random.Random(seed), 0), []
         for rollout_id in range(rollouts):
             made.append(await process.pool.make(rollout_id))
-            process.push(rollout_id + 1)
+            process.push(rollout_id + 1 if pushes else 0)
         counts = {metric.name: metric.value for metric in process.pool.metrics()}
         await process.close()
         return made, process, counts
@@ -244,6 +247,12 @@ def test_what_is_too_old_to_go_on_is_answered_anew() -> None:
         u.prompt.prompt_id for u in process.pool.unfinished()
     ]
     assert sorted(places) == list(range(process.prompts.source.state()["taken"]))
+
+
+def test_where_nothing_is_pushed_nothing_grows_old() -> None:
+    made, _, counts = collect(Setting(Refill(1, 8, 0), Partial(True, math.inf)), 6, pushes=False)
+    assert counts["rollout/restarted_groups"] == counts["rollout/wasted_tokens"] == 0
+    assert all(group.oldest_version == 0 for filled in made for group in filled.groups)
 
 
 def test_filters_that_hardly_anything_passes_are_named() -> None:

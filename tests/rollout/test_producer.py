@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from slime_like.errors import SlimeLikeError
 from slime_like.rollout.producer import Produced, Producer
 
 
@@ -64,6 +65,20 @@ def test_a_failure_reaches_who_waits_for_that_rollout() -> None:
         for asked in (1, 2):  # what comes after a failure fails as well, instead of waiting for ever
             with pytest.raises(ValueError, match="engine gone"):
                 await producer.get(asked)
+        await producer.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_making_that_cancels_itself_fails() -> None:
+    async def make(rollout_id: int) -> Produced:
+        raise asyncio.CancelledError
+
+    async def scenario() -> None:
+        producer = Producer(make, first=0, last=3, max_staleness=1)
+        for asked in (0, 1):
+            with pytest.raises(SlimeLikeError, match=r"rollout 0: rollout\.generate raised CancelledError"):
+                await asyncio.wait_for(producer.get(asked), 5)
         await producer.stop()
 
     asyncio.run(scenario())

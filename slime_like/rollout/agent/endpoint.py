@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
 from slime_like.deadline import Deadline
-from slime_like.rollout.agent.requests import ApiError, parse_request
+from slime_like.rollout.agent.replies import Answer
+from slime_like.rollout.agent.requests import ApiError, ChatRequest, parse_request
 from slime_like.rollout.agent.session import Session
+from slime_like.together import being_cancelled
 
 HOST = "127.0.0.1"
-LARGEST = 64 * 2**20  # bytes of a request's body
+LARGEST = 16 * 2**20  # bytes of a request's body, whatever its session would take
 READ_S = 60.0  # longest time a client may take to send one
 CUT_S = 1.0  # what is in flight at the end gets to end
 MODEL = "policy"
+
+
+@dataclass(slots=True, eq=False)
+class Guest:
+    """A session that has a key, and what is being answered of it."""
+
+    session: Session
+    calls: set[asyncio.Task[Answer]] = field(default_factory=set[asyncio.Task[Answer]])
+    gone: bool = False
 
 
 class Endpoint:
     """``open`` it in the event loop that the engines' clients live in. Keys are random, and end with their session."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+        self._guests: dict[str, Guest] = {}
         self._runner: web.AppRunner | None = None
         self._opening = asyncio.Lock()
         self.base_url = ""
@@ -46,12 +58,15 @@ class Endpoint:
     def admit(self, session: Session) -> str:
         """The key of calls that belong to ``session``."""
         key = f"sk-{secrets.token_urlsafe(24)}"
-        self._sessions[key] = session
+        self._guests[key] = Guest(session)
         return key
 
     def dismiss(self, key: str) -> None:
-        """Calls with ``key`` are refused from now on."""
-        del self._sessions[key]
+        """Calls with ``key`` are refused from now on, and those in flight cut."""
+        guest = self._guests.pop(key)
+        guest.gone = True
+        for call in guest.calls:
+            call.cancel()
 
     async def close(self) -> None:
         """Stop listening; calls in flight are cut."""
@@ -59,38 +74,22 @@ class Endpoint:
             await self._runner.cleanup()
             self._runner = None
 
-    def _session(self, request: web.Request) -> Session:
+    def _guest(self, request: web.Request) -> Guest:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
-        if session is None:
-            raise ApiError(
-                "this key belongs to no running agent: use the api_key that the agent was called with, while it runs",
-                status=401,
-                code="invalid_api_key",
-            )
-        return session
+        guest = self._guests.get(key.strip()) if scheme.lower() == "bearer" else None
+        if guest is None:
+            raise _no_key()
+        return guest
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._session(request)
+        self._guest(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "slime_like"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        deadline = Deadline("agents' endpoint", "read", READ_S)
-        try:
-            asked = parse_request(await asyncio.wait_for(request.read(), deadline.limit))
-        except TimeoutError as error:
-            raise ApiError(str(deadline.exceeded("the request's body")), status=408) from error
-        if session.failure is not None:
-            raise ApiError("the run is ending", status=500)
-        try:
-            answer = await session.answer(asked)
-        except ApiError:
-            raise
-        except Exception as error:  # fault boundary: whoever runs the agent raises it, not the agent
-            session.failure = error
-            raise ApiError(f"the engine failed: {error}", status=500) from error
+        guest = self._guest(request)
+        asked = await _read(request, min(LARGEST, guest.session.most_bytes))
+        answer = await _answered(guest, asked)
         if not asked.stream:
             return web.json_response(answer.whole())
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -99,6 +98,49 @@ class Endpoint:
             await reply.write(event)
         await reply.write_eof()
         return reply
+
+
+async def _read(request: web.Request, most: int) -> ChatRequest:
+    deadline = Deadline("agents' endpoint", "read", READ_S)
+    try:
+        body = await asyncio.wait_for(request.clone(client_max_size=most).read(), deadline.limit)
+    except TimeoutError as error:
+        raise ApiError(str(deadline.exceeded("the request's body")), status=408) from error
+    except web.HTTPRequestEntityTooLarge as error:
+        raise ApiError(
+            f"the body has more than {most} bytes, which is more than a conversation of rollout.max_context_len tokens",
+            status=413,
+        ) from error
+    return parse_request(body)
+
+
+async def _answered(guest: Guest, asked: ChatRequest) -> Answer:
+    if guest.gone:
+        raise _no_key()
+    if guest.session.failure is not None:
+        raise ApiError("the run is ending", status=500)
+    call = asyncio.ensure_future(guest.session.answer(asked))
+    guest.calls.add(call)
+    call.add_done_callback(guest.calls.discard)
+    try:
+        return await call
+    except ApiError:
+        raise
+    except asyncio.CancelledError as error:
+        if being_cancelled():
+            raise
+        raise _no_key() from error
+    except Exception as error:  # fault boundary: whoever runs the agent raises it, not the agent
+        guest.session.failure = error
+        raise ApiError(f"the engine failed: {error}", status=500) from error
+
+
+def _no_key() -> ApiError:
+    return ApiError(
+        "this key belongs to no running agent: use the api_key that the agent was called with, while it runs",
+        status=401,
+        code="invalid_api_key",
+    )
 
 
 @web.middleware

@@ -7,6 +7,7 @@ rendered: the template is asked for the conversation with a mark in the answer's
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,13 @@ class Renderer:
         return int(ids[0])
 
     def _text(self, request: ChatRequest, messages: Sequence[Message]) -> str:
+        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() - {"kwargs"}
+        for name in sorted(taken & request.template_kwargs.keys()):
+            raise ApiError(
+                f"chat_template_kwargs.{name} is no variable of a chat template but an argument of its rendering, which is "
+                "not for a call to choose; leave it out",
+                param="chat_template_kwargs",
+            )
         kwargs = {**self._kwargs, **request.template_kwargs}
         if request.tools:
             kwargs["tools"] = [dict(tool) for tool in request.tools]

@@ -135,8 +135,8 @@ def parse_request(body: bytes) -> ChatRequest:
         stream=_typed(fields, "stream", bool, False),
         include_usage=options.get("include_usage") is True,
         logprobs=_typed(fields, "logprobs", bool, False),
-        temperature=_typed(fields, "temperature", (int, float), None),
-        top_p=_typed(fields, "top_p", (int, float), None),
+        temperature=_number(fields, "temperature"),
+        top_p=_number(fields, "top_p"),
     )
 
 
@@ -208,7 +208,7 @@ def _object(arguments: object) -> object:
         return arguments
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 
@@ -227,6 +227,14 @@ def _limit(fields: Mapping[str, Any]) -> int | None:
         if value is not None:
             return value
     return None
+
+
+def _number(fields: Mapping[str, Any], name: str) -> float | None:
+    value = _typed(fields, name, (int, float), None)
+    try:
+        return None if value is None else float(value)
+    except OverflowError as error:
+        raise ApiError(f"{name} is too large a number", param=name) from error
 
 
 def _typed(fields: Mapping[str, Any], name: str, kinds: type | tuple[type, ...], default: Any) -> Any:

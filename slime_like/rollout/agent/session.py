@@ -22,6 +22,7 @@ from slime_like.rollout.seeds import turn_seed
 from slime_like.types import I32, Prompt, Reward, Sample, Status
 
 MOST_SAMPLES = 1024  # of one run of an agent
+BODY_FLOOR, BYTES_PER_TOKEN = 64 * 2**10, 16
 FURTHER_IDS = 1 << 40  # ids of samples beyond a run's first: above those that a rollout counts
 
 
@@ -52,16 +53,22 @@ class Session:
         self._text = ""  # of the newest answer
         self.ended: Status | None = None  # why calls are refused: no room is left, or the engine was told to abort
         self.failure: Exception | None = None  # of an engine or of this program, not of the agent
-        self.overrides: set[str] = set()  # sampling settings that calls asked for in vain
+        self.overrides: dict[str, str] = {}  # sampling settings first asked for in vain, by name
 
     @property
     def num_calls(self) -> int:
         """Calls that were answered."""
         return len(self._turns)
 
+    @property
+    def most_bytes(self) -> int:
+        """Largest body of a call: what is longer could not be a conversation of ``rollout.max_context_len`` tokens."""
+        return max(BODY_FLOOR, BYTES_PER_TOKEN * self._context.max_context_len)
+
     async def answer(self, request: ChatRequest) -> Answer:
         """Sample an answer and record it. Raises ``ApiError`` on what cannot be served, ``EngineError`` as it comes."""
         self._refuse_aborted()
+        self.ended = None  # there was no room, and it goes on elsewhere
         self._note_overrides(request)
         turn = self._extended(request)
         prompt_ids, between = self._prompt(request, turn)
@@ -180,7 +187,7 @@ class Session:
             ("top_p", request.top_p, sampling.top_p),
         ):
             if asked is not None and asked != run:
-                self.overrides.add(f"{name}={asked:g}, and was answered at {name}={run:g}")
+                self.overrides.setdefault(name, f"{name}={asked:g}, and was answered at {name}={run:g}")
 
 
 def _tools(request: ChatRequest) -> str:

@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+BEGIN, END = "<tool_call>", "</tool_call>"
+_CALL = re.compile(f"{BEGIN}(.*?){END}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,10 @@ def find_calls(text: str) -> Called:
     Where any call is not such JSON the whole text is content: nothing that the model wrote is lost.
     """
     calls: list[tuple[str, str]] = []
-    for found in _CALL.finditer(text):
+    last = text.rfind(END) + len(END) if END in text else 0  # behind it each <tool_call> would be sought an end in vain
+    for found in _CALL.finditer(text, 0, last):
         try:
-            call: Any = json.loads(found[1])
+            call: Any = json.loads(found[1].strip())
             name, arguments = call["name"], call.get("arguments", {})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return Called(text, ())
@@ -38,4 +40,4 @@ def find_calls(text: str) -> Called:
         calls.append((name, arguments if isinstance(arguments, str) else json.dumps(arguments)))
     if not calls:
         return Called(text, ())
-    return Called(text.partition("<tool_call>")[0].strip(), tuple(calls))
+    return Called(text.partition(BEGIN)[0].strip(), tuple(calls))

@@ -1,0 +1,68 @@
+"""The gate between rollouts, and which aborts a request counts as ours."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime_like.deadline import Deadline
+from slime_like.rollout import lane
+from slime_like.rollout.client import EngineClient
+from slime_like.rollout.lane import Gate
+
+
+async def shut(gate: Gate) -> None:
+    await gate.shut([], Deadline("test", "stop", 30))
+
+
+def test_a_gate_shut_again_holds_back_who_was_woken() -> None:
+    async def scenario() -> list[str]:
+        gate, passed = Gate(), list[str]()
+        await shut(gate)
+
+        async def pass_it() -> None:
+            async with gate.passage():
+                passed.append("passed")
+
+        waiting = asyncio.create_task(pass_it())
+        await asyncio.sleep(0)
+        gate.open()  # wakes it
+        await shut(gate)  # before it runs
+        for _ in range(5):
+            await asyncio.sleep(0)
+        held = list(passed)
+        gate.open()
+        await waiting
+        return held
+
+    assert asyncio.run(scenario()) == []
+
+
+def test_a_gate_knows_for_how_long_it_was_shut(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 4.0, 10.0, 10.5])
+    monkeypatch.setattr(lane, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+    async def scenario() -> list[float]:
+        gate = Gate()
+        found = [gate.shut_s]
+        await shut(gate)  # at 1
+        gate.open()  # at 4
+        found.append(gate.shut_s)
+        await shut(gate)  # at 10
+        return [*found, gate.shut_s]  # at 10.5
+
+    assert asyncio.run(scenario()) == [0.0, 3.0, 3.5]
+
+
+def test_a_request_begun_while_an_abort_is_on_its_way_may_be_ended_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, seen = EngineClient("http://127.0.0.1:9", admin_key=""), list[int]()
+
+    async def post(*request: Any) -> None:
+        seen.append(client.num_ended_aborts)
+
+    monkeypatch.setattr(client, "_post", post)
+    asyncio.run(client.abort_all())
+    assert (seen, client.num_aborts, client.num_ended_aborts) == ([0], 1, 1)
