@@ -32,7 +32,7 @@ class RolloutConfig(Config):
         "or None.",
     )
     agent_deadline_s: float = key(600.0, "Longest time one run of the agent may take; then its sample fails.")
-    agent_concurrency: int = key(256, "Runs of the agent at a time.")
+    agent_concurrency: int = key(256, "Runs of the agent at a time, of each dataset.")
     filters: list[str] = key([], "Group filters in order: names of table FILTERS or dotted paths.")
     max_refills: int = key(
         0, "Rounds of further prompts that replace groups which filters dropped, at most; 0: they are not replaced."

@@ -135,7 +135,7 @@ ENTRIES = (
         "samples",
         "0 for an agent with one conversation that only grows",
     ),
-    Entry("agent/failures", "runs that raised an error", "", "0"),
+    Entry("agent/failures", "runs that raised an error or never asked their model", "", "0"),
     Entry("agent/timeouts", "runs that took longer than rollout.agent_deadline_s", "", "0"),
     Entry("reward/calls", "calls of reward functions", ""),
     Entry("reward/timeouts", "calls that took longer than reward.timeout_s", "", "0"),
