@@ -32,8 +32,8 @@ class ArithmeticSpec:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Problem:
-    """``a + b``. Example: ``Problem(475, 6)`` has text ``475+6=``, answer ``481``, careless answer ``471``."""
+class Sum:
+    """``a + b`` as a prompt and its label."""
 
     a: int
     b: int
@@ -47,6 +47,11 @@ class Problem:
     def answer(self) -> str:
         """The label."""
         return str(self.a + self.b)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem(Sum):
+    """Example: ``Problem(475, 6)`` has text ``475+6=``, answer ``481``, careless answer ``471``."""
 
     @property
     def careless_answer(self) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime_like.quickstart.arithmetic import Sum
+
 TOKENS = ("<calc>", "</calc>", "<result>", "</result>")
 
 
@@ -36,21 +38,8 @@ class ToolSpec:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class LongSum:
-    """``a + b``, each and their sum of three digits. Example: ``LongSum(475, 386)``: answer 861, guess 475."""
-
-    a: int
-    b: int
-
-    @property
-    def text(self) -> str:
-        """The prompt."""
-        return f"{self.a}+{self.b}="
-
-    @property
-    def answer(self) -> str:
-        """The label."""
-        return str(self.a + self.b)
+class LongSum(Sum):
+    """Two numbers and their sum of three digits each. Example: ``LongSum(475, 386)``: answer 861, guess 475."""
 
     @property
     def guess(self) -> str:

@@ -131,7 +131,7 @@ def check_tokens(group: SampleGroup, rollout_id: int) -> None:
         assert all(0 <= version <= rollout_id for version in sample.versions)
 
 
-async def history(setting: Setting, rng: random.Random, resumes: list[int], folder: Path) -> None:
+async def assert_history(setting: Setting, rng: random.Random, resumes: list[int], folder: Path) -> None:
     """Five rollouts, of which ``resumes`` are made again by another process, from what was written before them."""
     process, trained, dropped = Process(setting, rng, 0), [], []
     for rollout_id in range(5):
@@ -190,7 +190,7 @@ def test_every_prompt_is_in_one_place_and_every_token_is_sampled_once(
 ) -> None:
     setting = Setting(Refill(batch, batch + extra, 50), Partial(partial, bound), num_engines, tuple(passes))
     with no_waiting():
-        asyncio.run(history(setting, random.Random(seed), resumes, tmp_path_factory.getbasetemp()))
+        asyncio.run(assert_history(setting, random.Random(seed), resumes, tmp_path_factory.getbasetemp()))
 
 
 def collect(
