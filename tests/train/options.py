@@ -143,28 +143,46 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str 
 
 
 # ---- bfloat16 --------------------------------------------------------------------------------------------------------
-def bfloat16(world: World, shared: Shared, layout: Layout, kind: str = "tied") -> dict[str, Any]:
-    """bfloat16 weights beside the float32 reference, what is kept in float32, and a resume of it."""
+HALF: dict[str, Any] = {"dtype": "bfloat16", "algo": ALGO, "temperature": TEMPERATURE}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """A bfloat16 model beside the float32 reference: relative error of the worst gradient of this rank and, on the rank
+    that reports, mean and largest difference of a log-probability."""
+
+    grad: float
+    score: tuple[float, float] | None
+
+
+def near(
+    world: World, shared: Shared, layout: Layout, kind: str = "tied", model: dict[str, Any] | None = None
+) -> Rounded:
+    """One backward pass and the scores of a bfloat16 model."""
     from slime_like.train.megatron.forward import make_micro
-    from slime_like.train.megatron.model import named_weights
 
     ref = shared.references[kind]
-    half: dict[str, Any] = {"dtype": "bfloat16", "algo": ALGO, "temperature": TEMPERATURE}
-    actor = make_actor(world, shared.models[kind], layout, **half)
+    actor = make_actor(world, shared.models[kind], layout, **HALF, model=model or {})
     rows = parity_batch()
     scores = [actor.score(r) for r in rows]
     micros = [make_micro(r, actor.trainer.place) for r in rows[actor.dp_rank :: layout.dp]]
     actor.trainer.annotate(micros)
     actor.trainer.optimizer_step.backward(micros, count_tokens(rows), 0)
-    out: dict[str, Any] = {"grad": max(gradient_errors(actor.trainer, ref.grads).values())}
-    out["score"] = None
-    if actor.is_reporter:
-        errors = np.concatenate([np.abs(s - e) for s, e in zip(scores, ref.logprobs, strict=True)])  # pyright: ignore[reportOptionalOperand]
-        out["score"] = (float(errors.mean()), float(errors.max()))
-    kinds = {(str(p.dtype), str(p.main_grad.dtype)) for _, p in named_weights(actor.trainer.model)}  # pyright: ignore[reportAttributeAccessIssue]
-    out["dtypes"] = kinds
-    out["sent"] = {m.dtype for m in actor.weights().manifest()}
-    tiny = make_actor(world, shared.models[kind], layout, **half | {"optim": {"lr": 1e-6, "weight_decay": 0.0}})
+    grad = max(gradient_errors(actor.trainer, ref.grads).values(), default=0.0)
+    if not actor.is_reporter:
+        return Rounded(grad, None)
+    errors = np.concatenate([np.abs(s - e) for s, e in zip(scores, ref.logprobs, strict=True)])  # pyright: ignore[reportOptionalOperand]
+    return Rounded(grad, (float(errors.mean()), float(errors.max())))
+
+
+def bfloat16(world: World, shared: Shared, layout: Layout, kind: str = "tied") -> dict[str, Any]:
+    """What of a bfloat16 model is kept in float32, and a resume of it."""
+    from slime_like.train.megatron.model import named_weights
+
+    out: dict[str, Any] = {}
+    tiny = make_actor(world, shared.models[kind], layout, **HALF, optim={"lr": 1e-6, "weight_decay": 0.0})
+    out["dtypes"] = {(str(p.dtype), str(p.main_grad.dtype)) for _, p in named_weights(tiny.trainer.model)}  # pyright: ignore[reportAttributeAccessIssue]
+    out["sent"] = {m.dtype for m in tiny.weights().manifest()}
     main_before = _main_weights(tiny)
     for seed in range(3):
         train(tiny, layout, seed)
@@ -173,7 +191,7 @@ def bfloat16(world: World, shared: Shared, layout: Layout, kind: str = "tied") -
     moved = torch.cat([(a - b).abs().flatten() for a, b in zip(main, main_before, strict=True)])
     out["main weights moved"] = float(moved.max())
     tiny.save(shared.scratch, 3)
-    resumed = make_actor(world, shared.models[kind], layout, **half)
+    resumed = make_actor(world, shared.models[kind], layout, **HALF)
     resumed.load(shared.scratch)
     out["resumed exactly"] = all(torch.equal(a, b) for a, b in zip(main, _main_weights(resumed), strict=True))
     return out

@@ -69,7 +69,8 @@ JOBS = {
     for size, layouts in LAYOUTS.items()
 }
 JOBS[2] += [job(name, "tied", Layout(**SP), keys) for name, keys in RECOMPUTE.items()]
-JOBS[2].append(job("full recompute vpp2", "tied", Layout(pp=2, vpp=2), RECOMPUTE["full recompute"]))
+for size, names in {2: ("cp2", "pp2 vpp2"), 4: ("tp2 cp2", "dp2 cp2")}.items():
+    JOBS[size] += [job(f"full recompute {n}", "tied", LAYOUTS[size][n], RECOMPUTE["full recompute"]) for n in names]
 JOBS[2] += [job(fault, "tied", layout, fault=fault) for fault, layout in FAULTS.items()]
 NAMES = [job.name for jobs in JOBS.values() for job in jobs if job.name not in FAULTS]
 
