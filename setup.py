@@ -15,7 +15,7 @@ setup(
     package_dir={"slime_like": "slime_like", "slime_like_plugins": "plugins/slime_like_plugins"},
     package_data={
         "slime_like.config": ["upstream/*.json"],
-        "slime_like.distributed": ["csrc/*.c"],  # compiled where it runs
+        "slime_like.distributed": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
         "slime_like_plugins.megatron_cpu": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
         "slime_like_plugins.sglang_cpu": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
     },

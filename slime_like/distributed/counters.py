@@ -13,14 +13,20 @@ from slime_like.distributed.ring import GroupInfo
 from slime_like.metrics.types import Max, Metric, Min, Sum
 
 
+def one_by_one() -> Callable[[], int]:
+    """What counts its calls from 1."""
+    return itertools.count(1).__next__
+
+
 class Group:
     """A process group on this rank. Mutable and bare: it changes with every op."""
 
-    __slots__ = ("info", "next")
+    __slots__ = ("info", "next", "numbers")
 
-    def __init__(self, info: GroupInfo) -> None:
-        self.info = info
-        self.next = itertools.count(1).__next__  # the number of its next collective
+    def __init__(self, info: GroupInfo, numbers: Callable[[], Callable[[], int]] = one_by_one) -> None:
+        """``numbers``: this module's, or what ``csrc/tally.h`` has in its place."""
+        self.info, self.numbers = info, numbers
+        self.next = numbers()  # the number of its next collective
 
 
 class Counter:
@@ -59,7 +65,7 @@ class Counter:
 
     def meet(self, peer: int) -> int:
         """The number of the first send to, or receive from, ``peer``."""
-        self.peers[peer] = itertools.count(1).__next__
+        self.peers[peer] = self.group.numbers()
         return self.peers[peer]()
 
     def fresh(self) -> tuple[int, ...]:
@@ -85,7 +91,7 @@ COLD = tuple(name for name in Counter.__annotations__ if name not in HOT)
 
 
 class Tally:
-    """The fields that change with every op; ``csrc/hot.c`` has a type with the same."""
+    """The fields that change with every op; ``csrc/tally.h`` has a type with the same."""
 
     __slots__ = HOT
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import importlib.util
+import inspect
 import logging
 import sys
 import sysconfig
@@ -110,6 +111,8 @@ class Hot:
             size=calls.size_of,
             world=c10d._world,
             tensor=Tensor,
+            nbytes=inspect.getattr_static(Tensor, "nbytes"),
+            counter=w.make_counter,
             payload=payload,
             anyone=anyone,
             purge_at=calls.PURGE_AT,

@@ -167,7 +167,7 @@ def release(w: Wrapper) -> None:
     if w.released or not dist.is_initialized() or not _behind:
         return
     w.settle()
-    works = [(counter, ref()) for ref, counter, _ in w.loose.values()]
+    works = [(counter, ref()) for _, (ref, counter, _) in w.loose.items()]
     if flying := sorted({c.op.name for c, work in works if work is not None and not work.is_completed()}):
         raise CollectiveError(f"communicators cannot be released while {', '.join(flying)} has not ended: wait for it")
     if torch.cuda.is_initialized():

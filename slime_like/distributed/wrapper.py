@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from slime_like.config.collectives import GROUP_LABELS, OPS, Kind, Op
 from slime_like.config.guard_policy import GuardSpec
 from slime_like.distributed import calls, reload
-from slime_like.distributed.counters import Counter, Group, counter_type
+from slime_like.distributed.counters import Counter, Group, counter_type, one_by_one
 from slime_like.distributed.guard import Guard
 from slime_like.distributed.hot import Hot
 from slime_like.distributed.profile import Profile
@@ -48,7 +48,7 @@ class Wrapper:
     tables: dict[str, dict[Any, Counter]] = field(
         default_factory=dict[str, dict[Any, Counter]]
     )  # op -> group -> counter
-    loose: dict[int, Issued] = field(default_factory=dict[int, Issued])  # asynchronous, by id(Work)
+    loose: dict[int, Issued] = field(default_factory=dict[int, Issued])  # asynchronous, by id(Work); in C one like it
     await_: Callable[[Any], Any] = c10d.Work.wait  # torch's own
     name: str = ""  # of the rank, with its role
     labels: dict[str, str] = field(default_factory=dict[str, str])  # of groups made elsewhere, by name
@@ -59,6 +59,7 @@ class Wrapper:
     profile: Profile | None = None  # measures every op
     hot: Hot | None = None  # the same in C; None: in Python
     make_counter: type[Counter] = field(default_factory=counter_type)
+    numbers: Callable[[], Callable[[], int]] = one_by_one
     placed: bool = False
     phase: int = 0  # of the step, as the ring's code has it
     phase_name: str = ""
@@ -72,7 +73,8 @@ class Wrapper:
         self.set_phase("start")
         self.placed = True
         if self.hot is not None:
-            self.make_counter = counter_type(self.hot.module.Tally)
+            self.make_counter, self.numbers = counter_type(self.hot.module.Tally), self.hot.module.Number
+            self.loose = self.hot.module.Works()
         for op in OPS:
             self.tables[op.name] = {}
             for name in op.methods:
@@ -148,7 +150,7 @@ class Wrapper:
         if known is None:
             for gone in [g for g in self.groups if g not in c10d._world.pg_map]:
                 self.forget(gone)
-            known = self.groups[group] = Group(self._info(group))
+            known = self.groups[group] = Group(self._info(group), self.numbers)
             if self.guard.requests is not None and self.spec.nodes > 1 and dist.is_initialized():
                 self.guard.requests.join(c10d._get_default_store())
             self.ring.add_group(known.info)
@@ -230,7 +232,7 @@ class Wrapper:
             work = ref()
             if work is None or work.is_completed():
                 self.ended(index, clock())
-            if work is None and self.loose.get(key) is issued:  # else another work has its place by now
+            if work is None and (now := self.loose.get(key)) and now[2] == index:  # else another work has its place
                 self.loose.pop(key, None)
 
     @contextlib.contextmanager

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slime_like.config.guard_policy import GuardSpec, Policy
-from slime_like.distributed import install
+from slime_like.distributed import hot, install
 from slime_like.distributed.calls import PURGE_AT
 from slime_like.distributed.watchdog import oldest_in_flight
 from slime_like.distributed.wrapper import Wrapper
@@ -19,9 +21,12 @@ from slime_like.distributed.wrapper import Wrapper
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def wrapper() -> Generator[Wrapper]:
-    made = install.install(GuardSpec(wrap=True, default=Policy(checks="never"), ring=64), CPU, 0)
+@pytest.fixture(params=[True, False], ids=["in C", "in Python"])
+def wrapper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[Wrapper]:
+    if request.param and hot.load() is None:
+        pytest.skip("no C compiler, or no headers of this Python")
+    monkeypatch.delattr(FakeWork, "wait")  # so that it waits as works of gloo and NCCL do
+    made = install.install(GuardSpec(wrap=True, default=Policy(checks="never"), ring=64), CPU, 0, in_c=request.param)
     assert made is not None
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -44,12 +49,50 @@ def test_a_callers_mistake_stays_what_it_is_and_is_not_in_flight(wrapper: Wrappe
     assert oldest_in_flight(wrapper) is None
 
 
+def dead() -> Any:
+    """A reference to what is no more."""
+    return weakref.ref(torch.zeros(1))
+
+
 def test_works_that_nobody_waits_for_are_forgotten(wrapper: Wrapper) -> None:
-    for _ in range(2 * PURGE_AT):
+    for _ in range(100):
         dist.all_reduce(torch.zeros(2), async_op=True)
-    assert len(wrapper.loose) <= PURGE_AT + 1
     wrapper.settle()
+    assert len(wrapper.loose) == 0
+    (counter,) = wrapper.counters()
+    for place in range(PURGE_AT + 1):
+        wrapper.loose[place] = (dead(), counter, -1)
+    kept = dist.all_reduce(torch.zeros(2), async_op=True)
+    assert [key for key, _ in wrapper.loose.items()] == [id(kept)]
+    assert kept is not None
+    kept.wait()
+    dist.all_reduce(torch.zeros(2), async_op=True)
+    wrapper.settle()
+    assert len(wrapper.loose) == 0
     assert oldest_in_flight(wrapper) is None
+
+
+def test_a_work_in_a_dropped_ones_place_is_not_taken_for_it(wrapper: Wrapper) -> None:
+    dist.isend(torch.zeros(2), 1)
+    (counter,) = wrapper.counters()
+    before, other = counter.ns, FakeWork()
+    wrapper.loose[id(other)] = (dead(), counter, 0)
+    other.wait()
+    assert counter.ns == before
+    assert id(other) not in wrapper.loose
+
+
+def test_issuing_and_waiting_both_take_time_of_their_op(wrapper: Wrapper) -> None:
+    for call in (lambda: dist.isend(torch.zeros(2), 1), lambda: dist.all_reduce(torch.zeros(2), async_op=True)):
+        call()
+        spent: list[int] = []
+        for _ in range(2):
+            work = call()
+            spent.append(sum(counter.ns for counter in wrapper.counters()))
+            assert work is not None
+            work.wait()
+            spent.append(sum(counter.ns for counter in wrapper.counters()))
+        assert spent == sorted(set(spent))
 
 
 def test_a_work_that_takes_a_dropped_ones_place_is_not_forgotten_with_it(wrapper: Wrapper) -> None:
@@ -63,7 +106,7 @@ def test_a_work_that_takes_a_dropped_ones_place_is_not_forgotten_with_it(wrapper
 
     wrapper.loose[7] = (dropped, counter, 0)  # pyright: ignore[reportArgumentType]
     wrapper.settle()
-    assert wrapper.loose.pop(7) is later
+    assert wrapper.loose.pop(7) == later
 
 
 def test_a_destroyed_group_is_forgotten(wrapper: Wrapper) -> None:

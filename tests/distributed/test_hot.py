@@ -194,7 +194,7 @@ def test_nothing_is_held_on_to() -> None:
 
         def many() -> int:
             for _ in range(500):
-                for name in ("all_reduce", "later", "isend", "send", "batch"):
+                for name in ("all_reduce", "later", "dropped", "isend", "send", "batch"):
                     CALLS[name]()
             return sys.getallocatedblocks()
 

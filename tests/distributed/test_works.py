@@ -1,0 +1,88 @@
+"""The tables of the hot path in C: outstanding works as a dict has them, and numbers as itertools counts them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_like.distributed import hot
+
+module = hot.load()
+pytestmark = pytest.mark.skipif(module is None, reason="no C compiler, or no headers of this Python")
+
+
+class Thing:
+    """What can be referred to weakly."""
+
+
+# Addresses as works have them: near each other, and so many that the table grows and its places are fought for.
+KEYS = st.integers(0, 400).map(lambda number: 0x7F0000000000 + 16 * number)
+STEPS = st.lists(st.tuples(st.sampled_from(["set", "set", "set", "pop", "get"]), KEYS), max_size=600)
+
+
+@given(STEPS)
+def test_outstanding_works_are_kept_as_in_a_dict(steps: list[tuple[str, int]]) -> None:
+    works, expected = module.Works(), dict[int, Any]()
+    for index, (what, key) in enumerate(steps):
+        if what == "set":
+            works[key] = expected[key] = (f"ref {index}", f"tally {index}", index)
+        elif what == "pop":
+            assert works.pop(key, None) == expected.pop(key, None)
+        else:
+            assert works.get(key) == expected.get(key)
+        assert (key in works, len(works)) == (key in expected, len(expected))
+    assert dict(works.items()) == expected
+
+
+def test_a_table_holds_what_is_in_it_and_lets_go_of_it() -> None:
+    works, thing = module.Works(), Thing()
+    bare = sys.getrefcount(thing)
+    for key in range(1000):
+        works[key] = (thing, thing, key)
+    for key in range(1000):
+        works[key] = (thing, None, key)
+    assert sys.getrefcount(thing) == bare + 1000
+    for key in range(0, 1000, 2):
+        works.pop(key)
+    assert [key for key in range(1000) if works.get(key) is not None] == list(range(1, 1000, 2))
+    assert sys.getrefcount(thing) == bare + 500
+    del works
+    assert sys.getrefcount(thing) == bare
+
+
+def test_a_table_in_a_circle_is_collected() -> None:
+    works, thing = module.Works(), Thing()
+    thing.works = works  # pyright: ignore[reportAttributeAccessIssue]
+    works[1] = (thing, thing, 1)
+    gone = weakref.ref(thing)
+    del works, thing
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_is_no_entry_is_refused() -> None:
+    works = module.Works()
+    for wrong in (None, (1, 2), (1, 2, "three")):
+        with pytest.raises(TypeError):
+            works[1] = wrong
+    with pytest.raises(TypeError):
+        works["one"] = (1, 2, 3)
+    with pytest.raises(TypeError):
+        del works[1]
+    with pytest.raises(TypeError):
+        works.get()
+    assert len(works) == 0
+
+
+def test_numbers_count_from_one() -> None:
+    first, second = module.Number(), module.Number()
+    assert [first() for _ in range(3)] == [1, 2, 3]
+    assert second() == 1
+    with pytest.raises(TypeError, match="no arguments"):
+        first(1)
