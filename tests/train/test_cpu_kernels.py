@@ -21,7 +21,7 @@ from slime_like_plugins.megatron_cpu.functions import (
     SplitRotateFunction,
     SwiGLUFunction,
 )
-from slime_like_plugins.megatron_cpu.kernels import SOURCE, Heads, TrainKernels, make_kernels
+from slime_like_plugins.megatron_cpu.kernels import QUERIES, SOURCE, Heads, TrainKernels, make_kernels
 from slime_like_plugins.megatron_cpu.scores import fused_vocab_scores
 from slime_like_plugins.sglang_cpu.build import COMPILERS, object_name
 
@@ -307,3 +307,7 @@ def test_what_would_read_foreign_memory_is_refused() -> None:
 def test_each_source_has_an_object_of_its_own() -> None:
     compiler = next(path for name in COMPILERS if (path := shutil.which(name)))
     assert object_name(compiler, SOURCE) != object_name(compiler)
+
+
+def test_threads_of_attention_have_the_scratch_that_they_write() -> None:
+    assert f"#define QUERIES {QUERIES}\n" in (SOURCE / "rows.h").read_text()

@@ -18,6 +18,7 @@ from slime_like_plugins.sglang_cpu.build import build
 
 SOURCE = Path(__file__).parent / "csrc"
 LANES = 16  # head dimensions of attention are multiples of it
+QUERIES = 8  # rows of attention that are computed at a time, as csrc/rows.h has it
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _WHOLE, _REAL, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
@@ -27,8 +28,8 @@ _SIGNATURES = {
     "swiglu_back": [*[_POINTER] * 3, *[_WHOLE] * 2, _INT],
     "split_rotate": [*[_POINTER] * 8, *[_WHOLE] * 4, _REAL, _INT],
     "split_rotate_back": [*[_POINTER] * 11, *[_WHOLE] * 4, _INT],
-    "attention": [*[_POINTER] * 6, *[_WHOLE] * 5, _REAL, _INT],
-    "attention_back": [*[_POINTER] * 9, *[_WHOLE] * 5, _REAL, _INT],
+    "attention": [*[_POINTER] * 7, *[_WHOLE] * 5, _REAL, _INT],
+    "attention_back": [*[_POINTER] * 10, *[_WHOLE] * 5, _REAL, _INT],
     "log_probs": [*[_POINTER] * 5, *[_WHOLE] * 2, _REAL, _INT],
     "log_probs_back": [*[_POINTER] * 7, *[_WHOLE] * 2, _REAL, _INT],
 }
@@ -141,7 +142,8 @@ class TrainKernels:
         n, h, d = columns[0].shape
         sizes = _check_attention(columns, cu_seqlens)
         out, log_sums = columns[0].new_empty((n, h, d), dtype=dtype), columns[0].new_empty((n, h))
-        self._call("attention", dtype, (*columns, cu_seqlens, out, log_sums), *sizes, scale)
+        scratch = _scratch(columns[0], sizes, 1)
+        self._call("attention", dtype, (*columns, cu_seqlens, out, log_sums, scratch), *sizes, scale)
         return out, log_sums
 
     def attention_back(
@@ -158,7 +160,8 @@ class TrainKernels:
         _check(grad.dtype, (grad, tuple(columns[0].shape)))
         query, key, value = columns
         grads = (torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value))
-        self._call("attention_back", grad.dtype, (*columns, cu_seqlens, log_sums, grad, *grads), *sizes, scale)
+        scratch = _scratch(query, sizes, 2)
+        self._call("attention_back", grad.dtype, (*columns, cu_seqlens, log_sums, grad, *grads, scratch), *sizes, scale)
         return grads
 
     def log_probs(
@@ -243,3 +246,9 @@ def _check_attention(columns: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor)
     lengths = cu_seqlens.diff()
     assert int(cu_seqlens[0]) == 0 and int(cu_seqlens[-1]) == n and int(lengths.min()) >= 0, f"bounds of {n} tokens"
     return len(lengths), -(-int(lengths.max()) // (2 * LANES)) * 2 * LANES, g, h // g, d
+
+
+def _scratch(like: Tensor, sizes: tuple[int, ...], copies: int) -> Tensor:
+    """What each thread of attention works in: a KV head's keys, and rows of weights and results."""
+    _, room, _, _, d = sizes
+    return like.new_empty((_threads(), copies * (d * room + QUERIES * (room + d))))

@@ -3,11 +3,12 @@
  * Axes: s sequences with bounds cu [s + 1], n tokens, g groups (KV heads), r query heads per group, d head dimension. */
 
 /* queries [n, g r, d], keys, values [n, g, d] -> out [n, g r, d], log_sums [n, g r]. room: a multiple of 32, at least as
- * long as every sequence. */
+ * long as every sequence. scratch [threads, d room + QUERIES (room + d)]. */
 void NAME(attention)(const float *queries, const float *keys, const float *values, const int32_t *cu, T *out,
-                     float *log_sums, int64_t s, int64_t room, int64_t g, int64_t r, int64_t d, float scale, int threads) {
+                     float *log_sums, float *scratch, int64_t s, int64_t room, int64_t g, int64_t r, int64_t d, float scale,
+                     int threads) {
     SHARED(threads) {
-        float *turned = malloc(sizeof(float) * (d * room + QUERIES * room + QUERIES * d));
+        float *turned = scratch + THREAD * (d * room + QUERIES * (room + d));
         float *weights = turned + d * room, *mixed = weights + QUERIES * room;
         PARTS for (int64_t part = 0; part < s * g; part++) {
             const int64_t first = cu[part / g], length = cu[part / g + 1] - first, group = part % g;
@@ -31,17 +32,17 @@ void NAME(attention)(const float *queries, const float *keys, const float *value
                     }
                 }
         }
-        free(turned);
     }
 }
 
-/* The way back: grad_out [n, g r, d] -> gradients of queries, keys and values; the last two start at 0. */
+/* The way back: grad_out [n, g r, d] -> gradients of queries, keys and values; the last two start at 0. scratch: twice as
+ * much. */
 void NAME(attention_back)(const float *queries, const float *keys, const float *values, const int32_t *cu,
                           const float *log_sums, const T *grad_out, float *grad_queries, float *grad_keys,
-                          float *grad_values, int64_t s, int64_t room, int64_t g, int64_t r, int64_t d, float scale,
-                          int threads) {
+                          float *grad_values, float *scratch, int64_t s, int64_t room, int64_t g, int64_t r, int64_t d,
+                          float scale, int threads) {
     SHARED(threads) {
-        float *turned = malloc(sizeof(float) * (2 * d * room + 2 * QUERIES * room + 2 * QUERIES * d));
+        float *turned = scratch + THREAD * 2 * (d * room + QUERIES * (room + d));
         float *turned_values = turned + d * room, *weights = turned_values + d * room, *grads = weights + QUERIES * room;
         float *given = grads + QUERIES * room, *mixed = given + QUERIES * d;
         PARTS for (int64_t part = 0; part < s * g; part++) {
@@ -79,6 +80,5 @@ void NAME(attention_back)(const float *queries, const float *keys, const float *
                     share(weights, room, gave, grad_values + at, g * d, columns, d);
                 }
         }
-        free(turned);
     }
 }
