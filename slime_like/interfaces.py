@@ -258,7 +258,8 @@ class Trainer(Protocol):
     def token_advantages(self, sample_ids: Collection[int]) -> Mapping[int, F32]:
         """Sample id -> [L] advantages that the ranks computed for the rollout of the last ``step``.
 
-        Of the ``sample_ids`` that it held; none where the algorithm's advantages are the group's.
+        Of the ``sample_ids`` that it held; none where the algorithm's advantages are the group's, nor in a run that dumps no
+        rollouts.
         """
         ...
 

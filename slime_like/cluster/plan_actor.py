@@ -63,6 +63,7 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
         deterministic=cfg.run.deterministic,
         teacher_checkpoint=teacher_swap(cfg, notes.add),
         guard=guard_spec(cfg, "trainer", release=releases(cfg, device, world, notes.add)),
+        tells_advantages=cfg.run.dump_rollouts,
     )
     check_attention(cfg, device, dtype)
     if cfg.run.deterministic and device == "cpu":

@@ -53,6 +53,7 @@ class ActorSpec:
     model_key: str = "model.hf_checkpoint"  # which names the checkpoint
     teacher_checkpoint: str | None = None  # a teacher of the policy's shape, scored by swapping weights
     guard: GuardSpec = NO_GUARD
+    tells_advantages: bool = False  # of each token, when an update is over: copies of them are kept on the host
 
     @property
     def swaps_teacher(self) -> bool:

@@ -119,6 +119,7 @@ class RankTrainer(RankModel):
         if spec.algo.token_advantage is not None:
             name = spec.algo.token_advantage
             self.token_advantage = resolve("algo.token_advantage", name, TOKEN_ADVANTAGES)(spec.algo)
+        self._tells = spec.tells_advantages and self.token_advantage is not None and place.speaks_for_shard
         self._export = HFExport(self.model, self.family, place)  # who holds what never changes: pushes share it
         self._rollout: OpenRollout | None = None
         self._told: list[tuple[Rows, F32]] = []  # the last rollout's advantages per token, where this rank tells them
@@ -158,8 +159,7 @@ class RankTrainer(RankModel):
         """Every optimizer step of the open rollout, none of them if ``frozen``. Global metrics on the reporter."""
         rollout, self._rollout = self._open_rollout(), None
         metrics = rollout.metrics
-        tells = self.token_advantage is not None and self.place.speaks_for_shard
-        told = ((m.rows, m.advantages) for m in rollout.micros) if tells else ()
+        told = ((m.rows, m.advantages) for m in rollout.micros) if self._tells else ()
         self._told = [(rows, column.float().cpu().numpy()) for rows, column in told if column is not None]
         with rollout.timed():
             for k, (micros, count) in enumerate(zip(rollout.plan, num_tokens, strict=True) if not frozen else ()):
@@ -174,7 +174,7 @@ class RankTrainer(RankModel):
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
         """Advantages [L] that the algorithm gave to the tokens of some samples of the rollout that was trained on last.
 
-        Of this rank's data-parallel shard, where it speaks for it; not a collective.
+        Of this rank's data-parallel shard, where it speaks for it and is to tell; not a collective.
         """
         found: dict[int, F32] = {}
         for rows, column in self._told:
