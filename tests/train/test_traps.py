@@ -40,6 +40,7 @@ def test_each_touch_up_replaces_something_that_fails_here(results: Results) -> N
     assert found["rng"] != "ok"
     assert found["recompute"] == "NameError"
     assert found["recompute with the patch"] == "ok"
+    assert found["imported"] == "megatron.core.timers", "and not wandb with it"
 
 
 def test_a_lone_replica_exchanges_nothing_with_itself(results: Results) -> None:

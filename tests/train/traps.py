@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,7 @@ def host_touch_ups(world: World, shared: Shared) -> dict[str, str]:
         "rng": outcome(lambda: stock("megatron.core.tensor_parallel.random", "_get_cuda_rng_state")()),
         "recompute": recompute,
         "recompute with the patch": own,
+        "imported": ", ".join(sys.modules.keys() & {"wandb", "megatron.core.timers"}),
     }
 
 

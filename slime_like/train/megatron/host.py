@@ -207,7 +207,7 @@ class _Finder:
         run = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            with _quiet(), _uncompiled() if self.facade else contextlib.nullcontext():
+            with _quiet(), _without_wandb(), _uncompiled() if self.facade else contextlib.nullcontext():
                 run(module)
             if self.facade and module.__dict__.get("torch") is torch:
                 module.__dict__["torch"] = self.facade
@@ -224,6 +224,20 @@ def _quiet() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|apex|is experimental).*")
         yield
+
+
+@contextlib.contextmanager
+def _without_wandb() -> Generator[None]:
+    """megatron's timers import it for what nobody here asks them: half a second of each rank, and folders in the machine's
+    temporary one that stay there when a rank is ended."""
+    if "wandb" in sys.modules:
+        yield
+        return
+    sys.modules["wandb"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        del sys.modules["wandb"]
 
 
 @contextlib.contextmanager
