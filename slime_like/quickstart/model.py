@@ -10,6 +10,8 @@ from slime_like.quickstart.tool import TOKENS
 
 SPECIAL = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+="
+# Of the tool job: messages as they stand, so that a conversation is what the calculator's rollouts are.
+MESSAGES_ALONE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,12 @@ class ModelSpec:
     linear: LinearSpec | None = None
     experts: ExpertSpec | None = None
     tool_tokens: tuple[str, ...] = ()  # special tokens of the tokenizer, after the characters
+    chat_template: str | None = None
     seed: int = 0
 
 
 DENSE = ModelSpec()
-TOOL = ModelSpec(tool_tokens=TOKENS)
+TOOL = ModelSpec(tool_tokens=TOKENS, chat_template=MESSAGES_ALONE)
 GDN = ModelSpec(model_type="qwen3_5_text", intermediate_size=256, num_hidden_layers=4, linear=LinearSpec())
 NEXT = ModelSpec(  # SGLang's Qwen3-Next has an output layer of its own
     model_type="qwen3_next", num_hidden_layers=4, tie_word_embeddings=False, linear=LinearSpec(), experts=ExpertSpec()
@@ -67,7 +70,7 @@ def config_fields(spec: ModelSpec) -> dict[str, Any]:
     fields = {
         key: value
         for key, value in asdict(spec).items()
-        if key not in ("model_type", "linear", "experts", "tool_tokens", "seed")
+        if key not in ("model_type", "linear", "experts", "tool_tokens", "chat_template", "seed")
     }
     for part in (spec.linear, spec.experts):
         fields |= asdict(part) if part is not None else {}
@@ -85,7 +88,7 @@ def write_model(folder: Path, spec: ModelSpec) -> None:
     model: Any = AutoModelForCausalLM.from_config(config)
     _fill_padding(model, config)
     model.save_pretrained(folder)
-    write_tokenizer(folder, spec.tool_tokens)
+    write_tokenizer(folder, spec.tool_tokens, spec.chat_template)
 
 
 def _fill_padding(model: Any, config: Any) -> None:
@@ -102,7 +105,7 @@ def _fill_padding(model: Any, config: Any) -> None:
         torch.nn.init.normal_(row.detach(), std=config.initializer_range)
 
 
-def write_tokenizer(folder: Path, tool_tokens: tuple[str, ...] = ()) -> None:
+def write_tokenizer(folder: Path, tool_tokens: tuple[str, ...] = (), chat_template: str | None = None) -> None:
     """A token per character, and one for each of ``tool_tokens``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -112,4 +115,6 @@ def write_tokenizer(folder: Path, tool_tokens: tuple[str, ...] = ()) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_special_tokens(list(tool_tokens))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", chat_template=chat_template
+    ).save_pretrained(folder)

@@ -12,6 +12,7 @@ import pytest
 from slime_like.config.rollout import RolloutConfig
 from slime_like.data.chat import tokenize
 from slime_like.errors import AgentError, ConfigError, EngineError
+from slime_like.examples import calculator_agent
 from slime_like.metrics.dictionary import ENTRIES
 from slime_like.rollout.agent.generate import FIRST_IN_A_ROW, OpenAIAgent
 from slime_like.rollout.client import EngineClient
@@ -39,7 +40,7 @@ class Played:
         agents.heard.clear()
         seconds = how.pop("seconds", 60.0)
         settings = RolloutConfig(
-            generate="openai_agent", agent=f"tests.engine.agents:{agent.__name__}", agent_deadline_s=seconds
+            generate="openai_agent", agent=f"{agent.__module__}:{agent.__name__}", agent_deadline_s=seconds
         )
         generator = OpenAIAgent(settings)
 
@@ -139,6 +140,28 @@ def test_tool_calls_are_heard_as_such_and_their_answers_are_not_trained_on(
     text = tokenizer.decode(sample.token_ids[between.start : between.stop].tolist())
     assert "<|im_start|>tool\n3<|im_end|>\n" in text and "<tool_call>" not in text
     assert sample.num_turns == 2, "the call that came back was known"
+    check_samples(engine, models, PROMPT, [sample])
+
+
+def test_the_example_agent_calculates(engine: Engine, models: Models, tmp_path: Path) -> None:
+    """The model is random: two tokens that it samples one after the other are given the texts of a call."""
+    plain = write_words(tmp_path / "plain", {"</calc>": 499})
+    sampled = Played(engine, plain).play(calculator_agent.agent, list(range(16)))
+    start = sampled[0].num_prompt_tokens
+    firsts = [sample.token_ids[start : start + 2].tolist() for sample in sampled]
+    seed, (asked, end) = next(
+        (seed, ids)
+        for seed, ids in enumerate(firsts)
+        if ids[0] != ids[1] and all(plain.decode([i]).startswith("w") for i in ids)  # no token of the prompt changes
+    )
+    names = {"7+5": asked, "</calc>": end, "<result>": 497, "</result>": 498}
+    tokenizer = write_words(tmp_path / "named", names)
+    (sample,) = Played(engine, tokenizer).play(calculator_agent.agent, [seed], longest=120)
+    assert [span.source for span in sample.spans][:4] == [Source.PROMPT, Source.MODEL, Source.TOOL, Source.MODEL]
+    called, told = sample.spans[1:3]
+    assert sample.token_ids[called.start : called.stop].tolist() == [asked, end]
+    assert "tool\n<result>12</result>" in tokenizer.decode(sample.token_ids[told.start : told.stop].tolist())
+    assert sample.num_turns >= 2 and sample.reward is None, "reward.name scores it"
     check_samples(engine, models, PROMPT, [sample])
 
 

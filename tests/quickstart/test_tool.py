@@ -6,7 +6,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from slime_like.data.chat import render
 from slime_like.data.tokenizer import open_tokenizer
+from slime_like.examples import calculator_agent
 from slime_like.examples.arithmetic import calculate
 from slime_like.examples.calculator import CALL, CALL_END, CallTokens
 from slime_like.quickstart.model import TOOL, write_tokenizer
@@ -48,7 +50,7 @@ def test_a_guess_is_never_right() -> None:
 
 
 def test_its_tokenizer_has_a_token_for_each_mark(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, TOOL.tool_tokens)
+    write_tokenizer(tmp_path, TOOL.tool_tokens, TOOL.chat_template)
     tokenizer = open_tokenizer(str(tmp_path))
     tokens, found = CallTokens.of(tokenizer), LongSum(475, 386)
     assert tokens.start != tokens.stop
@@ -56,3 +58,11 @@ def test_its_tokenizer_has_a_token_for_each_mark(tmp_path: Path) -> None:
     assert len(ids) == 1 + 7 + 1 + 1 + 3 + 1
     assert max(ids) < TOOL.vocab_size
     assert tokenizer.decode(ids, skip_special_tokens=True) == "475+386861"
+    said = [found.text, found.call, calculator_agent.result("475+386")]
+    conversation = [
+        {"role": role, "content": text} for role, text in zip(("user", "assistant", "tool"), said, strict=True)
+    ]
+    assert render(tokenizer, conversation, {}) == found.text + found.call + found.result, (
+        "an agent's is a tool's rollout"
+    )
+    assert calculator_agent.result("475+") == "<result>error</result>"
