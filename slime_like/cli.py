@@ -10,7 +10,7 @@ from slime_like.errors import CheckpointError, ConfigError, DataError, RunComple
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 the configuration or its files are wrong, 130 stopped by Ctrl-C."""
+    """Exit code: 0 done, 1 the run failed, 2 the configuration or its files are wrong, 130 stopped before its end."""
     try:
         return _run(list(argv))
     except KeyboardInterrupt as error:
