@@ -26,10 +26,12 @@ from typing import Any
 
 import numpy as np
 
+from slime_like.config.faults import HealthConfig
 from slime_like.config.resolved import EngineSpec
 from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.data.group_metrics import group_metrics
+from slime_like.errors import EngineError
 from slime_like.interfaces import Bucket, Engine, GenerateContext, Sampling
 from slime_like.metrics.types import reduce_metrics
 from slime_like.quickstart.model import ModelSpec, write_model
@@ -106,6 +108,21 @@ class Arm:
     rows: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
 
 
+class Kept:
+    """An engine that is not started again: a lost one ends the measurement."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+
+    async def restart(self) -> tuple[EngineClient, str]:
+        """Never."""
+        raise EngineError(f"{self.client.name} is not started again")
+
+    async def stopped(self) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+
 def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Namespace, **rollout: Any) -> Arm:
     """``rollout`` is what sets the arm apart."""
     clients = [EngineClient(s.url, admin_key=KEY, name=f"engine {i}", deadline_s=120) for i, s in enumerate(servers)]
@@ -121,6 +138,7 @@ def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Names
         reward=RewardConfig(name="exact", workers=1),
         evaluation=EvalConfig(),
         loop=LoopConfig(num_rollout=10**6),
+        health=HealthConfig(on_dead_engine="stop", on_stalled_engine="stop"),
         tokenizer_path=str(options.model),
         max_context_len=512,
         stop_token_ids=(),
@@ -131,8 +149,9 @@ def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Names
         samples_per_rollout=options.batch * options.samples,
         first_rollout=0,
         deterministic=False,
+        pushed=True,
     )
-    return Arm(name, RolloutManager(spec, RandomPrompts(), {}, clients))
+    return Arm(name, RolloutManager(spec, RandomPrompts(), {}, [Kept(client) for client in clients]))
 
 
 async def push(arm: Arm, servers: Sequence[EngineServer], tensors: Sequence[tuple[str, Any]], new: int) -> None:
@@ -213,7 +232,7 @@ async def prefix(servers: Mapping[str, EngineServer], rounds: int) -> str:
             prompts = np.random.default_rng([9, number]).integers(2, VOCAB, (16, 256)).astype(np.int32)
             start = time.perf_counter()
             for completions in await asyncio.gather(*(client.generate(ids, range(8), sampling) for ids in prompts)):
-                usage.add(0, completions)
+                usage.add("engine", completions)
             seconds = time.perf_counter() - start
             await client.close()
             if number:  # the first round warms up

@@ -24,7 +24,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from slime_like.config.kill_at import PHASES, KillAt  # noqa: E402  (found by the line above)
+from slime_like.config.faults import Fault  # noqa: E402  (found by the line above)
 from tests.e2e.runs import metrics, train  # noqa: E402
 from tests.e2e.same_run import DRIFT, PROBE, differences, write_inputs  # noqa: E402
 
@@ -34,6 +34,7 @@ TIMES = {
     "push": "perf/update_weights_time",
     "save": "perf/save_time",
 }
+PHASES = tuple(TIMES)
 LATEST = "latest_checkpointed_iteration.txt"
 SAVE_S = 0.3  # where the metrics have no time of saving
 
@@ -142,10 +143,13 @@ class Soak:
     def _kill(self, run: int, folder: Path, rng: random.Random) -> Kill:
         first = self._saved(folder)
         phase = rng.choice(PHASES)
-        point = KillAt(
-            phase, rng.randint(first, min(first + 1, self.rollouts - 1)), rng.uniform(0, self._seconds[phase])
+        point = Fault(
+            "kill_driver",
+            phase,
+            rng.randint(first, min(first + 1, self.rollouts - 1)),
+            rng.uniform(0, self._seconds[phase]),
         )
-        text = f"run.debug_kill_at={point.phase}:{point.rollout_id}:{point.seconds:.3f}"
+        text = f"chaos.faults=[kill_driver:{point.phase}:{point.rollout_id}:{point.seconds:.3f}]"
         done = train(*self._job, f"run.dir={folder}", text, log=self.folder / f"run_{run}_kill.log")
         died = done.code == -signal.SIGKILL
         return Kill(run, phase, point.rollout_id, point.seconds, died, self._saved(folder))

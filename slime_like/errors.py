@@ -29,6 +29,10 @@ class EngineError(SlimeLikeError, RuntimeError):
     """An SGLang engine that did not start, died or refused a request."""
 
 
+class EngineLost(EngineError):
+    """An engine that cannot be reached any more: it died, was killed, or its connection broke."""
+
+
 class WeightSyncError(SlimeLikeError, RuntimeError):
     """Weights that did not arrive whole in every engine."""
 

@@ -351,12 +351,21 @@ class WeightReceiver(Protocol):
 
     async def destroy_broadcast_group(self, group_name: str) -> None: ...
 
+    async def close(self) -> None:
+        """Close the connections; the engine runs on."""
+        ...
+
 
 class WeightSender(Protocol):
     """One rank's half of a push."""
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets; returns what this rank sent. A collective over the ranks of a pipeline stage."""
+        """Send all buckets; returns what this rank sent. A collective over the ranks of a pipeline stage: where an engine
+        is lost, the rank takes part to the end before it raises."""
+        ...
+
+    async def close(self) -> None:
+        """Give up what it shares with the engines, which may be gone; connections too."""
         ...
 
 

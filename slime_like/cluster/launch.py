@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slime_like.cluster.chaos import Chaos, report_lines
 from slime_like.cluster.checkpoints import Checkpoints, remove_leftovers
 from slime_like.cluster.control import Control
 from slime_like.cluster.crash import one_line, write_bundle
@@ -51,6 +52,7 @@ from slime_like.rollout.manager import ManagerSpec
 from slime_like.types import StepStats
 from slime_like.weights import manifest
 
+REPORT_S = 5.0
 POST_MORTEM_S = 20.0  # above what EngineServer.cause_of_death waits for a dying process
 
 
@@ -93,6 +95,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
                 teardown.callback(stop.restore)
                 teardown.callback(shutil.rmtree, ring_folder(cfg.run.dir), ignore_errors=True)
                 teardown.callback(cluster.close)
+                teardown.callback(cluster.report_faults)
 
 
 @dataclass(slots=True)
@@ -107,6 +110,7 @@ class _Cluster:
     actor: TrainerGroup | None = None
     manager: Any = None
     engines: tuple[Any, ...] = ()
+    chaos: Chaos | None = None
 
     def start(self, inputs: Inputs, first: int, sink: MetricSink, stop: StopRequest, control: Control) -> Run:
         """Start everything the mode needs; trainer and engines start side by side."""
@@ -121,7 +125,11 @@ class _Cluster:
         rollout = self._start_rollout(inputs, addresses, first)
         if first > 0:
             rollout.load(self._checkpoints(), first)
-        sync = self._make_sync(addresses)
+        sync = self._make_sync()
+        if isinstance(rollout, EngineRollout):
+            rollout.feed = lambda: sync.push(trainer.version)
+        self.chaos = Chaos(self.cfg.chaos, self.run_dir, {f"engine {i}": e for i, e in enumerate(self.engines)})
+        self.chaos.plan(self.cfg.loop.num_rollout)
         return Run(
             cfg=self.cfg,
             run_dir=self.run_dir,
@@ -143,6 +151,7 @@ class _Cluster:
                 enabled=self.plan.needs_trainer,
                 last=first,
             ),
+            chaos=self.chaos,
         )
 
     def _start_trainer(self, first: int) -> Trainer:
@@ -199,25 +208,25 @@ class _Cluster:
             samples_per_rollout=self.plan.samples_per_rollout,
             first_rollout=first,
             deterministic=cfg.run.deterministic,
-            pushes=cfg.run.mode != "rollout_only",
+            health=cfg.health,
+            pushes=self.plan.needs_trainer,
         )
         deadline = Deadline("driver", "rollout manager start", cfg.rollout.start_deadline_s)
-        wait_one(
-            "rollout manager", self.manager.connect.remote(spec, inputs.source, inputs.heldout, addresses), deadline
-        )
+        engines = list(zip(self.engines, addresses, strict=True))
+        wait_one("rollout manager", self.manager.connect.remote(spec, inputs.source, inputs.heldout, engines), deadline)
         return EngineRollout(self.manager, cfg.loop.step_deadline_s)
 
-    def _make_sync(self, addresses: tuple[EngineAddress, ...]) -> Sync:
-        if not addresses or self.actor is None:
+    def _make_sync(self) -> Sync:
+        if not self.engines or self.actor is None:
             return NoSync()
         return EngineSync(
             trainer=self.actor,
             manager=self.manager,
-            engines=addresses,
             manifest=manifest.merge(self.actor.manifests()),
             transport=self.plan.transport,
             config=self.cfg.weights,
             tolerance=self.plan.probe_tolerance,
+            max_losses=len(self.engines) * (self.cfg.health.max_restarts + 1),
         )
 
     def _assembly(self) -> AssembleSpec:
@@ -257,6 +266,19 @@ class _Cluster:
             if cause:
                 causes.append(f"{name}: {cause}")
         return causes
+
+    def report_faults(self) -> None:
+        """Tell what was lost and what became of it, while the manager is there to be asked."""
+        if self.chaos is None:
+            return
+        if self.manager is not None:
+            asked, deadline = self.manager.last_recoveries.remote(), Deadline("driver", "report", REPORT_S)
+            try:
+                self.chaos.recovered(wait_one("rollout manager", asked, deadline))
+            except SlimeLikeError as error:
+                _say(self.cfg, f"faults: the rollout manager cannot say what else was lost ({one_line(error)})")
+        for line in report_lines(self.chaos.strikes, self.chaos.recoveries):
+            _say(self.cfg, line)
 
     @property
     def log_dir(self) -> Path | None:

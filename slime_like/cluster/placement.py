@@ -27,6 +27,7 @@ from slime_like.errors import ConfigError
 # Set before torch is imported: OpenMP threads that spin while they wait starve the other processes of a small machine.
 # By the actors themselves: a Ray runtime_env would wait for Ray's agent and pass over the workers it has already started.
 CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+ENGINE_CALLS = 4  # at a time: one may wait for a server to start while it is looked at, or stopped
 # What cuBLAS and NCCL need, before they start, to sum in the same order each time; read on GPUs only.
 DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
@@ -135,6 +136,9 @@ class Placement:
         for index, spec in enumerate(self._plan.engines):
             bundles = range(first + index * spec.tp, first + (index + 1) * spec.tp)
             options, visible = self._shared_options(tuple(bundles), "rollout")
+            options |= {"max_concurrency": ENGINE_CALLS}
+            if self._cfg.health.on_dead_engine == "restart":  # the actor as well as its server
+                options |= {"max_restarts": -1, "max_task_retries": -1}
             env = self._env(self._plan.engine_threads) | visible
             actors.append(remote.options(**options).remote(f"engine {index}", spec, admin_key, self._stacks_dir, env))
         self._actors += actors

@@ -23,7 +23,7 @@ from slime_like.config.saved_model import check_saved_model
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
 
 # What may change between the parts of one run without making it another experiment.
-FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights", "guard")
+FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights", "guard", "health", "chaos")
 FIXED_KEYS = ("run.seed", "run.deterministic")
 FREE_KEYS = (
     "loop.num_rollout",

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.checkpoint_files import sync
+from slime_like.cluster.engine_keeper import EngineKeeper
 from slime_like.cluster.stacks import dump_stacks_on_signal
 from slime_like.cluster.trainer_worker import EngineAddress
+from slime_like.data.faults import Recovery
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import DataSource
 from slime_like.metrics.types import Metric
-from slime_like.rollout.client import EngineClient
 from slime_like.rollout.manager import Collected, ManagerSpec, RolloutManager
 from slime_like.rollout.probe import ProbeScores
 from slime_like.types import Prompt
@@ -31,14 +32,11 @@ class RolloutActor:
         spec: ManagerSpec,
         source: DataSource,
         heldout: Mapping[str, Sequence[Prompt]],
-        engines: Sequence[EngineAddress],
+        engines: Sequence[tuple[Any, EngineAddress]],
     ) -> None:
-        """Meet the engines."""
-        deadline_s = spec.rollout.request_deadline_s
-        clients = [
-            EngineClient(e.url, admin_key=e.admin_key, name=e.name, tp=e.tp, deadline_s=deadline_s) for e in engines
-        ]
-        self._manager = RolloutManager(spec, source, heldout, clients)
+        """Meet the engines: each one's actor, and where it listens."""
+        self._keepers = {address.name: EngineKeeper(actor, address, spec.rollout) for actor, address in engines}
+        self._manager = RolloutManager(spec, source, heldout, list(self._keepers.values()))
 
     async def collect(self, rollout_id: int) -> Collected:
         """See ``RolloutManager.collect``."""
@@ -48,9 +46,9 @@ class RolloutActor:
         """See ``RolloutManager.evaluate``."""
         return await self._manager.evaluate()
 
-    async def begin_push(self) -> None:
-        """See ``RolloutManager.begin_push``."""
-        await self._manager.begin_push()
+    async def begin_push(self) -> tuple[EngineAddress, ...]:
+        """See ``RolloutManager.begin_push``; where those that take part listen."""
+        return tuple(self._keepers[name].address for name in await self._manager.begin_push())
 
     async def commit_push(self, version: int) -> None:
         """See ``RolloutManager.commit_push``."""
@@ -63,6 +61,14 @@ class RolloutActor:
     async def abort_push(self) -> None:
         """See ``RolloutManager.abort_push``."""
         await self._manager.abort_push()
+
+    async def starved(self) -> None:
+        """See ``RolloutManager.starved``."""
+        await self._manager.starved()
+
+    async def last_recoveries(self) -> tuple[Recovery, ...]:
+        """See ``RolloutManager.last_recoveries``."""
+        return self._manager.last_recoveries()
 
     async def probe(self) -> tuple[ProbeScores, ...]:
         """See ``RolloutManager.probe``."""

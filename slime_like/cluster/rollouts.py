@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from slime_like.checkpoint_files import write_text
-from slime_like.cluster.wait import wait_one
+from slime_like.cluster.wait import wait_first
 from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.deadline import Deadline
@@ -28,12 +29,17 @@ class Rollout(Protocol):
     def load(self, folder: Path, next_rollout: int) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineRollout:
-    """Engines behind a rollout manager."""
+    """Engines behind a rollout manager.
+
+    While a rollout is waited for, ``feed`` gives weights to an engine that came back when none is left that serves.
+    """
 
     manager: Any  # Ray handle of RolloutActor
     deadline_s: float
+    feed: Callable[[], object] = lambda: None
+    _starved: Any = None  # the manager's answer to come: an engine waits for weights
 
     def collect(self, rollout_id: int) -> Collected:
         """The groups of one rollout."""
@@ -53,9 +59,16 @@ class EngineRollout:
         self._call("load_state", read_state(folder, next_rollout), str(_leftover(folder, next_rollout)))
 
     def _call(self, verb: str, *args: Any) -> Any:
-        return wait_one(
-            "rollout manager", getattr(self.manager, verb).remote(*args), Deadline("driver", verb, self.deadline_s)
-        )
+        deadline = Deadline("driver", verb, self.deadline_s)
+        answer = getattr(self.manager, verb).remote(*args)
+        while True:
+            if self._starved is None:
+                self._starved = self.manager.starved.remote()
+            name, found = wait_first({"rollout manager": answer, "its engines": self._starved}, deadline)
+            if name == "rollout manager":
+                return found
+            self._starved = None
+            self.feed()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from slime_like.batch import TrainBatch
 from slime_like.checkpoint_files import iteration_folder
+from slime_like.cluster.chaos import Chaos
 from slime_like.cluster.checkpoints import Checkpoints
 from slime_like.cluster.control import Control, Request
-from slime_like.cluster.fault import fatal
 from slime_like.cluster.reporting import try_report
 from slime_like.cluster.rollouts import Rollout
 from slime_like.cluster.stop import StopRequest
 from slime_like.cluster.sync import Sync
-from slime_like.config.kill_at import KillAt, parse_kill_at
 from slime_like.config.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.data.dump import rollout_path, save_groups
@@ -30,7 +29,7 @@ from slime_like.metrics.view import evaluations
 from slime_like.rollout.manager import Collected
 from slime_like.types import StepStats
 
-PHASES = {"train_wait": "collect", "train": "step", "update_weights": "push"}  # timer -> phase of run.debug_kill_at
+PHASES = {"train_wait": "collect", "train": "step", "update_weights": "push"}  # timer -> phase of chaos.faults
 
 
 @dataclass(slots=True)
@@ -50,14 +49,9 @@ class Run:
     first_rollout: int
     engine_ranks: int  # 0 where nothing is generated
     checkpoints: Checkpoints
+    chaos: Chaos
     rollout_id: int = field(default=-1)  # the rollout that the loop is at; -1 before the first
     view: TokenView | None = None  # of some of its samples, to be written with it
-
-    @property
-    def kill(self) -> KillAt | None:
-        """Where the run is told to die."""
-        point = self.cfg.run.debug_kill_at
-        return None if point is None else parse_kill_at(point)
 
     def start(self) -> None:
         """The first push, and the first evaluation of a fresh run."""
@@ -88,7 +82,7 @@ class Run:
     @contextmanager
     def timer(self, name: str) -> Generator[None]:
         """Times a phase: ``perf/<name>_time`` and a span in metrics.jsonl."""
-        with self.spans(name), fatal(self.kill, PHASES.get(name, name), self.rollout_id):
+        with self.spans(name), self.chaos(PHASES.get(name, name), self.rollout_id):
             yield
 
     def assemble(self, rollout_id: int, collected: Collected) -> TrainBatch:
@@ -111,6 +105,7 @@ class Run:
         self.spans.add("rollout", collected.started, collected.stopped)
         if self.cfg.run.dump_rollouts:
             self._dump(rollout_id, collected)
+        self.chaos.recovered(collected.recovered)
         for warning in collected.warnings:
             sys.stderr.write(f"warning: {warning}\n")
         done = rollout_id + 1

@@ -15,15 +15,23 @@ def dump_stacks_on_signal(folder: Path, name: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
 
-def request_stacks(folder: Path) -> None:
-    """Ask every living process of this node that registered in ``folder`` for its stacks.
+def living(folder: Path) -> dict[str, int]:
+    """Name -> process id of every living process of this node that registered in ``folder``.
 
-    The start time guards against a process id that has passed to somebody else, whom the signal would kill.
+    The start time guards against a process id that has passed to somebody else.
     """
+    found: dict[str, int] = {}
     for path in folder.glob("*.txt"):
-        _, pid, started = path.stem.rsplit(".", 2)
+        name, pid, started = path.stem.rsplit(".", 2)
         if start_time(int(pid)) == started:
-            os.kill(int(pid), signal.SIGUSR1)
+            found[name] = int(pid)
+    return found
+
+
+def request_stacks(folder: Path) -> None:
+    """Ask every living process of this node that registered in ``folder`` for its stacks."""
+    for pid in living(folder).values():
+        os.kill(pid, signal.SIGUSR1)
 
 
 def start_time(pid: int) -> str:

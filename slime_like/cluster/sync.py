@@ -12,14 +12,14 @@ from slime_like.cluster.wait import wait_one
 from slime_like.config.resolved import TransportSpec
 from slime_like.config.run import WeightsConfig
 from slime_like.deadline import Deadline
-from slime_like.errors import SlimeLikeError
+from slime_like.errors import EngineLost, SlimeLikeError
 from slime_like.interfaces import TensorMeta
 from slime_like.metrics.types import Metric
 from slime_like.rollout import probe
 from slime_like.rollout.probe import ProbeScores
 from slime_like.weights import manifest
 
-ABORT_S = 10.0
+ABORT_S = 15.0  # above what rollout.push allows each half of it
 
 
 class Sync(Protocol):
@@ -45,32 +45,42 @@ class EngineSync:
 
     trainer: TrainerGroup
     manager: Any  # Ray handle of RolloutActor
-    engines: tuple[EngineAddress, ...]
     manifest: dict[str, TensorMeta]
     transport: TransportSpec
     config: WeightsConfig
     tolerance: float
+    max_losses: int  # engines that one push may lose
 
     def push(self, version: int) -> tuple[Metric, ...]:
-        """Pause, send, commit, resume, probe. On failure every engine's locks are released before the error goes on."""
-        if version == self.config.debug_skip_push_at:
-            self._call("skip_push", version)
-        else:
-            self._push(version)
-        return self._probe(version)
+        """Pause, send, commit, resume, probe; all of it again over the engines that are left where one is lost on the way.
 
-    def _push(self, version: int) -> None:
+        On failure every engine's locks are released before the error goes on.
+        """
+        losses = 0
         try:
-            self._call("begin_push")
-            sent = self.trainer.push(self.engines, self.transport)
-            manifest.check(version, self.manifest, sent)
-            self._call("commit_push", version)
+            while True:
+                try:
+                    return self._push(version)
+                except EngineLost:
+                    losses += 1
+                    if losses > self.max_losses:
+                        raise
         except BaseException:
             with contextlib.suppress(
                 SlimeLikeError
             ):  # the reason of the failure matters more than how its undoing went
                 wait_one("rollout manager", self.manager.abort_push.remote(), Deadline("driver", "abort push", ABORT_S))
             raise
+
+    def _push(self, version: int) -> tuple[Metric, ...]:
+        if version == self.config.debug_skip_push_at:
+            self._call("skip_push", version)
+        else:
+            engines: tuple[EngineAddress, ...] = self._call("begin_push")
+            sent = self.trainer.push(engines, self.transport)
+            manifest.check(version, self.manifest, sent)
+            self._call("commit_push", version)
+        return self._probe(version)
 
     def _probe(self, version: int) -> tuple[Metric, ...]:
         if self.config.probe_sequences == 0:

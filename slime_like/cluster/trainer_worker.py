@@ -16,8 +16,9 @@ from slime_like.cluster.peaks import MemoryPeaks
 from slime_like.cluster.stacks import dump_stacks_on_signal
 from slime_like.config.names import TRANSPORTS
 from slime_like.config.resolved import ActorSpec, TransportSpec
+from slime_like.errors import SlimeLikeError
 from slime_like.imports import heavy_imports
-from slime_like.interfaces import TensorMeta, WeightReceiver, WeightSender
+from slime_like.interfaces import TensorMeta, WeightReceiver, WeightSender, WeightSource
 from slime_like.metrics.types import Metric
 from slime_like.ports import PortLease
 from slime_like.registry import resolve
@@ -76,7 +77,7 @@ class TrainerWorker(RankWorker):
     def __init__(self, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
         super().__init__("trainer", rank, world_size, stacks_dir, env)
         self._actor: MegatronActor | None = None
-        self._sender: WeightSender | None = None
+        self._sender = PushSender(rank)
         self._peaks = MemoryPeaks(cuda=False)
         self._events = asyncio.new_event_loop()
 
@@ -174,18 +175,47 @@ class TrainerWorker(RankWorker):
 
         with install.phase("push"), self._peaks("push"):
             source = self.actor.weights()
-            return self._events.run_until_complete(self._connect_sender(engines, transport).send(source))
+            return self._events.run_until_complete(self._sender.send(source, tuple(engines), transport))
 
-    def _connect_sender(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> WeightSender:
+
+class PushSender:
+    """This rank's sender to the engines of the push at hand. Beside the actor, which may have no coroutine."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._sender: WeightSender | None = None
+        self._engines: tuple[EngineAddress, ...] = ()  # that it sends to
+        self._groups_made = 0
+
+    async def send(
+        self, source: WeightSource, engines: tuple[EngineAddress, ...], transport: TransportSpec
+    ) -> list[TensorMeta]:
+        """With a sender of these very engines: one that came back has another address."""
+        if self._sender is not None and self._engines != engines:
+            await self._drop()
+        if self._sender is None:
+            self._sender, self._engines = self._connect(engines, transport), engines
+        try:
+            return await self._sender.send(source)
+        except SlimeLikeError:
+            await self._drop()
+            raise
+
+    async def _drop(self) -> None:
+        """Away with what it shares with the engines: they may wait in it."""
+        sender, self._sender = self._sender, None
+        assert sender is not None
+        await sender.close()
+
+    def _connect(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> WeightSender:
         from slime_like.rollout.client import EngineClient
 
-        if self._sender is None:
-            clients = [
-                EngineClient(e.url, admin_key=e.admin_key, name=e.name, tp=e.tp, deadline_s=transport.deadline_s)
-                for e in engines
-            ]
-            self._sender = _make_sender(clients, transport, f"weights_rank{self._rank}")
-        return self._sender
+        clients = [
+            EngineClient(e.url, admin_key=e.admin_key, name=e.name, tp=e.tp, deadline_s=transport.deadline_s)
+            for e in engines
+        ]
+        self._groups_made += 1
+        return _make_sender(clients, transport, f"weights_rank{self._rank}_{self._groups_made}")
 
 
 def _make_sender(clients: Sequence[WeightReceiver], transport: TransportSpec, group_name: str) -> WeightSender:

@@ -54,6 +54,16 @@ def _root_cause(error: WorkerError, pending: Mapping[ray.ObjectRef[Any], str], d
     return next((e for e in found if not isinstance(e, WorkerError) or e.died), error)
 
 
+def wait_first(refs: Mapping[str, ray.ObjectRef[Any]], deadline: Deadline) -> tuple[str, Any]:
+    """The name and result of whichever is there first, in the order of ``refs``; errors as ``wait_all``."""
+    first = next(iter(refs))
+    ready, _ = ray.wait(list(refs.values()), num_returns=1, timeout=deadline.remaining(first))
+    if not ready:
+        raise deadline.exceeded(first)
+    name = next(name for name, ref in refs.items() if ref in ready)
+    return name, _get(name, refs[name], deadline)
+
+
 def wait_one(name: str, ref: ray.ObjectRef[Any], deadline: Deadline) -> Any:
     """The result of one call; errors as ``wait_all``."""
     return wait_all({name: ref}, deadline)[name]

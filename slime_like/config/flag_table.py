@@ -177,6 +177,9 @@ VALUES: dict[str, tuple[str, Convert]] = {
     "--log-probs-chunk-size": ("model.logits_chunk", whole),
     "--update-weight-buffer-size": ("weights.bucket_mb", mebibytes),
     "--update-weight-transport": ("weights.transport", one_of(nccl="auto")),
+    "--rollout-health-check-interval": ("health.interval_s", number),
+    "--rollout-health-check-timeout": ("health.timeout_s", number),
+    "--rollout-health-check-first-wait": ("health.first_wait_s", number),
     "--wandb-project": ("metrics.wandb_project", word),
     "--wandb-group": ("metrics.wandb_group", word),
     "--seed": ("run.seed", whole),
@@ -211,6 +214,7 @@ SWITCHES: dict[str, tuple[str, Value]] = {
     "--partial-rollout": ("rollout.partial_rollout", True),
     "--mask-offpolicy-in-partial-rollout": ("algo.mask_offpolicy", True),
     "--async-save": ("run.async_save", True),
+    "--use-fault-tolerance": ("health.on_dead_engine", "restart"),
     "--use-wandb": ("metrics.wandb", True),
     "--use-tensorboard": ("metrics.tensorboard", True),
     "--deterministic-mode": ("run.deterministic", True),
@@ -258,7 +262,6 @@ ALWAYS: dict[str, tuple[str | None, str]] = {
 """Flags that name what this project does anyway: accepted with the one value given here."""
 
 REFUSED: dict[str, str] = {
-    "--use-fault-tolerance": "",
     "--release-train": "",
     "--check-weight-update-equal": "every push is verified by the probe: weights.probe_sequences",
     "--eval-config": "name the sets with --eval-prompt-data name path ..., and what a set has of its own by evaluation.overrides.<name>",

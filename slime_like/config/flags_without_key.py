@@ -9,7 +9,7 @@ _SHAPE = "config.json of --hf-checkpoint says it: remove the flag"
 _KERNELS = "the trainer chooses its kernels: remove it"
 _HOOK = "there is no such hook; docs/coming_from_slime.md names the seams there are"
 _DISK = "weights reach the engines through memory or a broadcast, never through files"
-_HEALTH = "every wait has a deadline of its own: rollout.start_deadline_s, rollout.request_deadline_s"
+_DEADLINES = "every wait has a deadline of its own: rollout.start_deadline_s, rollout.request_deadline_s"
 
 MODEL_SHAPE: dict[str, str] = dict.fromkeys(
     [
@@ -83,15 +83,7 @@ NOT_HERE: dict[str, str] = {
         ],
         _DISK,
     ),
-    **dict.fromkeys(
-        [
-            "--rollout-health-check-interval",
-            "--rollout-health-check-timeout",
-            "--rollout-health-check-first-wait",
-            "--distributed-timeout-minutes",
-        ],
-        _HEALTH,
-    ),
+    "--distributed-timeout-minutes": _DEADLINES,
     "--train-env-vars": "set the variables where train.py is started",
     "--custom-config-path": "write its keys into the recipe",
     "--megatron-config-path": "the critic's keys are critic.*",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime_like.config.base import MISSING, Config, key
+from slime_like.config.faults import ChaosConfig, HealthConfig
 from slime_like.config.guard import GuardConfig
 from slime_like.config.model import ModelConfig, OptimConfig, ParallelConfig
 from slime_like.config.policy import AlgoConfig
@@ -29,7 +30,9 @@ class TrainConfig(Config):
     evaluation: EvalConfig = key(EvalConfig, "Held-out prompts.")
     loop: LoopConfig = key(LoopConfig, "The circle.")
     weights: WeightsConfig = key(WeightsConfig, "How weights reach the engines.")
+    health: HealthConfig = key(HealthConfig, "What becomes of an engine that dies or stalls.")
     placement: PlacementConfig = key(PlacementConfig, "Which machine part runs what.")
     guard: GuardConfig = key(GuardConfig, "The wrapper round collectives.")
     metrics: MetricsConfig = key(MetricsConfig, "Where metrics go.")
+    chaos: ChaosConfig = key(ChaosConfig, "Faults planted on purpose.")
     run: RunConfig = key(RunConfig, "Folder, seeds, checkpoints, modes.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime_like.config.base import Config, key, positive
-from slime_like.config.kill_at import parse_kill_at
 from slime_like.errors import ConfigError
 
 
@@ -123,9 +122,6 @@ class RunConfig(Config):
         False, "Write each rollout's groups to dir/rollouts, and how the trainer scored some of them token by token."
     )
     replay_from: str | None = key(None, "Folder of dumped rollouts to train on instead of generating.")
-    debug_kill_at: str | None = key(
-        None, "Fault for tests: kill the driver at phase:rollout[:seconds], as push:3:0.25 (collect, step, push, save)."
-    )
     prepare: str | None = key(
         None, "Dotted path called with the config before anything is checked: makes data or models on the spot."
     )
@@ -133,5 +129,3 @@ class RunConfig(Config):
     def check(self, prefix: str) -> None:
         super().check(prefix)
         positive(prefix, self, "save_interval", "keep_checkpoints", "save_hf_interval")
-        if self.debug_kill_at is not None:
-            parse_kill_at(self.debug_kill_at)

@@ -120,6 +120,13 @@ ENTRIES = (
         "",
         "small; if it grows, the prompts have become too easy or are too hard",
     ),
+    Entry("rollout/engine_restarts", "engines that died or stalled and were restarted (docs/faults.md)", "", "0"),
+    Entry(
+        "rollout/remade_groups",
+        "groups whose unfinished samples were made again, as their engine was lost",
+        "groups",
+        "0",
+    ),
     Entry(
         "rollout/overlong_penalty",
         "mean penalty for responses near max_response_len, taken off the reward for training only",

@@ -19,6 +19,8 @@ REMEDIES = {
     "rollout/wasted_tokens": "rollout.partial_rollout=true keeps them",
     "rollout/engine_load_max": "smaller groups (rollout.n_samples_per_prompt) or more of them spread better",
     "rollout/refills": "choose other prompts; rollout/dropped_groups says why groups are dropped",
+    "rollout/engine_restarts": "read logs/engine_*.log; a check that fails of slowness: raise health.timeout_s",
+    "rollout/remade_groups": "as rollout/engine_restarts",
     "rollout/overlong_penalty": "raise rollout.max_response_len",
     "agent/further_samples": "the agent changes what was said before (trims, summarises, drops reasoning): each change makes a "
     "sample of its own; keep its history as it was where you can",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, cast
 
+from slime_like.data import faults
 from slime_like.metrics import dictionary
 from slime_like.report.attribution import attribute
 from slime_like.report.chart import Series, chart, number
@@ -76,6 +77,7 @@ def _body(record: Record, sampled: Sequence[SampledRollout], decode: Decode) -> 
     yield from _time(record)
     yield from _memory(record)
     yield from collectives(record)
+    yield from _faults(record)
     yield from _samples(sampled, decode)
     yield from _metrics(record)
     yield "<h2>Configuration</h2><details><summary>every key</summary>"
@@ -201,6 +203,13 @@ def _memory(record: Record) -> Iterator[str]:
     peaks = ((line.name, f"{max(y for _, y in line.points):.3f}", f"{line.points[-1][1]:.3f}") for line in lines)
     if lines:
         yield table(("phase", "highest peak, GiB", "last peak, GiB"), peaks, numbers=(1, 2))
+
+
+def _faults(record: Record) -> Iterator[str]:
+    """Nothing where nothing happened."""
+    if found := faults.outcomes(*faults.read(record.folder)):
+        yield "<h2>Faults</h2>"
+        yield table(("what", "where", "what came of it"), ((f.what, f.where, f.found) for f in found))
 
 
 def _samples(sampled: Sequence[SampledRollout], decode: Decode) -> Iterator[str]:

@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 
 from slime_like.deadline import Deadline
-from slime_like.errors import EngineError
+from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.interfaces import Completion, Sampling, TensorMeta
 from slime_like.rollout.replies import any_aborted, completions, error_text, scores
 from slime_like.types import F32, I32
@@ -23,7 +23,7 @@ class EngineClient:
     """Async client of one engine; implements ``interfaces.Engine`` and ``interfaces.WeightReceiver``.
 
     Every call has a deadline. Every failure is an ``EngineError`` naming engine, address, endpoint and what the engine
-    said, or ``DeadlineExceeded``. ``cause`` is asked why the engine is gone when it cannot be reached.
+    said (``EngineLost`` where it cannot be reached), or ``DeadlineExceeded``. ``cause`` is asked why it is gone.
     """
 
     def __init__(
@@ -193,11 +193,17 @@ class EngineClient:
         reply = await self._request("version", "GET", "/model_info", None)
         return int(reply["weight_version"])
 
-    async def health(self) -> bool:
-        """Whether the server answers."""
+    async def health(self, seconds: float | None = None, *, decodes: bool = False) -> bool:
+        """Whether the server answers within ``seconds``; ``decodes``: and its scheduler, which then makes a token if idle.
+
+        A paused engine decodes nothing. Raises ``EngineLost`` where there is no server.
+        """
+        path = "/health_generate" if decodes else "/health"
         try:
-            await self._request("health", "GET", "/health", None)
-        except EngineError:
+            await self._request("health", "GET", path, None, seconds=seconds)
+        except EngineLost:
+            raise
+        except (EngineError, DeadlineExceeded):
             return False
         return True
 
@@ -211,9 +217,17 @@ class EngineClient:
     async def _post(self, phase: str, path: str, body: Any) -> Any:
         return await self._request(phase, "POST", path, body)
 
-    async def _request(self, phase: str, method: str, path: str, body: Any, accept: Sequence[int] = (200,)) -> Any:
+    async def _request(
+        self,
+        phase: str,
+        method: str,
+        path: str,
+        body: Any,
+        accept: Sequence[int] = (200,),
+        seconds: float | None = None,
+    ) -> Any:
         """One HTTP call; the decoded JSON of the reply, or ``None`` where it has none."""
-        deadline = Deadline("rollout", phase, self._deadline_s)
+        deadline = Deadline("rollout", phase, seconds or self._deadline_s)
         data = None if body is None else orjson.dumps(body)
         timeout = aiohttp.ClientTimeout(total=deadline.remaining(self._where(path)))
         try:
@@ -223,7 +237,7 @@ class EngineClient:
             raise deadline.exceeded(self._where(path)) from error
         except aiohttp.ClientError as error:
             reason = self._cause() if self._cause is not None else ""
-            raise EngineError(
+            raise EngineLost(
                 f"{self._where(path)}: {error or type(error).__name__}{f': {reason}' if reason else ''}"
             ) from error
         try:

@@ -1,15 +1,16 @@
 """An engine as one group sees it: interrupted answers are continued behind the generate function's back.
 
-consumes  a lease of one engine, so that a continuation finds what its group has cached there
+consumes  a lease of one engine, so that a continuation finds what its group has cached there; where that engine is lost, the
+          lease moves to another, which goes on from the tokens that were answered
 produces  whole completions, whose tokens each carry the version and log-probability of their own sampling
-waits for the gate: shut between rollouts, where what is unfinished stays as it is
+waits for an engine that serves; for the gate: shut between rollouts, where what is unfinished stays as it is
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import numpy as np
@@ -47,12 +48,15 @@ class Gate:
         self._shut_before, self._shut_at = self.shut_s, None
         self._open.set()
 
-    async def shut(self, engines: Sequence[EngineClient], deadline: Deadline) -> None:
-        """Hold further requests back, and end those inside with the tokens they have. Raises ``DeadlineExceeded``."""
+    async def shut(self, abort_all: Callable[[], Awaitable[None]], deadline: Deadline) -> None:
+        """Hold further requests back, and end those inside with the tokens they have: ``abort_all`` tells the engines of then.
+
+        Raises ``DeadlineExceeded``.
+        """
         self._open.clear()
         self._shut_at = self._shut_at or time.monotonic()
         while self._inside:
-            await asyncio.gather(*(engine.abort_all() for engine in engines))
+            await abort_all()
             left = deadline.remaining(f"{self._inside} aborted requests")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._empty.wait(), min(ABORT_AGAIN_S, left))
@@ -90,6 +94,7 @@ class Lane:
         """
         call = self._journal.call(token_ids, seeds)
         while call.unfinished():
+            await self._lease.settle()
             async with self._gate.passage():
                 if not await self._continue(call, sampling):
                     break
@@ -97,22 +102,33 @@ class Lane:
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
         """See ``interfaces.Engine``."""
-        return await self._lease.engine.score(token_ids, temperature)
+        found = None
+        while found is None:
+            await self._lease.settle()
+            found = await self._lease.ask(lambda engine: engine.score(token_ids, temperature))
+        return found
 
     async def _continue(self, call: Call, sampling: Sampling) -> bool:
         """One request for all that is unfinished; whether what is then still unfinished may be asked for again."""
-        engine, places = self._lease.engine, call.unfinished()
-        aborts = engine.num_ended_aborts
+        places = call.unfinished()
         done = [call.completions[i] for i in places]
-        parts = await engine.extend(
-            [np.concatenate([call.token_ids, c.token_ids]).astype(np.int32) for c in done],
-            [call.seeds[i] for i in places],
-            [max(1, sampling.max_new_tokens - len(c.token_ids)) for c in done],
-            sampling,
-        )
-        ours = engine.num_aborts > aborts
+
+        async def extend(engine: EngineClient) -> tuple[str, list[Completion], bool]:
+            aborts = engine.num_ended_aborts
+            parts = await engine.extend(
+                [np.concatenate([call.token_ids, c.token_ids]).astype(np.int32) for c in done],
+                [call.seeds[i] for i in places],
+                [max(1, sampling.max_new_tokens - len(c.token_ids)) for c in done],
+                sampling,
+            )
+            return engine.name, parts, engine.num_aborts > aborts
+
+        answered = await self._lease.ask(extend)
+        if answered is None:  # the engine is lost, and with it what it sampled for this request
+            return True
+        name, parts, ours = answered
         for place, before, part in zip(places, done, parts, strict=True):
             call.completions[place] = joined(before, continuable(part) if ours else part)
         self._lease.spend(sum(len(part.token_ids) for part in parts))
-        self._usage.add(self._lease.index, parts)
+        self._usage.add(name, parts)
         return ours or all(part.finish != ABORT for part in parts)

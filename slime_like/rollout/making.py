@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from slime_like.config import names
@@ -53,12 +54,21 @@ class Making:
     """Takes prompts, produces rollouts, and holds what is between the two."""
 
     def __init__(
-        self, cfg: RolloutConfig, sampling: Sampling, bound: int | None, prompts: PromptQueue, answers: Answerer
+        self,
+        cfg: RolloutConfig,
+        sampling: Sampling,
+        bound: int | None,
+        prompts: PromptQueue,
+        answers: Answerer,
+        abort_all: Callable[[], Awaitable[None]],
     ) -> None:
-        """``bound``: of the staleness of what is continued; None where no weights are pushed, so that nothing grows old."""
+        """``bound``: of the staleness of what is continued; None where no weights are pushed, so that nothing grows old.
+        ``abort_all``: every engine ends its requests with the tokens they have.
+        """
         self._cfg, self._sampling, self._prompts, self._answers = cfg, sampling, prompts, answers
         self._how = Refill(cfg.batch_size, cfg.over_sampling_batch_size, cfg.max_refills)
         self._filters = Filters(cfg)
+        self._abort_all = abort_all
         self._gate = Gate()
         hands = Hands(self._answer, self._filters.keep, self._gate.open, self._stop)
         self._over_sampling: OverSampling | None = None
@@ -109,4 +119,4 @@ class Making:
 
     async def _stop(self) -> None:
         deadline = Deadline("rollout", "stop of a rollout", self._cfg.request_deadline_s)
-        await self._gate.shut(self._answers.router.engines, deadline)
+        await self._gate.shut(self._abort_all, deadline)

@@ -6,35 +6,38 @@ Lives in a process of its own, so that collecting overlaps training when ``loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from slime_like.config.faults import HealthConfig
 from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.data.dump import load_groups, save_groups
+from slime_like.data.faults import Recovery
 from slime_like.data.heldout import eval_sets
 from slime_like.data.leftover import split_leftover
 from slime_like.data.tokenizer import open_tokenizer
-from slime_like.errors import WeightSyncError
+from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.interfaces import DataSource, Sampling
 from slime_like.metrics.types import Last, Metric, Sum
 from slime_like.reward.pool import RewardPool
 from slime_like.reward.shuffle import shuffle_rewards
 from slime_like.rollout.answer import Answerer, Asked
-from slime_like.rollout.client import EngineClient
 from slime_like.rollout.evaluate import eval_metrics
+from slime_like.rollout.fleet import Fleet, Keeper, Seat
 from slime_like.rollout.generators import open_generator
 from slime_like.rollout.making import Making
 from slime_like.rollout.probe import ProbeScores
 from slime_like.rollout.producer import Produced, Producer, now
 from slime_like.rollout.prompt_queue import PromptQueue
-from slime_like.rollout.router import Router
+from slime_like.rollout.push import Push
 from slime_like.rollout.state import RolloutState, in_flight_path, made_path
 from slime_like.rollout.usage import Usage
+from slime_like.rollout.watch import Watch
 from slime_like.types import I32, Prompt, SampleGroup
 
 DEFAULT_PARTIAL_STALENESS = 4  # versions beyond loop.max_staleness
@@ -48,6 +51,7 @@ class ManagerSpec:
     reward: RewardConfig
     evaluation: EvalConfig
     loop: LoopConfig
+    health: HealthConfig
     tokenizer_path: str
     max_context_len: int
     stop_token_ids: tuple[int, ...]
@@ -58,7 +62,7 @@ class ManagerSpec:
     samples_per_rollout: int
     first_rollout: int
     deterministic: bool
-    pushes: bool = True  # weights of the trainer arrive
+    pushes: bool = True  # weights of the trainer arrive; else an engine serves what it started with
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class Collected:
     stopped: float
     metrics: tuple[Metric, ...]
     warnings: tuple[str, ...] = ()  # what a user should be told
+    recovered: tuple[Recovery, ...] = ()  # engines that were lost and serve again, since the rollout before
 
 
 def oldest_allowed(cfg: RolloutConfig, loop: LoopConfig) -> int:
@@ -87,29 +92,31 @@ class RolloutManager:
         spec: ManagerSpec,
         source: DataSource,
         heldout: Mapping[str, Sequence[Prompt]],
-        engines: Sequence[EngineClient],
+        keepers: Sequence[Keeper],
     ) -> None:
         self._spec = spec
         self._source = source
         self._heldout = heldout
-        self._router = Router(engines)
+        self._fleet = Fleet(keepers, spec.health, pushed=spec.pushes)
+        self._watch = Watch(self._fleet)
+        self._push = Push(self._fleet, self._watch)
         self._rewards = RewardPool(spec.reward)
         self._generate = open_generator(spec.rollout)
         self._answers = Answerer(
-            router=self._router,
+            router=self._fleet.router,
             rewards=self._rewards,
             generate=self._generate,
             tokenizer=open_tokenizer(spec.tokenizer_path),
             chat_template_kwargs=spec.chat_template_kwargs,
             max_context_len=spec.max_context_len,
             seed=spec.seed,
-            usage=Usage(len(engines)),
+            usage=Usage(len(keepers)),
         )
         cfg = spec.rollout
         sampling = Sampling(spec.temperature, cfg.max_response_len, cfg.top_p, cfg.top_k, spec.stop_token_ids)
         self._bound = oldest_allowed(cfg, spec.loop)
         bound = self._bound if spec.pushes else None
-        self._making = Making(cfg, sampling, bound, PromptQueue(source), self._answers)
+        self._making = Making(cfg, sampling, bound, PromptQueue(source), self._answers, self._fleet.abort_all)
         self._producer = self._new_producer(spec.first_rollout)
         self._starts: dict[int, RolloutState] = {}  # before the prompts of each rollout
         self._leftover: tuple[SampleGroup, ...] = ()
@@ -120,6 +127,7 @@ class RolloutManager:
     # ---- collect -----------------------------------------------------------------------------------------------------
     async def collect(self, rollout_id: int) -> Collected:
         """The groups of one rollout, leftover of earlier ones first; whole groups that fill optimizer steps."""
+        self._watch.start()
         produced = await self._producer.get(rollout_id)
         self._producer.forget(rollout_id)
         self._starts = {key: value for key, value in self._starts.items() if key > rollout_id}
@@ -129,6 +137,7 @@ class RolloutManager:
         if self._spec.reward.shuffle:
             groups = tuple(shuffle_rewards(groups, seed=self._spec.seed * 1_000_003 + rollout_id))
         self._remember_probe(groups)
+        restarts, remade = self._fleet.rollout_made()
         metrics = [
             *self._source.metrics(),
             *self._making.metrics(),
@@ -140,9 +149,12 @@ class RolloutManager:
             Sum("rollout/dropped_samples", split.num_dropped),
             Sum("rollout/generated_groups", produced.num_generated),
             Sum("rollout/refills", produced.num_refills),
+            Sum("rollout/engine_restarts", restarts),
+            Sum("rollout/remade_groups", remade),
         ]
-        warnings = (*self._rewards.warnings(), *self._generate.warnings())
-        return Collected(groups, produced.started, produced.stopped, tuple(metrics), warnings)
+        warnings = (*self._rewards.warnings(), *self._generate.warnings(), *self._fleet.news())
+        recovered = self._fleet.take_recoveries(ended=False)
+        return Collected(groups, produced.started, produced.stopped, tuple(metrics), warnings, recovered)
 
     def _young(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
         """Carried groups that one more rollout of waiting has not made too old."""
@@ -184,28 +196,22 @@ class RolloutManager:
         return (*metrics, *self._rewards.metrics())
 
     # ---- weights -----------------------------------------------------------------------------------------------------
-    async def begin_push(self) -> None:
-        """Pause every engine, in-flight requests kept, and open its weight update.
+    async def begin_push(self) -> tuple[str, ...]:
+        """Pause every engine, in-flight requests kept, and open its weight update; the names of those that take part.
 
-        In a deterministic run nothing is in flight: which tokens a push would find sampled is a matter of time.
+        In a deterministic run nothing is in flight: which tokens a push would find sampled is a matter of time. Only
+        what waits for an engine to come back can not be waited for: that engine waits for this push.
         """
+        self._watch.start()
         if self._spec.deterministic:
-            await self._producer.settled()
-        await self._all("pause")
-        await self._all("begin_update")
+            await _first(self._producer.settled(), self._fleet.router.empty())
+        return await self._push.begin()
 
     async def commit_push(self, version: int) -> None:
         """Close the update on every engine: fails unless each of its parameters was written. KV of old weights is flushed."""
-        await asyncio.gather(*(engine.end_update(version) for engine in self._router.engines))
-        versions = await asyncio.gather(*(engine.version() for engine in self._router.engines))
-        for engine, served in zip(self._router.engines, versions, strict=True):
-            if served != version:
-                raise WeightSyncError(
-                    f"{engine.name} says it serves version {served} after the commit of version {version}"
-                )
-        await self._all("flush")
+        await self._push.commit(version)
         self._version = version
-        await self._all("resume")
+        await self._push.resume(version)
 
     async def skip_push(self, version: int) -> None:
         """The fault of ``weights.debug_skip_push_at``: claim a version that was never sent."""
@@ -213,21 +219,39 @@ class RolloutManager:
 
     async def abort_push(self) -> None:
         """After a failed push: let go of the engines' locks so that they can be stopped, or pushed to again."""
-        await asyncio.gather(*(engine.abort_update() for engine in self._router.engines), return_exceptions=True)
-        await asyncio.gather(*(engine.resume() for engine in self._router.engines), return_exceptions=True)
+        await self._push.abort()
 
-    async def _all(self, verb: str) -> None:
-        await asyncio.gather(*(getattr(engine, verb)() for engine in self._router.engines))
+    async def starved(self) -> None:
+        """Return when no engine serves and a restarted one waits for weights."""
+        await self._fleet.starved()
+
+    def last_recoveries(self) -> tuple[Recovery, ...]:
+        """Of the engines that were lost, what ``Collected`` has not told."""
+        return self._fleet.take_recoveries(ended=True)
 
     # ---- probe -------------------------------------------------------------------------------------------------------
     async def probe(self) -> tuple[ProbeScores, ...]:
-        """A few stored sequences scored by every engine."""
+        """A few stored sequences scored by every engine. Raises ``EngineLost`` where none is left."""
         if not self._probe:
             self._remember_probe([])
         if not self._probe:  # prompts of one token have nothing to score: the first rollout will
             return ()
-        asked = [engine.score(self._probe, self._spec.temperature) for engine in self._router.engines]
-        return tuple(ProbeScores(self._version, self._probe, tuple(scores)) for scores in await asyncio.gather(*asked))
+        asked = await asyncio.gather(*(self._score(seat) for seat in self._fleet.seats if not seat.down))
+        if not (found := [scores for scores in asked if scores is not None]):
+            raise EngineLost(f"no engine is left that took the weights of version {self._version}")
+        return tuple(found)
+
+    async def _score(self, seat: Seat) -> ProbeScores | None:
+        """What one engine thinks of the probe's sequences; None where it does not serve, or is lost meanwhile."""
+        engine = seat.client
+        if engine not in self._fleet.router.engines:
+            return None
+        try:
+            scores = await engine.score(self._probe, self._spec.temperature)
+        except (EngineError, DeadlineExceeded) as error:
+            await self._fleet.failed(seat, engine, error)
+            return None
+        return ProbeScores(self._version, self._probe, tuple(scores))
 
     def _remember_probe(self, groups: Sequence[SampleGroup]) -> None:
         """Keep the first sequences of the newest rollout; before the first one, prompts."""
@@ -289,6 +313,16 @@ class RolloutManager:
         await self._producer.stop()
         await self._making.close()
         await self._generate.close()
-        for engine in self._router.engines:
-            await engine.close()
+        await self._fleet.stop()
         await self._rewards.stop()
+
+
+async def _first(*waits: Coroutine[Any, Any, None]) -> None:
+    """Wait for whichever ends first."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,9 +7,10 @@ processes map memory without a name, or their supervisor removes the names.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
+
+from slime_like.rollout.processes import members
 
 SHARED = Path("/dev/shm")
 # Load figures, messages between tensor parallel ranks, semaphores of multiprocessing, CUDA's and NCCL's own. Nothing else:
@@ -20,10 +21,8 @@ PREFIXES = ("sglang_loads_", "sgl_shm_", "sem.mp-", "cuda.shm.", "nccl-")
 def mapped(group: int) -> frozenset[Path]:
     """What the living processes of a process group have mapped now."""
     found: set[Path] = set()
-    for process in Path("/proc").iterdir():
+    for process in members(group):
         try:
-            if not process.name.isdigit() or os.getpgid(int(process.name)) != group:
-                continue
             lines = (process / "maps").read_text().splitlines()
         except OSError:  # ended meanwhile
             continue

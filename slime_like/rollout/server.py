@@ -36,6 +36,7 @@ from slime_like.rollout.startup import other_models
 
 POLL_S = 0.05
 DYING_S = 8.0  # SGLang looks at its workers for five seconds before it exits
+LAST_WORDS_S = 1.0
 LOG_LINES = 12
 SCRATCH_PREFIX = "slime_like-engine-"
 SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project, as is
@@ -140,12 +141,19 @@ class EngineServer:
             code = self._process.wait(timeout=DYING_S)
         except subprocess.TimeoutExpired:
             return f"engine at {self.url} (pid {self.pid}) is alive"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         lines = last_lines(self._spec.log_path)
         return (
-            f"engine at {self.url} (pid {self.pid}) {how}{headline(lines)}; end of {self._spec.log_path}:\n"
+            f"engine at {self.url} (pid {self.pid}) {_how(code)}{headline(lines)}; end of {self._spec.log_path}:\n"
             + "\n".join(lines)
         )
+
+    def last_words(self) -> str:
+        """How a server that is to be replaced ended, in a line; empty for one that lives, or is not gone in a second."""
+        assert self._process is not None, "it was started"
+        try:
+            return f"{_how(self._process.wait(LAST_WORDS_S))}{headline(last_lines(self._spec.log_path))}"
+        except subprocess.TimeoutExpired:
+            return ""
 
     def stop(self) -> None:
         """Kill the engine's process group and nothing else, and remove what it shared; safe to call twice.
@@ -173,9 +181,8 @@ class EngineServer:
             return False
 
 
-def private(path: str, flags: int) -> int:
-    """Opener of a file only its owner reads: SGLang logs the keys it was started with."""
-    return os.open(path, flags, 0o600)
+def _how(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def last_lines(path: str, limit: int = LOG_LINES) -> list[str]:

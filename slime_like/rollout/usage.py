@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from slime_like.interfaces import Completion
@@ -12,11 +13,13 @@ class Usage:
     """Counts over requests, a continuation being a request whose prompt holds what was sampled before."""
 
     def __init__(self, num_engines: int) -> None:
-        self._sampled = [0] * num_engines
+        """``num_engines`` that a run has, whether they serve or not."""
+        self._num_engines = num_engines
+        self._sampled: Counter[str] = Counter()
         self._prompt = self._cached = self._requests = 0
 
-    def add(self, engine: int, completions: Sequence[Completion]) -> None:
-        """Answers of one engine."""
+    def add(self, engine: str, completions: Sequence[Completion]) -> None:
+        """Answers of the engine of that name, which it keeps when it is restarted."""
         self._sampled[engine] += sum(len(c.token_ids) for c in completions)
         self._prompt += sum(c.prompt_tokens for c in completions)
         self._cached += sum(c.cached_tokens for c in completions)
@@ -30,7 +33,7 @@ class Usage:
                 Last("rollout/prefix_cache_hit_rate", self._cached / self._prompt),
                 Last("rollout/avg_cached_tokens_per_sample", self._cached / self._requests),
             ]
-        if len(self._sampled) > 1 and sum(self._sampled):
-            found.append(Last("rollout/engine_load_max", max(self._sampled) * len(self._sampled) / sum(self._sampled)))
-        self.__init__(len(self._sampled))
+        if self._num_engines > 1 and (total := self._sampled.total()):
+            found.append(Last("rollout/engine_load_max", max(self._sampled.values()) * self._num_engines / total))
+        self.__init__(self._num_engines)
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +13,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from slime_like.config.resolved import TransportSpec
+from slime_like.deadline import scale
 from slime_like.distributed import install
-from slime_like.errors import WeightSyncError
+from slime_like.errors import EngineLost, WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
 from slime_like.ports import PortLease
 from slime_like.weights.stream import meta_of
+
+LEAVE_S = 10.0  # for an engine to leave a group; one that is gone never does
 
 
 class BroadcastSender:
@@ -31,15 +35,21 @@ class BroadcastSender:
         self._host = host
         self._store: dist.Store | None = None
         self._group: dist.ProcessGroup | None = None
+        self._pending: set[asyncio.Task[None]] = set()  # of a bucket that did not arrive everywhere
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets of ``source``, in order; returns what was sent. Every rank of a stage must call this."""
-        if source.is_sender and self._group is None:
-            self._group = await self._join()
         sent: list[TensorMeta] = []
-        for bucket in source.buckets(self._transport.max_bytes):
-            if source.is_sender:
-                sent += await self._send_bucket(bucket)
+        buckets = source.buckets(self._transport.max_bytes)
+        try:
+            if source.is_sender and self._group is None:
+                self._group = await self._join()
+            for bucket in buckets:
+                if source.is_sender:
+                    sent += await self._send_bucket(bucket)
+        finally:
+            for _ in buckets:  # the other ranks of the stage gather with this one
+                pass
         return sent
 
     async def _send_bucket(self, bucket: Bucket) -> list[TensorMeta]:
@@ -50,10 +60,12 @@ class BroadcastSender:
             asyncio.create_task(receiver.update_from_broadcast(metas, self._name)) for receiver in self._receivers
         ]
         broadcast = asyncio.create_task(asyncio.to_thread(_broadcast, group, bucket))
-        done, pending = await asyncio.wait([*requests, broadcast], return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
+        done, self._pending = await asyncio.wait([*requests, broadcast], return_when=asyncio.FIRST_EXCEPTION)
+        for task in sorted(
+            done, key=lambda task: task is broadcast
+        ):  # an engine's own words before a broken connection's
             task.result()
-        assert not pending, "asyncio.wait returns early only with an exception, which is raised above"
+        assert not self._pending, "asyncio.wait returns early only with an exception, which is raised above"
         return metas
 
     async def _join(self) -> dist.ProcessGroup:
@@ -92,22 +104,35 @@ class BroadcastSender:
         return group
 
     async def close(self) -> None:
-        """Leave the group, so that the engines can join another."""
+        """Leave the group, so that the engines can join another; connections too.
+
+        First this rank: an engine that waits in a broadcast for what will never come is let go by that.
+        """
         if self._group is not None:
-            await asyncio.gather(*(r.destroy_broadcast_group(self._name) for r in self._receivers))
-            dist.destroy_process_group(self._group)
-            self._group = None
+            group, self._group, self._store = self._group, None, None
+            await asyncio.to_thread(dist.destroy_process_group, group)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_S * scale()):
+                    await asyncio.gather(*self._pending, return_exceptions=True)
+                    leave = (receiver.destroy_broadcast_group(self._name) for receiver in self._receivers)
+                    await asyncio.gather(*leave, return_exceptions=True)
+        await asyncio.gather(*(receiver.close() for receiver in self._receivers))
 
 
 def _broadcast(group: dist.ProcessGroup, bucket: Bucket) -> None:
     """Send every tensor of a bucket from rank 0 of ``group``, all in flight at once."""
-    works = [
-        dist.broadcast(tensor.detach().contiguous(), group=group, group_src=0, async_op=True)
-        for _, tensor in bucket.tensors
-    ]
-    for work in works:
-        assert work is not None, "this rank is in the group"
-        if not work.wait():
-            raise WeightSyncError("a broadcast of weights to the engines did not finish")
+    try:
+        works = [
+            dist.broadcast(tensor.detach().contiguous(), group=group, group_src=0, async_op=True)
+            for _, tensor in bucket.tensors
+        ]
+        for work in works:
+            assert work is not None, "this rank is in the group"
+            if not work.wait():
+                raise WeightSyncError("a broadcast of weights to the engines did not finish")
+    except RuntimeError as error:
+        if isinstance(error, WeightSyncError):
+            raise
+        raise EngineLost(f"an engine left the broadcast of weights: {error}") from error
     if bucket.tensors[0][1].is_cuda:
         torch.cuda.synchronize()

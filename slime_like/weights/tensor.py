@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -36,27 +36,39 @@ class TensorSender:
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets of ``source``, in order; returns what was sent. Every rank of a stage must call this."""
         sent: list[TensorMeta] = []
-        in_flight: list[asyncio.Task[None]] = []
-        regions = cycle(self._regions)
-        for bucket in source.buckets(self._max_bytes):
-            if not source.is_sender:
-                continue
-            messages = self._messages(bucket, next(regions))
-            await asyncio.gather(*in_flight)
-            in_flight = [
-                asyncio.create_task(receiver.update_from_tensors(message))
-                for receivers, message in messages
-                for receiver in receivers
-            ]
-            await asyncio.sleep(0)
-            sent += [meta_of(name, tensor) for name, tensor in bucket.tensors]
-        await asyncio.gather(*in_flight)
+        buckets = source.buckets(self._max_bytes)
+        try:
+            if source.is_sender:
+                await self._send(buckets, sent)
+        finally:
+            for _ in buckets:  # the other ranks of the stage gather with this one
+                pass
         return sent
 
+    async def _send(self, buckets: Iterator[Bucket], sent: list[TensorMeta]) -> None:
+        """``sent`` receives what was sent."""
+        in_flight: list[asyncio.Task[None]] = []
+        regions = cycle(self._regions)
+        try:
+            for bucket in buckets:
+                messages = self._messages(bucket, next(regions))
+                await asyncio.gather(*in_flight)
+                in_flight = [
+                    asyncio.create_task(receiver.update_from_tensors(message))
+                    for receivers, message in messages
+                    for receiver in receivers
+                ]
+                await asyncio.sleep(0)
+                sent += [meta_of(name, tensor) for name, tensor in bucket.tensors]
+            await asyncio.gather(*in_flight)
+        finally:  # what an engine is still reading must not be given to another use
+            await asyncio.gather(*in_flight, return_exceptions=True)
+
     async def close(self) -> None:
-        """Give the shared memory back."""
+        """Give the shared memory back, and close the connections."""
         for region in self._regions:
             region.close()
+        await asyncio.gather(*(receiver.close() for receiver in (*self._near, *self._far)))
 
     def _messages(self, bucket: Bucket, region: Region) -> list[tuple[Sequence[WeightReceiver], bytes]]:
         """What which engines are told about ``bucket``."""

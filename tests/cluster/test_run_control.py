@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slime_like.cluster.chaos import Chaos
 from slime_like.cluster.control import Control, Request
 from slime_like.cluster.run import Run
 from slime_like.cluster.status import read_status
@@ -62,6 +63,7 @@ def make(folder: Path, *, found: tuple[Metric, ...] = (), trainer: Trainer | Non
     )
     run.checkpoints = checkpoints(folder / "checkpoints", trainer, "continue")
     run.first_rollout = -1  # not of this part of the run
+    run.chaos = Chaos(run.cfg.chaos, folder, {})
     run.assembly = type("Assembly", (), {"overlong": None})
     return Made(run, run.rollout, trainer, said)
 

@@ -46,6 +46,16 @@ RULES = {
     "zero": ("rollout.batch_size=0", "rollout.batch_size=0", "above 0"),
     "not a number": ("optim.lr=nan", "optim.lr=nan", "[0, "),
     "beta": ("optim.beta2=1.5", "optim.beta2=1.5", "[0, 1]"),
+    "fault, form": (
+        "chaos.faults=[kill_engine]",
+        "'kill_engine' is not fault:phase:rollout",
+        "kill_engine:collect:3:0.25",
+    ),
+    "fault, kind": ("chaos.faults=[kil_engine:step:1]", "'kil_engine:step:1'", "did you mean 'kill_engine'"),
+    "fault, phase": ("chaos.faults=[kill_rank:stop:1]", "'stop' in 'kill_rank:stop:1'", "'step'"),
+    "fault, drawn": ("chaos.kinds=[kill]", "chaos.kinds: 'kill'", "kill_engine"),
+    "fault, nothing to draw": ("chaos.random=2 chaos.kinds=[]", "chaos.random=2", "name the faults"),
+    "health": ("health.on_stalled_engine=stopp", "health.on_stalled_engine='stopp'", "'stop'"),
     "seed": ("run.seed=-1", "run.seed=-1", "[0, "),
     "identity, batch": (
         "loop.global_batch_size=100",

@@ -73,6 +73,19 @@ class Training:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
+    def running(self) -> bool:
+        """Whether the driver lives."""
+        return self._process.poll() is None
+
+    def signal(self, number: signal.Signals) -> None:
+        """A signal to the driver alone."""
+        self._process.send_signal(number)
+
+    def end(self) -> int:
+        """Kill what hangs; its exit code."""
+        self._end()
+        return self._process.returncode
+
     def interrupt(self) -> None:
         """Ctrl-C on a terminal: every process of the group gets it."""
         os.killpg(self._process.pid, signal.SIGINT)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -189,19 +194,25 @@ def test_rollout_only_with_parts_of_ones_own(warm: Warm, tmp_path: Path) -> None
     checks.check_documented(metrics(tmp_path / "run"))
 
 
-def test_a_push_that_never_happened_ends_the_run(warm: Warm, tmp_path: Path) -> None:
-    done = train(
-        "+recipe=quickstart",
-        *warm.overrides,
-        *SMALL,
-        "evaluation.datasets={}",
-        "rollout.temperature=1.0",
-        "rollout.over_sampling_batch_size=24",
-        "rollout.partial_rollout=true",
-        "weights.debug_skip_push_at=2",
-        f"run.dir={tmp_path / 'run'}",
-        log=tmp_path / "skip.log",
-    )
+def test_a_push_that_never_happened_ends_the_run_and_a_reward_server_that_fails_does_not(
+    warm: Warm, tmp_path: Path
+) -> None:
+    with scoring(answers=100) as url:
+        done = train(
+            "+recipe=quickstart",
+            *warm.overrides,
+            *SMALL,
+            "evaluation.datasets={}",
+            "rollout.temperature=1.0",
+            "rollout.over_sampling_batch_size=24",
+            "rollout.partial_rollout=true",
+            "weights.debug_skip_push_at=2",
+            "reward.name=remote_rm",
+            f"reward.remote_url={url}",
+            "reward.remote_retries=0",
+            f"run.dir={tmp_path / 'run'}",
+            log=tmp_path / "skip.log",
+        )
     assert done.code == 1
     assert "ConsistencyError: after the push of version 2 engine and trainer disagree" in done.output
     assert "Traceback" not in done.output
@@ -211,6 +222,38 @@ def test_a_push_that_never_happened_ends_the_run(warm: Warm, tmp_path: Path) -> 
     assert row["rollout/num_samples"] == 16 * 8
     assert row["rollout/stopped_groups"] == 24 - 16
     assert row["rollout/wasted_tokens"] == 0
+    assert 16 * 8 - 100 <= row["reward/remote_failures"] == row["reward/fallbacks"]
+    assert f"warning: the reward server {url} does not score (HTTP 503" in done.output
+
+
+@contextmanager
+def scoring(answers: int) -> Generator[str]:
+    """A reward server that answers so many requests, and then that it is down."""
+    left = iter(range(answers))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            score = (
+                None
+                if next(left, None) is None
+                else str(sum(map(int, filter(str.isdigit, asked["response"]))) % 5).encode()
+            )
+            self.send_response(503 if score is None else 200)
+            self.end_headers()
+            self.wfile.write(score or b"down")
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/score"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_a_dead_engine_ends_the_run_with_its_cause(warm: Warm, tmp_path: Path) -> None:
@@ -222,6 +265,7 @@ def test_a_dead_engine_ends_the_run_with_its_cause(warm: Warm, tmp_path: Path) -
         "evaluation.datasets={}",
         f"run.dir={run_dir}",
         "loop.num_rollout=100000",
+        "health.on_dead_engine=stop",
         log=tmp_path / "death.log",
     )
     training.wait_until(lambda: last_step(run_dir) >= 1)

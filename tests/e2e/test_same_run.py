@@ -1,4 +1,5 @@
-"""``run.deterministic=true``: engine and trainer agree in every bit, and a run that was killed ends as one that was not."""
+"""``run.deterministic=true``: engine and trainer agree in every bit, and a run ends as one that nothing happened to though
+its driver, a rank and its engine were killed, and the engine stopped, each in the midst of something."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.kill_at import PHASES
-from tests.e2e.runs import metrics, train
+from slime_like.data.faults import read
+from tests.e2e.runs import Finished, metrics, train
 from tests.e2e.same_run import DRIFT, PROBE, differences, weight_differences, write_inputs
 
 pytestmark = pytest.mark.e2e
+PHASES = ("collect", "step", "push", "save")
 ROLLOUTS = 5
 SEED = 1
 
@@ -22,24 +24,53 @@ class Pair:
     whole: Path
     killed: Path
     inputs: Path
+    parts: tuple[Finished, ...]  # of the killed one
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """One run undisturbed; the same command killed twice, at points that a seed chose, and continued each time."""
+    """One run undisturbed; the same command with faults at points that a seed chose, continued after each that ends it."""
     folder = tmp_path_factory.mktemp("same_run")
     job = (*write_inputs(folder / "inputs"), f"loop.num_rollout={ROLLOUTS}", "rollout.temperature=0.7")
-    made = Pair(folder / "whole", folder / "killed", folder / "inputs")
-    done = train(*job, f"run.dir={made.whole}", log=folder / "whole.log")
+    whole, killed = folder / "whole", folder / "killed"
+    done = train(*job, f"run.dir={whole}", log=folder / "whole.log")
     assert done.code == 0, done.output
     rng = random.Random(SEED)
-    for i, phase in enumerate(rng.sample(PHASES, 2)):
-        point = f"run.debug_kill_at={phase}:{1 + 2 * i}:{rng.uniform(0, 0.1):.3f}"
-        dead = train(*job, f"run.dir={made.killed}", point, log=folder / f"killed{i}.log")
-        assert dead.code == -9, f"{point}: {dead.output}"
-    done = train(*job, f"run.dir={made.killed}", log=folder / "resumed.log")
-    assert done.code == 0, done.output
-    return made
+    first, second = rng.sample(PHASES, 2)
+    faults = (
+        f"kill_engine:collect:0:0.05,kill_driver:{first}:1:{rng.uniform(0, 0.1):.3f}",
+        f"kill_engine:push:2,kill_rank:{second}:3:{rng.uniform(0, 0.1):.3f}",
+        "stop_engine:collect:4",
+    )
+    health = ("health.interval_s=0.5", "health.timeout_s=5", "health.first_wait_s=0")
+    parts = tuple(
+        train(*job, *health, f"run.dir={killed}", f"chaos.faults=[{planted}]", log=folder / f"part{i}.log")
+        for i, planted in enumerate(faults)
+    )
+    return Pair(whole, killed, folder / "inputs", parts)
+
+
+def test_each_fault_ends_the_run_or_is_survived(pair: Pair) -> None:
+    assert [part.code for part in pair.parts] == [-9, 1, 0], [part.output[-2000:] for part in pair.parts]
+    rank, last = pair.parts[1].output, pair.parts[2].output
+    assert "trainer rank 0 died" in rank
+    (bundle,) = pair.killed.glob("crash-*")
+    assert "trainer rank 0 died" in (bundle / "cause.txt").read_text()
+    assert "kill_engine:push:2:0 on engine 0: noticed after" in rank
+    assert "stop_engine:collect:4:0 on engine 0: noticed after" in last
+    strikes, recoveries = read(pair.killed)
+    assert [strike.fault.split(":")[0] for strike in strikes] == [
+        *("kill_engine", "kill_driver"),
+        *("kill_engine", "kill_rank"),
+        "stop_engine",
+    ]
+    assert [lost.version >= 2 and lost.joined > lost.up > lost.noticed for lost in recoveries] == [True, True]
+    assert "was killed by SIGKILL" in recoveries[0].cause
+    assert "no answer to a health check" in recoveries[1].cause
+    restarts = [row["rollout/engine_restarts"] for row in metrics(pair.killed) if row["step"] > 0]
+    assert sum(restarts) >= 2
+    html = (pair.killed / "report.html").read_text()
+    assert "stop_engine:collect:4:0" in html
 
 
 def test_every_token_of_every_step_has_the_same_bits_on_both_sides(pair: Pair) -> None:

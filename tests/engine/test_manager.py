@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime_like.config.faults import HealthConfig
 from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.data.assemble import AssembleSpec, assemble
@@ -19,6 +20,7 @@ from slime_like.rollout.state import in_flight_path
 from slime_like.types import F32, SampleGroup, Source
 from tests.data.character_tokenizer import characters
 from tests.engine.conftest import VOCAB, Engine, Models, payload
+from tests.engine.kept import Kept
 from tests.rollout.counting import Counting
 
 pytestmark = pytest.mark.engine
@@ -48,6 +50,7 @@ def spec(tokenizer: Path, *, partial: bool, first: int = 0) -> ManagerSpec:
         reward=RewardConfig(name="given", workers=1),
         evaluation=EvalConfig(),
         loop=LoopConfig(num_rollout=99),
+        health=HealthConfig(on_dead_engine="stop", on_stalled_engine="stop"),
         tokenizer_path=str(tokenizer),
         max_context_len=512,
         stop_token_ids=STOPS,
@@ -58,6 +61,7 @@ def spec(tokenizer: Path, *, partial: bool, first: int = 0) -> ManagerSpec:
         samples_per_rollout=BATCH * N,
         first_rollout=first,
         deterministic=False,
+        pushed=True,
     )
 
 
@@ -72,7 +76,7 @@ class Side:
     def __init__(self, engine: Engine, models: Models, given: ManagerSpec) -> None:
         self.engine, self.models = engine, models
         self.source = Counting(extra=30)
-        self.manager = RolloutManager(given, self.source, {}, [engine.client])
+        self.manager = RolloutManager(given, self.source, {}, [Kept(engine.client)])
 
     def push(self, version: int) -> None:
         async def push() -> None:

@@ -52,7 +52,7 @@ class Group:
         await self.stop()
 
     async def stop(self) -> None:
-        await self.gate.shut([self.client], Deadline("test", "stop", 30))
+        await self.gate.shut(self.client.abort_all, Deadline("test", "stop", 30))
 
 
 def same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:

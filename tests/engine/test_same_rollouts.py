@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.config.faults import HealthConfig
 from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.data.dump import rollout_path, save_groups
@@ -14,6 +15,7 @@ from slime_like.rollout.manager import ManagerSpec, RolloutManager
 from tests.data.character_tokenizer import characters
 from tests.e2e.same_run import sample_differences
 from tests.engine.conftest import KEY, Engine
+from tests.engine.kept import Kept
 from tests.rollout.counting import Counting
 
 pytestmark = pytest.mark.engine
@@ -25,6 +27,7 @@ def spec(tokenizer: Path, generate: str, first: int) -> ManagerSpec:
         reward=RewardConfig(name="tests.e2e.custom:digits", workers=1),
         evaluation=EvalConfig(),
         loop=LoopConfig(num_rollout=9),
+        health=HealthConfig(on_dead_engine="stop", on_stalled_engine="stop"),
         tokenizer_path=str(tokenizer),
         max_context_len=128,
         stop_token_ids=(1,),
@@ -35,6 +38,7 @@ def spec(tokenizer: Path, generate: str, first: int) -> ManagerSpec:
         samples_per_rollout=12,
         first_rollout=first,
         deterministic=False,
+        pushed=True,
     )
 
 
@@ -45,7 +49,7 @@ def test_a_rollout_made_again(engine: Engine, tmp_path: Path, generate: str, dif
 
     def manager(first: int) -> RolloutManager:
         client = EngineClient(engine.server.url, admin_key=KEY, name="engine", tp=1, deadline_s=60)
-        made = RolloutManager(spec(tmp_path / "tokenizer", generate, first), Counting(extra=4), {}, [client])
+        made = RolloutManager(spec(tmp_path / "tokenizer", generate, first), Counting(extra=4), {}, [Kept(client)])
         engine.run(made.skip_push(version))  # the weights are those that the engine has
         return made
 

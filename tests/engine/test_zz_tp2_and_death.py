@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from slime_like.config.resolved import EngineSpec
-from slime_like.errors import EngineError
+from slime_like.errors import EngineError, EngineLost
 from slime_like.rollout.server import EngineServer
 from tests.engine.conftest import Engine, Models, prompt, sampled
 
@@ -71,7 +71,8 @@ def test_a_dead_engine_is_an_error_that_says_why(engine_tp2: Engine) -> None:
     with pytest.raises(EngineError, match=r"engine tp2 at http.*/generate: .*was killed by SIGKILL; end of .*\.log"):
         engine_tp2.run(engine_tp2.client.generate(prompt(3), [0], sampled()))
     assert not engine_tp2.server.alive()
-    assert not engine_tp2.run(engine_tp2.client.health())
+    with pytest.raises(EngineLost):
+        engine_tp2.run(engine_tp2.client.health())
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from slime_like.errors import EngineLost
 from slime_like.interfaces import Completion, Sampling
 from slime_like.types import I32
 
@@ -37,13 +38,14 @@ class Request:
 
 
 class SlowEngine:
-    """``interfaces.Engine`` as far as a ``Lane`` asks for it. A sample ends where ``length(seed)`` says."""
+    """An ``EngineClient`` as far as a ``Lane`` and a ``Fleet`` ask for it. It dies at one step in ``dies``, if at all."""
 
-    def __init__(self, rng: random.Random, version: int) -> None:
+    def __init__(self, rng: random.Random, version: int, name: str = "engine", dies: int = 0) -> None:
         self.num_aborts = 0  # each has ended when it returns: nothing runs while it is on its way
-        self.version = version
-        self._rng = rng
+        self.version, self.name, self.url = version, name, "nowhere"
+        self._rng, self._dies = rng, dies
         self._requests: list[Request] = []
+        self._dead = False
 
     @property
     def num_ended_aborts(self) -> int:
@@ -56,27 +58,35 @@ class SlowEngine:
     async def extend(
         self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
+        self._refuse_dead()
         requests = [Request(len(ids), s, n) for ids, s, n in zip(token_ids, seeds, max_new_tokens, strict=True)]
         self._requests += requests
         try:
             await asyncio.gather(*(request.done.wait() for request in requests))
         finally:
             self._requests = [request for request in self._requests if request not in requests]
+        self._refuse_dead()
         return [request.completion() for request in requests]
 
     async def abort_all(self) -> None:
         self.num_aborts += 1
+        self._refuse_dead()
         for request in self._requests:
             if request.seen and not request.finish:
                 self._end(request, "abort")
             request.seen = True
 
     async def run(self) -> None:
-        """Advance one request at a time until cancelled."""
-        while True:
+        """Advance one request at a time until it dies."""
+        while not self._dead:
             await asyncio.sleep(0)
             going = [request for request in self._requests if not request.finish]
             if not going:
+                continue
+            if self._dies and not self._rng.randrange(self._dies):
+                self._dead = True
+                for request in going:
+                    self._end(request, "lost")
                 continue
             request = self._rng.choice(going)
             request.seen = True
@@ -84,6 +94,41 @@ class SlowEngine:
             if len(request.spans) == request.most:
                 self._end(request, "length")
 
+    async def close(self) -> None:
+        """No connection is left."""
+
+    def _refuse_dead(self) -> None:
+        if self._dead:
+            raise EngineLost(f"{self.name} is dead")
+
     def _end(self, request: Request, finish: str) -> None:
         request.finish = finish
         request.done.set()
+
+
+class SlowKeeper:
+    """``rollout.fleet.Keeper`` of slow engines that follow each other."""
+
+    def __init__(self, rng: random.Random, version: int, name: str, dies: int) -> None:
+        self._rng, self._name, self._dies = rng, name, dies
+        self.version = version
+        self.tasks: list[asyncio.Task[None]] = []
+        self.client = self._start()
+
+    async def restart(self) -> tuple[SlowEngine, str]:
+        """After a while that the test draws."""
+        for _ in range(self._rng.randrange(20)):
+            await asyncio.sleep(0)
+        self.client = self._start()
+        return self.client, ""
+
+    async def stopped(self) -> tuple[int, ...]:
+        return ()
+
+    def push(self, version: int) -> None:
+        self.version = self.client.version = version
+
+    def _start(self) -> SlowEngine:
+        engine = SlowEngine(self._rng, self.version, self._name, self._dies)
+        self.tasks.append(asyncio.create_task(engine.run()))
+        return engine

@@ -1,4 +1,4 @@
-"""Over-sampling and partial rollouts: no sample lost or doubled, whatever ends first, is stopped, pushed or resumed."""
+"""Over-sampling and partial rollouts: no sample lost or doubled, whatever ends first, is stopped, pushed, resumed or dies."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_like.config.faults import HealthConfig
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.deadline import Deadline
 from slime_like.errors import DataError, RewardError
 from slime_like.interfaces import Sampling
 from slime_like.rollout import lane
+from slime_like.rollout.fleet import Fleet
 from slime_like.rollout.generate import STATUS
 from slime_like.rollout.lane import Gate, Lane
 from slime_like.rollout.over_sampling import Hands, OverSampling, Partial, Work
 from slime_like.rollout.prompt_queue import PromptQueue
 from slime_like.rollout.refill import Filled, Refill
-from slime_like.rollout.router import Router
 from slime_like.rollout.state import RolloutState
 from slime_like.rollout.usage import Usage
 from slime_like.types import Sample, SampleGroup, Source, Span
 from tests.rollout.counting import Counting
-from tests.rollout.slow_engine import SlowEngine, token
+from tests.rollout.slow_engine import SlowKeeper, token
 
 N = 2  # samples per prompt
 
@@ -41,6 +42,7 @@ class Setting:
     partial: Partial
     num_engines: int = 1
     passes: tuple[bool, ...] = (True,)  # prompt i passes the filters as entry i says, over and over
+    dies: int = 0  # an engine dies at one step in so many
 
 
 def length(seed: int) -> int:
@@ -59,17 +61,17 @@ class Process:
 
     def __post_init__(self) -> None:
         self.prompts = PromptQueue(Counting())
-        self.engines = [SlowEngine(self.rng, self.version) for _ in range(self.setting.num_engines)]
-        self.router = Router(self.engines)  # pyright: ignore[reportArgumentType]
+        names = [f"engine {i}" for i in range(self.setting.num_engines)]
+        self.keepers = [SlowKeeper(self.rng, self.version, name, self.setting.dies) for name in names]
+        self.fleet = Fleet(self.keepers, HealthConfig(max_restarts=1000), pushed=False)  # pyright: ignore[reportArgumentType]
         self.gate = Gate()
         hands = Hands(self.answer, self.keep, self.gate.open, self.stop)
         self.pool = OverSampling(self.setting.how, self.setting.partial, self.prompts, hands)
-        self.tasks = [asyncio.create_task(engine.run()) for engine in self.engines]
 
     async def answer(self, work: Work) -> SampleGroup:
         seeds = [work.group_id * N + i for i in range(N)]
-        with self.router.lease(1) as lease:
-            engine = Lane(lease, work.journal, self.gate, Usage(len(self.engines)))
+        with self.fleet.router.lease(1) as lease:
+            engine = Lane(lease, work.journal, self.gate, Usage(len(self.keepers)))
             asked = [engine.generate(work.prompt.token_ids, [s], Sampling(1.0, length(s))) for s in seeds]
             found = [c for cs in await asyncio.gather(*asked) for c in cs]
         work.on_generated()
@@ -91,7 +93,7 @@ class Process:
         return passes
 
     async def stop(self) -> None:
-        await self.gate.shut(self.engines, Deadline("test", "stop", 30))  # pyright: ignore[reportArgumentType]
+        await self.gate.shut(self.fleet.abort_all, Deadline("test", "stop", 30))
 
     def state(self) -> RolloutState:
         return RolloutState(self.prompts.source.state(), self.prompts.returned, self.pool.unfinished())
@@ -102,14 +104,16 @@ class Process:
         self.pool.restore(state.unfinished)
 
     def push(self, version: int) -> None:
-        for engine in self.engines:
-            engine.version = version
+        for keeper in self.keepers:
+            keeper.push(version)
 
     async def close(self) -> None:
         await self.pool.close()
-        for task in self.tasks:
+        await self.fleet.stop()
+        tasks = [task for keeper in self.keepers for task in keeper.tasks]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextmanager
@@ -175,6 +179,7 @@ async def assert_history(setting: Setting, rng: random.Random, resumes: list[int
     bound=st.integers(1, 3),
     num_engines=st.integers(1, 2),
     passes=st.lists(st.booleans(), min_size=1, max_size=4).filter(any),
+    dies=st.sampled_from([0, 20, 100]),
     resumes=st.lists(st.integers(0, 4), max_size=2),
 )
 def test_every_prompt_is_in_one_place_and_every_token_is_sampled_once(
@@ -186,9 +191,10 @@ def test_every_prompt_is_in_one_place_and_every_token_is_sampled_once(
     bound: int,
     num_engines: int,
     passes: list[bool],
+    dies: int,
     resumes: list[int],
 ) -> None:
-    setting = Setting(Refill(batch, batch + extra, 50), Partial(partial, bound), num_engines, tuple(passes))
+    setting = Setting(Refill(batch, batch + extra, 50), Partial(partial, bound), num_engines, tuple(passes), dies)
     with no_waiting():
         asyncio.run(assert_history(setting, random.Random(seed), resumes, tmp_path_factory.getbasetemp()))
 
@@ -219,6 +225,23 @@ def test_long_answers_are_continued_until_they_end_and_none_is_left_out() -> Non
     assert counts["rollout/wasted_tokens"] == 0
     assert counts["rollout/restarted_groups"] == 0
     assert counts["rollout/stopped_groups"] > 0
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_groups_of_engines_that_die_go_on_with_the_answers_they_had(num_engines: int) -> None:
+    """Each group counts once per engine that it lost, however many of its requests were there."""
+    made, process, counts = collect(Setting(Refill(3, 6, 0), Partial(True, 2), num_engines, dies=25), 10)
+    for i, filled in enumerate(made):
+        for group in filled.groups:
+            check_tokens(group, i)
+    restarts, remade = process.fleet.rollout_made()
+    lost = process.fleet.recoveries
+    assert len(lost) >= restarts > 5
+    assert sum(recovery.groups for recovery in lost) == remade
+    assert 3 < max(recovery.groups for recovery in lost) <= 6  # in flight at once
+    assert counts["rollout/wasted_tokens"] == 0
+    ids = [group.group_id for filled in made for group in filled.groups]
+    assert len(set(ids)) == len(ids) == 30
 
 
 def test_without_partial_rollouts_what_is_stopped_is_given_up_and_its_prompt_comes_first() -> None:

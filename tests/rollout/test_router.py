@@ -1,7 +1,8 @@
-"""Groups go where the least is outstanding, and what engines did is counted."""
+"""Groups go where the least is outstanding, also while engines come and go, and what engines did is counted."""
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
@@ -21,8 +23,14 @@ def engines(n: int) -> list[EngineClient]:
     return [EngineClient(f"http://localhost:{i + 1}", admin_key="", name=str(i)) for i in range(n)]
 
 
-def load(leases: list[Lease], n: int) -> list[int]:
-    return [sum(lease.outstanding for lease in leases if lease.index == i) for i in range(n)]
+def load(leases: list[Lease], among: list[EngineClient]) -> dict[EngineClient, int]:
+    return {engine: sum(lease.outstanding for lease in leases if lease.engine is engine) for engine in among}
+
+
+async def let_run() -> None:
+    """Let every task run until it waits."""
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 @given(n=st.integers(1, 4), sizes=st.lists(st.tuples(st.integers(1, 100), st.integers(0, 100)), max_size=40))
@@ -31,17 +39,83 @@ def test_no_engine_has_more_than_one_group_above_another(n: int, sizes: list[tup
     with ExitStack() as stack:
         leases: list[Lease] = []
         for size, _ in sizes:
-            before = load(leases, n)
+            before = load(leases, router.engines)
             leases.append(stack.enter_context(router.lease(size)))
-            assert before[leases[-1].index] == min(before)
-            assert leases[-1].engine is router.engines[leases[-1].index]
-        found = load(leases, n)
+            assert leases[-1].engine is not None
+            assert before[leases[-1].engine] == min(before.values())
+        found = load(leases, router.engines).values()
         assert max(found) - min(found) <= max((size for size, _ in sizes), default=0)
         for lease, (size, spent) in zip(leases, sizes, strict=True):
             lease.spend(spent)
             assert lease.outstanding == max(0, size - spent)
     with router.lease(5) as lease:
-        assert lease.index == 0  # nothing is left of the others
+        assert lease.engine is router.engines[0]  # nothing is left of the others
+
+
+def test_a_group_stays_where_it_is_until_its_engine_serves_no_more() -> None:
+    async def scenario() -> None:
+        a, b = engines(2)
+        router = Router([a, b])
+        with router.lease(10) as first, router.lease(1) as second:
+            assert (first.engine, second.engine) == (a, b)
+            first.spend(10)
+            await second.settle()
+            assert second.engine is b  # though less is outstanding on the other
+            router.withdraw(b)
+            assert await second.ask(EngineClient.version) is None  # nothing is asked of an engine that was withdrawn
+            await second.settle()
+            assert second.engine is a
+            router.admit(b)
+            await second.settle()
+            assert second.engine is a
+            with router.lease(1) as third:
+                assert third.engine is b  # what it held before it was withdrawn is gone with it
+        assert router.engines == [a, b]
+
+    asyncio.run(scenario())
+
+
+def test_a_group_waits_for_an_engine_to_come_back() -> None:
+    async def scenario() -> None:
+        a, again = engines(2)
+        router = Router([a])
+        found: list[EngineClient | None] = []
+
+        async def ask() -> None:
+            with router.lease(1) as lease:
+                assert lease.engine is None
+                await lease.settle()
+                found.append(lease.engine)
+
+        emptied = asyncio.create_task(router.empty())
+        router.withdraw(a)
+        await emptied
+        tasks = [asyncio.create_task(ask()) for _ in range(3)]
+        await let_run()
+        assert not found
+        router.admit(again)
+        await asyncio.gather(*tasks)
+        assert found == [again] * 3
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_is_told_that_none_comes_back() -> None:
+    async def scenario() -> None:
+        router = Router([])
+
+        async def ask() -> None:
+            with router.lease(1) as lease:
+                await lease.settle()
+
+        tasks = [asyncio.create_task(ask()) for _ in range(2)]
+        await let_run()
+        router.fail(EngineError("lost for good"))
+        for task in (*tasks, asyncio.create_task(ask())):
+            with pytest.raises(EngineError, match="lost for good"):
+                await task
+
+    asyncio.run(scenario())
 
 
 def completion(tokens: int, prompt: int, cached: int) -> Completion:
@@ -52,8 +126,8 @@ def completion(tokens: int, prompt: int, cached: int) -> Completion:
 
 def test_usage_by_hand() -> None:
     usage = Usage(2)
-    usage.add(0, [completion(30, 10, 0), completion(10, 10, 8)])
-    usage.add(1, [completion(20, 20, 2)])
+    usage.add("engine 0", [completion(30, 10, 0), completion(10, 10, 8)])
+    usage.add("engine 1", [completion(20, 20, 2)])
     found = reduce_metrics(usage.drain())
     assert found == {
         "rollout/prefix_cache_hit_rate": 10 / 40,

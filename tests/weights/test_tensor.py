@@ -28,15 +28,18 @@ class Source:
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
+        self.num_asked, self.ended = 0, False
 
     def manifest(self) -> tuple[TensorMeta, ...]:
         return tuple(meta_of(name, tensor) for name, tensor in self._tensors.items())
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         for bucket in buckets(((name, tensor.clone()) for name, tensor in self._tensors.items()), max_bytes):
+            self.num_asked += 1
             yield bucket
             for _, tensor in bucket.tensors:
                 tensor.fill_(float("nan"))
+        self.ended = True
 
 
 class Receiver:
@@ -46,7 +49,11 @@ class Receiver:
         self.host, self.tp = host, 1
         self.found: dict[str, torch.Tensor] = {}
         self.shared: list[bool] = []
+        self.closed = False
         self._refuses = refuses
+
+    async def close(self) -> None:
+        self.closed = True
 
     async def update_from_tensors(self, payload: bytes) -> None:
         for _ in range(5):
@@ -86,7 +93,12 @@ def test_every_engine_gets_every_bucket_whole(weights: dict[str, torch.Tensor]) 
 
 
 def test_an_engine_that_refuses_a_bucket_ends_the_push(weights: dict[str, torch.Tensor]) -> None:
-    made = sender(Receiver(HERE, refuses=1), Receiver("10.0.0.2"))
+    left = Receiver("10.0.0.2")
+    made = sender(Receiver(HERE, refuses=1), left)
+    source = Source(weights)
     with pytest.raises(ValueError, match="refused"):
-        asyncio.run(made.send(Source(weights)))
+        asyncio.run(made.send(source))
+    assert source.num_asked > len(left.shared), "the ranks that gather with this one were left alone in it"
+    assert source.ended
     asyncio.run(made.close())
+    assert left.closed

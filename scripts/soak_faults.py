@@ -1,0 +1,346 @@
+"""Plant random faults in one long run, part after part, and compare it with one that nothing happened to.
+
+python scripts/soak_faults.py [--faults 50] [--most 10] [--seed 0] [--rollouts 60] [--folder FOLDER] [--table FILE]
+
+A part of the run is one call of train.py. Faults that a run goes on from (chaos.*: an engine killed, stopped or slow) strike
+in four or so of its rollouts, then one that ends it: a rank or the rollout manager killed, a rank stopped, the driver
+killed, SIGINT or SIGTERM at a phase, or once or twice at a moment of its start. Parts differ in the number of engines and
+in how weights reach them. After each part processes, listening ports, named shared memory and scratch folders that it left are
+counted. At the end every sample (id, prompt, seed, tokens, log-probabilities, version), every loss and the final weights are
+compared with the undisturbed run, bit for bit. The folder keeps what has been done: the same command goes on where it
+stopped, by at most --most faults per call, and rewrites the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from slime_like.cluster.plan_guard import ring_folder  # noqa: E402
+from slime_like.config.faults import FATAL, RECOVERED, Fault  # noqa: E402  (found by the line above)
+from slime_like.data import faults  # noqa: E402
+from slime_like.deadline import Deadline  # noqa: E402
+from tests.e2e.runs import Training, last_step, train  # noqa: E402
+from tests.e2e.same_run import differences, sample_differences, write_inputs  # noqa: E402
+
+PHASES = {"collect": 0.25, "step": 0.1, "push": 0.1}  # of faults, and how long they take on an idle machine (s)
+STARTING = "signals_at_start"
+ENDS = (*FATAL, STARTING)
+LAYOUTS = (  # what may change between parts of one run
+    ("one engine", ()),
+    ("two engines", ("rollout.num_engines=2",)),
+    ("two engines, broadcast", ("rollout.num_engines=2", "placement.mode=split")),
+)
+SETTINGS = (
+    *("health.interval_s=1", "health.timeout_s=8", "health.first_wait_s=0", "chaos.slow_s=3"),
+    *("loop.step_deadline_s=60", "weights.push_deadline_s=60", "guard.deadline_s=10"),
+)
+STARTS = (2.0, 25.0)  # s within which signals at start come
+PART_S = 300.0  # longest that a part may take: its start, four restarts, the deadlines of what ends it
+GONE_S = 30.0  # for processes of a part to be gone after it
+MARK = "SLIME_LIKE_SOAK"  # in the environment of every process of a part
+SHARED = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One call of train.py."""
+
+    number: int
+    layout: str
+    end: str  # what was to end it; "" for nothing
+    code: int
+    seconds: float
+    hung: bool
+    first: int  # rollouts behind the run before, and after
+    last: int
+    outcomes: list[tuple[str, str, str]]  # fault, target, what came of it
+    leftovers: list[str]
+    said: str  # the last line of its output
+
+    @property
+    def clean(self) -> bool:
+        """Whether it ended as its fault must."""
+        wanted: dict[str, tuple[int, ...]] = {
+            "kill_driver": (-signal.SIGKILL,),
+            "interrupt": (130,),
+            "terminate": (130,),
+            "": (0,),
+        }
+        wanted[STARTING] = (130, -signal.SIGTERM)  # the latter before there was anything to be taken down
+        return not self.hung and self.code in wanted.get(self.end, (1,))
+
+
+def main() -> int:
+    """Exit code 0 when nothing hung, was lost, doubled or left behind, so far."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--most", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rollouts", type=int, default=60)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "soak_faults")
+    parser.add_argument("--table", type=Path, default=None)
+    options = parser.parse_args()
+    soak = Soak(options.folder, options.seed, options.rollouts)
+    soak.reference()
+    stop_at = min(options.faults, soak.num_faults + options.most)
+    while soak.num_faults < stop_at and not soak.finished:
+        soak.part(min(options.faults, soak.num_faults + 5) - soak.num_faults)
+        if options.table is not None:
+            options.table.write_text(soak.table())
+    if soak.num_faults >= options.faults and not soak.finished:
+        soak.part(0)
+        if options.table is not None:
+            options.table.write_text(soak.table())
+    print(soak.table())
+    return int(not soak.good)
+
+
+class Soak:
+    """The undisturbed run, and the one that is disturbed, in one folder."""
+
+    def __init__(self, folder: Path, seed: int, rollouts: int) -> None:
+        self.folder, self.seed, self.rollouts = folder, seed, rollouts
+        self.run = folder / "run"
+        self.parts: list[Part] = []
+        self._notes = folder / f"soak_{seed}.jsonl"
+        if self._notes.exists():
+            notes = [json.loads(line) for line in self._notes.read_text().splitlines()]
+            self.parts = [Part(**(n | {"outcomes": [tuple(o) for o in n["outcomes"]]})) for n in notes]
+
+    @property
+    def num_faults(self) -> int:
+        """Struck so far."""
+        return sum(len(part.outcomes) for part in self.parts)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the disturbed run is at its end."""
+        return (self.run / "hf" / "config.json").exists()
+
+    @property
+    def good(self) -> bool:
+        """Whether every part ended as it must, nothing was left, and the samples so far are those of the undisturbed run."""
+        return all(part.clean and not part.leftovers for part in self.parts) and not self._differences()
+
+    def reference(self) -> None:
+        """The run that nobody disturbs."""
+        self._job = (*write_inputs(self.folder / "inputs"), f"loop.num_rollout={self.rollouts}")
+        whole = self.folder / "whole"
+        if not (whole / "hf" / "config.json").exists():
+            shutil.rmtree(whole, ignore_errors=True)
+            done = train(*self._job, f"run.dir={whole}", log=self.folder / "whole.log")
+            if done.code:
+                raise SystemExit(f"the undisturbed run failed:\n{done.output}")
+
+    def part(self, most: int) -> None:
+        """Another part of the disturbed run, with at most so many faults; with none, the run goes on to its end."""
+        number = len(self.parts)
+        rng = random.Random(f"{self.seed} {number}")
+        first = max(0, last_step(self.run))
+        layout, overrides = rng.choice(LAYOUTS)
+        planted = self._draw(rng, first, most)
+        end = rng.choice(ENDS) if most else ""
+        if end in FATAL:
+            at = planted[-1].rollout_id + 1 if planted else first
+            phase = rng.choice(list(PHASES))
+            planted.append(Fault(end, phase, at, round(rng.uniform(0, PHASES[phase]), 3)))
+        elif end == STARTING:
+            planted = []
+        named = f"chaos.faults=[{','.join(map(str, planted))}]"
+        self._go(number, layout, end, (*overrides, *SETTINGS, named), rng)
+
+    def _draw(self, rng: random.Random, first: int, most: int) -> list[Fault]:
+        """Faults that the run goes on from, in rollouts that follow one another."""
+        count = max(0, most - 1)
+        kinds = [rng.choice(list(RECOVERED)) for _ in range(count)]
+        phases = [rng.choice(list(PHASES)) for _ in range(count)]
+        drawn = zip(kinds, phases, strict=True)
+        return [
+            Fault(kind, phase, first + at, round(rng.uniform(0, PHASES[phase]), 3))
+            for at, (kind, phase) in enumerate(drawn)
+            if first + at < self.rollouts - 1
+        ]
+
+    def _go(self, number: int, layout: str, end: str, overrides: tuple[str, ...], rng: random.Random) -> None:
+        mark = f"{os.getpid()}.{number}"
+        scratch = Path(tempfile.mkdtemp(prefix="soak"))
+        os.environ |= {MARK: mark, "TMPDIR": str(scratch)}
+        shared = {ring_folder(str(self.run))}
+        before, _ = len(faults.read(self.run)[0]), (first := last_step(self.run))
+        started = time.monotonic()
+        log = self.folder / f"part_{number}.log"
+        training = Training(*self._job, f"run.dir={self.run}", *overrides, log=log)
+        sent = self._signals(training, rng) if end == STARTING else []
+        code, hung = self._end(training, mark, shared)
+        seconds = time.monotonic() - started
+        left = leftovers(mark, shared, scratch, died=end == "kill_driver")
+        strikes, recoveries = faults.read(self.run)
+        since = strikes[before].time if len(strikes) > before else float("inf")
+        found = faults.outcomes(strikes[before:], [lost for lost in recoveries if lost.noticed >= since])
+        outcomes = [(outcome.what, outcome.where, outcome.found) for outcome in found if ":" in outcome.what]
+        said = log.read_text().strip().splitlines()[-1:] or [""]
+        part = Part(
+            number=number,
+            layout=layout,
+            end=end,
+            code=code,
+            seconds=round(seconds, 1),
+            hung=hung,
+            first=max(0, first),
+            last=max(0, last_step(self.run)),
+            outcomes=[*outcomes, *sent],
+            leftovers=left,
+            said=said[0],
+        )
+        self.parts.append(part)
+        with self._notes.open("a") as file:
+            file.write(json.dumps(asdict(part)) + "\n")
+        ended = f"{end or 'to its end'}, code {code}, {seconds:.0f} s, {len(left)} leftovers"
+        print(f"part {number} ({layout}): {len(part.outcomes)} faults, {ended}; {self.num_faults} in all", flush=True)
+        if not hung:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _signals(self, training: Training, rng: random.Random) -> list[tuple[str, str, str]]:
+        """One or two signals at moments of the start; the first lets it go on to its first checkpoint."""
+        sent: list[tuple[str, str, str]] = []
+        number = rng.choice((signal.SIGINT, signal.SIGTERM))
+        at = rng.uniform(*STARTS)
+        time.sleep(at)
+        for again in range(rng.choice((1, 2))):
+            if training.running():
+                training.signal(number)
+                sent.append((f"{number.name} after {at:.1f} s", "driver", "the second" if again else "the first"))
+                time.sleep(0.5)
+        return sent
+
+    @staticmethod
+    def _end(training: Training, mark: str, shared: set[Path]) -> tuple[int, bool]:
+        """Exit code, and whether it had to be killed; ``shared`` receives what its processes share meanwhile."""
+        deadline = Deadline("soak", "part", PART_S)
+        while training.running():
+            if deadline.elapsed() > deadline.limit:
+                return training.end(), True
+            shared |= mapped(processes(mark))
+            time.sleep(0.5)
+        return training.wait().code, False
+
+    def _differences(self) -> list[str]:
+        whole = self.folder / "whole"
+        if self.finished:
+            return differences(whole, self.run, self.rollouts)
+        return sample_differences(whole, self.run, range(max(0, last_step(self.run))))
+
+    def table(self) -> str:
+        """Markdown: what became of each kind of fault, then each part."""
+        lines = ["| fault | planted | came of it |", "|---|---|---|"]
+        planted = [(part, outcome) for part in self.parts for outcome in part.outcomes]
+        for kind in (*RECOVERED, *FATAL, STARTING):
+            here = [
+                (p, o) for p, o in planted if o[0].partition(":")[0] == kind or (kind == STARTING and " after " in o[0])
+            ]
+            if here:
+                lines.append(f"| {kind} | {len(here)} | {_summary(kind, here)} |")
+        lines += [
+            "",
+            "| part | layout | rollouts | faults | ended by | code | s | left behind |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for part in self.parts:
+            names = ", ".join(f"{what} ({where})" for what, where, _ in part.outcomes)
+            lines.append(
+                f"| {part.number} | {part.layout} | {part.first} to {part.last} | {names} | {part.end or 'its end'} | "
+                f"{part.code} | {part.seconds:.0f} | {', '.join(part.leftovers) or 'nothing'} |"
+            )
+        found = self._differences()
+        lost = [o for _, o in planted if "noticed after" in o[2]]
+        ended = [part for part in self.parts if part.end]
+        lines += [
+            "",
+            f"{len(planted)} faults in {len(self.parts)} parts, {self.rollouts if self.finished else max(0, last_step(self.run))} "
+            f"of {self.rollouts} rollouts. Engines lost and replaced: {len(lost)}, serving again before the part ended: "
+            f"{sum('serves' in what for *_, what in lost)}. Parts that ended as their fault must: "
+            f"{sum(part.clean for part in ended)} of {len(ended)}. Hangs past the deadline: {sum(p.hung for p in self.parts)}. "
+            f"Left behind: {sum(len(part.leftovers) for part in self.parts)}. Differences from the undisturbed run in samples"
+            f"{', losses and weights' if self.finished else ' so far'} (0: none lost, none doubled): {len(found)}.",
+        ]
+        return "\n".join(lines + [f"- {text}" for text in found[:5]]) + "\n"
+
+
+def _summary(kind: str, here: list[tuple[Part, tuple[str, str, str]]]) -> str:
+    if kind not in RECOVERED:
+        return f"{sum(part.clean for part, _ in here)} ended the part as they must"
+    lost = [what for _, (_, _, what) in here if "noticed after" in what]
+    again = [
+        float(what.rpartition("serves")[2].rpartition(" after ")[2].split(" s")[0]) for what in lost if "serves" in what
+    ]
+    times = f", {min(again):.1f} to {max(again):.1f} s after the fault" if again else ""
+    return f"{len(lost)} engines lost, {len(again)} serving again{times}; {len(here) - len(lost)} not noticed as a loss"
+
+
+def leftovers(mark: str, shared: set[Path], scratch: Path, *, died: bool) -> list[str]:
+    """Processes of the part, names in /dev/shm that its processes had mapped, scratch folders; a moment after its end.
+
+    A driver that was killed (``died``) leaves the rings of its ranks to the next part, which removes them, and Ray's own
+    agents, which notice the end of their raylet in a minute or more.
+    """
+    deadline = Deadline("soak", "leftovers", GONE_S)
+    while (
+        alive := [pid for pid in processes(mark) if not (died and is_agent(pid))]
+    ) and deadline.elapsed() < deadline.limit:
+        time.sleep(0.2)
+    names = [path for path in shared if path.exists() and not (died and path.name.startswith("slime_like."))]
+    scratches = [path for path in scratch.iterdir() if path.name.startswith("slime_like")]
+    return [*(f"process {process}" for process in alive), *(str(path) for path in [*names, *scratches])]
+
+
+def processes(mark: str) -> list[int]:
+    """Living processes that have ``mark`` in their environment; their ports go with them."""
+    found: list[int] = []
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit() or int(process.name) == os.getpid():
+            continue
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if f"{MARK}={mark}".encode() in environment and state != "Z":
+            found.append(int(process.name))
+    return found
+
+
+def is_agent(pid: int) -> bool:
+    """Whether a process is one of Ray's agents."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith((b"ray::RuntimeEnvAgent", b"ray::DashboardAgent"))
+    except OSError:
+        return True
+
+
+def mapped(pids: list[int]) -> set[Path]:
+    """Names in /dev/shm that processes have mapped."""
+    found: set[Path] = set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        found |= {Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED}/" in line}
+    return {path for path in found if not path.name.endswith("(deleted)")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""chaos.*: faults planted while the loop goes on, each at its phase, and noted before it strikes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from slime_like.cluster.stacks import living
+from slime_like.config.faults import FATAL, RECOVERED, ChaosConfig, Fault, parse_fault
+from slime_like.data import faults
+from slime_like.data.faults import Recovery, Strike
+
+DRAWN_PHASES = ("collect", "step", "push")
+SIGNALS = {
+    "kill_engine": "SIGKILL",
+    "stop_engine": "SIGSTOP",
+    "slow_engine": "SIGSTOP",
+    "kill_rank": "SIGKILL",
+    "stop_rank": "SIGSTOP",
+    "kill_manager": "SIGKILL",
+    "kill_driver": "SIGKILL",
+    "interrupt": "SIGINT",
+    "terminate": "SIGTERM",
+}
+NAMES = {"rank": "trainer_rank", "manager": "rollout_manager"}  # of the processes that register for stacks
+
+
+def planned(config: ChaosConfig, num_rollout: int) -> list[Fault]:
+    """What ``config`` plants in a run of ``num_rollout`` rollouts: always the same."""
+    rng = Random(f"chaos {config.seed}")
+    drawn = [
+        Fault(
+            rng.choice(config.kinds),
+            rng.choice(DRAWN_PHASES),
+            rng.randrange(num_rollout),
+            round(rng.uniform(0, config.within_s), 3),
+        )
+        for _ in range(config.random)
+    ]
+    return [*map(parse_fault, config.faults), *drawn]
+
+
+@dataclass(slots=True)
+class Chaos:
+    """Strikes while the loop is in the block that it names. A fault that struck in an earlier part of the run is over.
+
+    Ranks, manager and driver are found among the run's processes on the driver's node; an engine anywhere.
+    """
+
+    config: ChaosConfig
+    run_dir: Path
+    engines: Mapping[str, Any]  # name -> Ray handle of EngineActor
+    pending: list[Fault] = field(default_factory=list[Fault])
+    strikes: list[Strike] = field(default_factory=list[Strike])
+    recoveries: list[Recovery] = field(default_factory=list[Recovery])  # planted or not
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def plan(self, num_rollout: int) -> None:
+        """Take up what has not struck yet."""
+        over = {strike.fault for strike in faults.read(self.run_dir)[0]}
+        self.pending = [fault for fault in planned(self.config, num_rollout) if str(fault) not in over]
+
+    @contextmanager
+    def __call__(self, phase: str, rollout_id: int) -> Generator[None]:
+        """A phase of the loop: its faults strike some seconds into it, or at its end when that comes first."""
+        due = [fault for fault in self.pending if (fault.phase, fault.rollout_id) == (phase, rollout_id)]
+        timers = [threading.Timer(fault.seconds, self._strike, (fault,)) for fault in due]
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.cancel()
+        for fault in due:
+            self._strike(fault)
+
+    def recovered(self, lost: Sequence[Recovery]) -> None:
+        """Note engines that were lost, and what became of them."""
+        self.recoveries += lost
+        faults.append(self.run_dir, *lost)
+
+    def _strike(self, fault: Fault) -> None:
+        """Once per fault, whichever thread is first."""
+        with self._lock:
+            if fault not in self.pending:
+                return
+            self.pending.remove(fault)
+        rng = Random(f"{self.config.seed} {fault}")
+        if fault.kind in RECOVERED:
+            self._hurt_engine(fault, rng)
+        else:
+            self._signal(fault, rng)
+
+    def _hurt_engine(self, fault: Fault, rng: Random) -> None:
+        if not self.engines:
+            self._note(fault, "", "the run has no engine")
+            return
+        name = rng.choice(sorted(self.engines))
+        self._note(fault, name)
+        self.engines[name].hurt.remote(SIGNALS[fault.kind])
+        if fault.kind == "slow_engine":
+            goes_on = threading.Timer(self.config.slow_s, self.engines[name].hurt.remote, ("SIGCONT",))
+            goes_on.daemon = True
+            goes_on.start()
+
+    def _signal(self, fault: Fault, rng: Random) -> None:
+        assert fault.kind in FATAL
+        prefix = NAMES.get(fault.kind.rpartition("_")[2])
+        found = {"driver": os.getpid()}
+        if prefix is not None:
+            found = {name: pid for name, pid in living(self.run_dir / "stacks").items() if name.startswith(prefix)}
+        if not found:
+            self._note(fault, "", "no such process on the driver's node")
+            return
+        name = rng.choice(sorted(found))
+        self._note(fault, name)
+        os.kill(found[name], signal.Signals[SIGNALS[fault.kind]])
+
+    def _note(self, fault: Fault, target: str, note: str = "") -> None:
+        strike = Strike(str(fault), target, time.time(), note)
+        self.strikes.append(strike)
+        faults.append(self.run_dir, strike)
+
+
+def report_lines(strikes: Sequence[Strike], recoveries: Sequence[Recovery]) -> list[str]:
+    """The recovery report: one line for each fault, after one that counts them; none where there was none."""
+    found = faults.outcomes(strikes, recoveries)
+    if not found:
+        return []
+    back = sum(bool(lost.joined) for lost in recoveries)
+    head = f"faults: {len(strikes)} planted, {len(recoveries)} engines lost, {back} of them serving again"
+    return [head, *(f"  {outcome.what} on {outcome.where or 'nothing'}: {outcome.found}" for outcome in found)]

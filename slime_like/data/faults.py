@@ -1,0 +1,115 @@
+"""faults.jsonl of a run: faults that were planted, engines that were lost, and what came of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_like.config.faults import FATAL
+from slime_like.errors import DataError
+
+FILE = "faults.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """A planted fault that struck."""
+
+    fault: str  # as in chaos.faults
+    target: str
+    time: float  # unix seconds
+    note: str = ""  # why it could not
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """An engine that was lost. Times in unix seconds; 0: not yet."""
+
+    engine: str
+    cause: str
+    noticed: float
+    up: float = 0.0  # started again
+    joined: float = 0.0  # serves again
+    version: int = -1  # of the weights it then had
+    groups: int = 0  # whose unfinished samples were made again
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One line of a recovery report."""
+
+    what: str
+    where: str
+    found: str
+
+
+def append(run_dir: Path, *notes: Strike | Recovery) -> None:
+    """Add lines to the run's file; whole ones, as the driver may be about to die."""
+    if not notes:
+        return
+    text = "".join(json.dumps({"kind": type(note).__name__, **asdict(note)}) + "\n" for note in notes)
+    with (run_dir / FILE).open("a") as file:
+        file.write(text)
+
+
+def read(run_dir: Path) -> tuple[list[Strike], list[Recovery]]:
+    """What the file holds, all parts of the run together; nothing where there is none. Raises ``DataError``."""
+    strikes: list[Strike] = []
+    recoveries: list[Recovery] = []
+    path = run_dir / FILE
+    if not path.exists():
+        return strikes, recoveries
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            note: dict[str, Any] = json.loads(line)
+            if note.pop("kind") == Strike.__name__:
+                strikes.append(Strike(**note))
+            else:
+                recoveries.append(Recovery(**note))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path}:{number} is no line of a fault ({error}): remove it") from error
+    return strikes, recoveries
+
+
+def outcomes(strikes: Sequence[Strike], recoveries: Sequence[Recovery]) -> list[Outcome]:
+    """Each planted fault with what it led to, then losses that nobody planted."""
+    left = list(recoveries)
+    found: list[Outcome] = []
+    for at, strike in enumerate(strikes):
+        after = min((s.time for s in strikes[at + 1 :] if s.target == strike.target), default=float("inf"))
+        led = next((r for r in left if r.engine == strike.target and strike.time <= r.noticed < after), None)
+        if led is not None:
+            left.remove(led)
+        what = _came_of(led, strike.time) if led is not None else strike.note or _ends(strike)
+        found.append(Outcome(strike.fault, strike.target, what))
+    found += [Outcome(_first(lost.cause), lost.engine, _came_of(lost, lost.noticed)) for lost in left]
+    return found
+
+
+def _came_of(lost: Recovery, since: float) -> str:
+    parts = (
+        [f"noticed after {max(0.0, lost.noticed - since):.1f} s ({_first(lost.cause)})"]
+        if since != lost.noticed
+        else []
+    )
+    parts.append(f"up after {lost.up - since:.1f} s" if lost.up else "not up again")
+    if lost.joined:
+        weights = f"serves version {lost.version}" if lost.version >= 0 else "serves"
+        parts.append(f"{weights} after {lost.joined - since:.1f} s")
+    elif lost.up:
+        parts.append("no push has reached it since")
+    parts.append(f"{lost.groups} groups made again")
+    return ", ".join(parts)
+
+
+def _ends(strike: Strike) -> str:
+    if strike.fault.partition(":")[0] in FATAL:
+        return "ends the run, which the same command continues"
+    return "no engine was lost, or that part of the run ended before it was noticed"
+
+
+def _first(text: str) -> str:
+    return text.splitlines()[0] if text else ""

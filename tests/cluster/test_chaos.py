@@ -1,0 +1,117 @@
+"""Planted faults: drawn from a seed, struck once, at their phase, and never again in the same run."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from slime_like.cluster.chaos import Chaos, planned, report_lines
+from slime_like.config.faults import ChaosConfig
+from slime_like.data.faults import Recovery, Strike, append, outcomes, read
+from slime_like.errors import DataError
+
+
+class Hurt:
+    """Ray's handle of an engine's actor, as far as a fault uses it."""
+
+    def __init__(self) -> None:
+        self.signals: list[str] = []
+        self.hurt = self
+
+    def remote(self, name: str) -> None:
+        self.signals.append(name)
+
+
+def chaos(folder: Path, *faults: str) -> tuple[Chaos, Hurt]:
+    engine = Hurt()
+    made = Chaos(ChaosConfig(faults=list(faults)), folder, {"engine 0": engine})
+    made.plan(10)
+    return made, engine
+
+
+def test_the_same_seed_draws_the_same_faults() -> None:
+    def drawn(seed: int) -> list[str]:
+        return [str(fault) for fault in planned(ChaosConfig(random=20, seed=seed, kinds=["kill_engine"]), 7)]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert len(set(drawn(1))) > 15
+    assert all(fault.rollout_id < 7 and fault.seconds <= 2 for fault in planned(ChaosConfig(random=50), 7))
+
+
+def test_a_fault_strikes_at_the_end_of_its_phase_at_the_latest_and_once(tmp_path: Path) -> None:
+    made, engine = chaos(tmp_path, "kill_engine:step:3:1000", "stop_engine:collect:3:1000")
+    with made("step", 2), made("collect", 2), made("push", 3):
+        pass
+    assert engine.signals == []
+    for _ in range(2):
+        with made("step", 3):
+            assert engine.signals == ["SIGKILL"] * _
+    assert engine.signals == ["SIGKILL"]
+    again, engine = chaos(tmp_path, "kill_engine:step:3:1000", "stop_engine:collect:3:1000")
+    with again("collect", 3), again("step", 3):
+        pass
+    assert engine.signals == ["SIGSTOP"], "what struck in an earlier part of the run is over"
+
+
+def test_a_phase_that_fails_is_not_struck_at_its_end(tmp_path: Path) -> None:
+    made, engine = chaos(tmp_path, "kill_engine:step:3:1000")
+    with pytest.raises(ValueError, match="failed"), made("step", 3):
+        raise ValueError("failed")
+    assert engine.signals == []
+
+
+def test_the_driver_gets_its_signal(tmp_path: Path) -> None:
+    made, _ = chaos(tmp_path, "terminate:push:1")
+    found: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: found.append(number))
+    try:
+        with made("push", 1):
+            pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert found == [signal.SIGTERM]
+
+
+def test_the_report_tells_what_came_of_each(tmp_path: Path) -> None:
+    strikes = [
+        Strike("kill_engine:collect:3:0.5", "engine 0", 100.0),
+        Strike("stop_engine:step:4:0", "engine 0", 200.0),
+        Strike("kill_rank:step:5:0", "trainer_rank0", 300.0),
+        Strike("slow_engine:step:6:0", "engine 1", 400.0),
+    ]
+    recoveries = [
+        Recovery("engine 0", "dead: gone\nlog", 101.0, 110.0, 112.0, 3, 7),
+        Recovery("engine 1", "dead: by itself", 150.0, 160.0),
+        Recovery("engine 0", "stalled: no answer", 205.0),
+    ]
+    append(tmp_path, *strikes)
+    append(tmp_path, *recoveries)
+    assert read(tmp_path) == (strikes, recoveries)
+    assert [(o.what, o.where, o.found) for o in outcomes(strikes, recoveries)] == [
+        (
+            *("kill_engine:collect:3:0.5", "engine 0"),
+            "noticed after 1.0 s (dead: gone), up after 10.0 s, serves version 3 after 12.0 s, 7 groups made again",
+        ),
+        (
+            *("stop_engine:step:4:0", "engine 0"),
+            "noticed after 5.0 s (stalled: no answer), not up again, 0 groups made again",
+        ),
+        ("kill_rank:step:5:0", "trainer_rank0", "ends the run, which the same command continues"),
+        (
+            *("slow_engine:step:6:0", "engine 1"),
+            "no engine was lost, or that part of the run ended before it was noticed",
+        ),
+        ("dead: by itself", "engine 1", "up after 10.0 s, no push has reached it since, 0 groups made again"),
+    ]
+    lines = report_lines(strikes, recoveries)
+    assert lines[0] == "faults: 4 planted, 3 engines lost, 1 of them serving again"
+    assert len(lines) == 6
+    assert report_lines([], []) == []
+
+
+def test_a_torn_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "faults.jsonl").write_text("{\n")
+    with pytest.raises(DataError, match=r"faults\.jsonl:1 "):
+        read(tmp_path)

@@ -1,0 +1,179 @@
+"""A rollout manager on two real engines that can be hurt at a given answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slime_like.config.faults import HealthConfig
+from slime_like.config.resolved import EngineSpec, TransportSpec
+from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
+from slime_like.config.run import LoopConfig
+from slime_like.deadline import Deadline
+from slime_like.interfaces import Completion, Sampling
+from slime_like.rollout import processes
+from slime_like.rollout.client import EngineClient
+from slime_like.rollout.manager import ManagerSpec, RolloutManager
+from slime_like.rollout.server import EngineServer
+from slime_like.types import I32
+from slime_like.weights.tensor import TensorSender
+from tests.data.character_tokenizer import characters
+from tests.data.sources import source, write
+from tests.engine.conftest import KEY, Models
+from tests.engine.test_weights import Source
+
+HERE = "127.0.0.1"
+GROUPS, SAMPLES, TOKENS = 12, 4, 48
+Answered = Callable[[str], None]
+_answered: list[Answered] = []  # told the engine's name at each answer
+
+
+def at_answer(name: str, number: int, what: Callable[[], object]) -> None:
+    """Do ``what`` at the ``number``-th answer of an engine, while it works on others."""
+    seen: list[str] = []
+
+    def count(engine: str) -> None:
+        seen.extend([engine] if engine == name else [])
+        if len(seen) == number:
+            seen.append("")
+            what()
+
+    _answered[:] = [*_answered, count]
+
+
+def forget() -> None:
+    """No further fault."""
+    _answered.clear()
+
+
+class Told(EngineClient):
+    """Tells of its answers."""
+
+    async def extend(
+        self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
+        found = await super().extend(token_ids, seeds, max_new_tokens, sampling)
+        for told in _answered:
+            told(self.name)
+        return found
+
+
+class LocalKeeper:
+    """An engine whose server this process started."""
+
+    def __init__(self, spec: EngineSpec, name: str) -> None:
+        self._spec, self._name = spec, name
+        self.server = self._start()
+        self.client = EngineClient("http://nowhere", admin_key=KEY, name=name)
+
+    def _start(self) -> EngineServer:
+        server = EngineServer(self._spec, admin_key=KEY)
+        server.start()
+        return server
+
+    def connect(self) -> None:
+        """Once it answers."""
+        self.server.wait_ready()
+        self.client = Told(self.server.url, admin_key=KEY, name=self._name, deadline_s=120)
+
+    async def restart(self) -> tuple[EngineClient, str]:
+        ended = await asyncio.to_thread(self.server.last_words)
+        self.server.stop()
+        self.server = self._start()
+        await asyncio.to_thread(self.connect)
+        return self.client, ended
+
+    async def stopped(self) -> tuple[int, ...]:
+        return processes.stopped(self.server.pid)
+
+    def hurt(self, number: signal.Signals) -> None:
+        os.killpg(self.server.pid, number)
+
+
+class Pair:
+    """Two engines, and managers made on them."""
+
+    def __init__(self, models: Models, folder: Path) -> None:
+        self.models, self.folder, self.version = models, folder, 0
+        characters().save_pretrained(folder / "tokenizer")
+        self._data = write(folder / "train.jsonl", [{"prompt": f"{i}+1=", "label": str(i)} for i in range(100)])
+        spec = EngineSpec(
+            model_path=str(models.paths["A"]),
+            device="cpu",
+            dtype="float32",
+            tp=1,
+            context_length=512,
+            seed=0,
+            log_path="",
+            start_deadline_s=180,
+            request_deadline_s=120,
+            max_running_requests=2 * SAMPLES,  # groups are answered a few at a time
+            sglang={"max_total_tokens": 4096},
+        )
+        self.keepers = [LocalKeeper(replace(spec, log_path=str(folder / f"{i}.log")), f"engine {i}") for i in (0, 1)]
+        self.loop = asyncio.new_event_loop()
+
+    def manager(self, engines: int = 2, **health: Any) -> RolloutManager:
+        """A fresh manager of rollouts of ``GROUPS`` groups on the first engines as they are."""
+        settings: dict[str, Any] = {"interval_s": 1.0, "timeout_s": 6.0, "first_wait_s": 0.0} | health
+        spec = ManagerSpec(
+            rollout=RolloutConfig(
+                batch_size=GROUPS,
+                n_samples_per_prompt=SAMPLES,
+                max_response_len=TOKENS,
+            ),
+            reward=RewardConfig(name="exact", workers=1),
+            evaluation=EvalConfig(),
+            loop=LoopConfig(num_rollout=9),
+            health=HealthConfig(**settings),
+            tokenizer_path=str(self.folder / "tokenizer"),
+            max_context_len=500,
+            stop_token_ids=(),
+            temperature=1.0,
+            seed=0,
+            probe_sequences=2,
+            samples_per_rollout=GROUPS * SAMPLES,
+            first_rollout=0,
+            deterministic=False,
+            pushed=True,
+            chat_template_kwargs={},
+        )
+        return RolloutManager(spec, source(self._data), {}, self.keepers[:engines])
+
+    async def send(self, names: Sequence[str], model: str) -> None:
+        """The middle of a push."""
+        clients = [keeper.client for keeper in self.keepers if keeper.client.name in names]
+        sender = TensorSender(clients, transport=TransportSpec("tensor", "", 1 << 16, 60.0), group_name="", host=HERE)
+        try:
+            await sender.send(Source(self.models.tensors(model)))
+        finally:
+            await sender.close()
+
+    async def push(self, manager: RolloutManager, model: str) -> tuple[str, ...]:
+        """All of it; the names of the engines that took part."""
+        names = await manager.begin_push()
+        await self.send(names, model)
+        self.version += 1
+        await manager.commit_push(self.version)
+        return names
+
+    def close(self) -> None:
+        """Nothing is left of the engines."""
+        for keeper in self.keepers:
+            keeper.server.stop()
+        for keeper in self.keepers:
+            self.loop.run_until_complete(keeper.client.close())
+        self.loop.close()
+
+
+async def until(reached: Callable[[], object]) -> None:
+    """Wait for something that the manager does."""
+    deadline = Deadline("test", "faults", 120)
+    while not reached():
+        deadline.remaining("the rollout manager")
+        await asyncio.sleep(0.05)

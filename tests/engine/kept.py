@@ -1,0 +1,19 @@
+"""An engine that somebody else started, and that is not started again."""
+
+from __future__ import annotations
+
+from slime_like.errors import EngineError
+from slime_like.rollout.client import EngineClient
+
+
+class Kept:
+    """``rollout.fleet.Keeper`` of such an engine."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+
+    async def restart(self) -> tuple[EngineClient, str]:
+        raise EngineError(f"{self.client.name} is not started again")
+
+    async def stopped(self) -> tuple[int, ...]:
+        return ()

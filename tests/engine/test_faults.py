@@ -1,0 +1,140 @@
+"""Engines that are killed and stopped under a rollout manager: every sample is made once, and who is back joins by a push."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from slime_like.errors import EngineError, EngineLost
+from slime_like.rollout.manager import Collected
+from tests.engine.conftest import Models
+from tests.engine.faulty import GROUPS, SAMPLES, TOKENS, Pair, at_answer, forget, until
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def pair(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    made = Pair(models, tmp_path_factory.mktemp("faults"))
+    try:
+        for keeper in made.keepers:
+            keeper.connect()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(autouse=True)
+def no_fault() -> Iterator[None]:
+    yield
+    forget()
+
+
+def check_whole(collected: Collected, rollout_id: int, models: Models, model: str, version: int) -> None:
+    """Every sample once, whole, and sampled from these weights."""
+    base = rollout_id * GROUPS
+    assert [group.group_id for group in collected.groups] == list(range(base, base + GROUPS))
+    ids = [sample.sample_id for group in collected.groups for sample in group.samples]
+    assert ids == list(range(base * SAMPLES, (base + GROUPS) * SAMPLES))
+    for group in collected.groups:
+        for sample in group.samples:
+            assert sample.versions == (version,)
+            assert 0 < sample.num_response_tokens <= TOKENS
+        sample = group.samples[0]
+        sampled = sample.num_response_tokens
+        expected = models.logprobs(model, sample.token_ids, 1.0)[-sampled:]
+        np.testing.assert_allclose(sample.logprobs[-sampled:], expected, atol=1e-4)
+
+
+def test_a_stopped_engine_is_waited_for_where_the_config_says_so(pair: Pair) -> None:
+    async def scenario() -> None:
+        manager = pair.manager(on_stalled_engine="wait", interval_s=0.2)
+        assert await pair.push(manager, "B") == ("engine 0", "engine 1")
+        at_answer("engine 0", 1, lambda: pair.keepers[0].hurt(signal.SIGSTOP))
+        collecting = asyncio.ensure_future(manager.collect(0))
+        await until(lambda: [seat for seat in manager._fleet.seats if seat.stalled])
+        assert not collecting.done()
+        pair.keepers[0].hurt(signal.SIGCONT)
+        collected = await collecting
+        check_whole(collected, 0, pair.models, "B", pair.version)
+        assert "does not answer and is waited for" in collected.warnings[0]
+        assert manager.last_recoveries() == ()
+        await until(lambda: not [seat for seat in manager._fleet.seats if seat.stalled])
+        assert await pair.push(manager, "A") == ("engine 0", "engine 1")
+        await manager.stop()
+
+    pair.loop.run_until_complete(scenario())
+
+
+def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pair) -> None:
+    """The second goes on alone; when none is left, the first to come back gets weights, and ends the rollout."""
+
+    async def scenario() -> None:
+        manager = pair.manager()
+        await pair.push(manager, "B")
+        at_answer("engine 0", 1, lambda: pair.keepers[0].hurt(signal.SIGKILL))
+        at_answer("engine 1", 2, lambda: pair.keepers[1].hurt(signal.SIGSTOP))
+        collecting = asyncio.ensure_future(manager.collect(0))
+        starved = asyncio.ensure_future(manager.starved())
+        await asyncio.wait({collecting, starved}, return_when=asyncio.FIRST_COMPLETED)
+        assert starved.done() and not collecting.done()
+        await pair.push(manager, "A")
+        collected = await collecting
+        for group in collected.groups:
+            assert {sample.versions for sample in group.samples} <= {(pair.version - 1,), (pair.version,)}
+        remade = [group for group in collected.groups if group.oldest_version == pair.version]
+        assert 0 < len(remade) < GROUPS
+        ids = [sample.sample_id for group in collected.groups for sample in group.samples]
+        assert ids == list(range(GROUPS * SAMPLES))
+        assert len(collected.recovered) >= 1
+        assert all(lost.version == pair.version for lost in collected.recovered)
+        await until(lambda: not [seat for seat in manager._fleet.seats if seat.down])
+        killed, stopped = manager._fleet.recoveries
+        assert "was killed by SIGKILL" in killed.cause
+        assert "no answer to a health check" in stopped.cause
+        assert killed.groups + stopped.groups == sum(
+            m.value for m in collected.metrics if m.name == "rollout/remade_groups"
+        )
+        assert killed.groups >= 1 and stopped.groups >= len(remade)
+        assert await pair.push(manager, "B") == ("engine 0", "engine 1")
+        check_whole(await manager.collect(1), 1, pair.models, "B", pair.version)
+        assert len(await manager.probe()) == 2
+        await manager.stop()
+
+    pair.loop.run_until_complete(scenario())
+
+
+def test_an_engine_that_dies_within_a_push_is_left_out_of_it(pair: Pair) -> None:
+    async def scenario() -> None:
+        manager = pair.manager()
+        before = await manager.begin_push()
+        pair.keepers[1].hurt(signal.SIGKILL)
+        with pytest.raises(EngineLost, match="engine 1"):
+            await pair.send(before, "A")
+        after = await manager.begin_push()
+        assert after == ("engine 0",)
+        await pair.send(after, "A")
+        pair.version += 1
+        await manager.commit_push(pair.version)
+        (scores,) = await manager.probe()
+        expected = pair.models.logprobs("A", scores.token_ids[0], 1.0)
+        np.testing.assert_allclose(scores.logprobs[0], expected, atol=1e-4)
+        check_whole(await manager.collect(0), 0, pair.models, "A", pair.version)
+        await manager.stop()
+
+    pair.loop.run_until_complete(scenario())
+
+
+def test_a_dead_engine_ends_the_rollout_where_the_config_says_so(pair: Pair) -> None:
+    async def scenario() -> None:
+        manager = pair.manager(engines=1, on_dead_engine="stop")
+        at_answer("engine 0", 1, lambda: pair.keepers[0].hurt(signal.SIGKILL))
+        with pytest.raises(EngineError, match="engine 0"):
+            await manager.collect(0)
+        await manager.stop()
+
+    pair.loop.run_until_complete(scenario())
