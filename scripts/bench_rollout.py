@@ -149,7 +149,7 @@ def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Names
         samples_per_rollout=options.batch * options.samples,
         first_rollout=0,
         deterministic=False,
-        pushed=True,
+        pushes=True,
     )
     return Arm(name, RolloutManager(spec, RandomPrompts(), {}, [Kept(client) for client in clients]))
 

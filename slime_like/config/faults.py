@@ -63,8 +63,7 @@ class HealthConfig(Config):
 
     on_dead_engine: str = key(
         "restart",
-        "An engine that died: restart it (its unfinished samples are made again, and it joins at the next push), or stop "
-        "the run.",
+        "An engine that died: restart it (its groups go on elsewhere, and it joins at the next push), or stop the run.",
         choices=("restart", "stop"),
     )
     on_stalled_engine: str = key(

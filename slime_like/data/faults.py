@@ -34,7 +34,7 @@ class Recovery:
     up: float = 0.0  # started again
     joined: float = 0.0  # serves again
     version: int = -1  # of the weights it then had
-    groups: int = 0  # whose unfinished samples were made again
+    groups: int = 0  # that went on elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _came_of(lost: Recovery, since: float) -> str:
         parts.append(f"{weights} after {lost.joined - since:.1f} s")
     elif lost.up:
         parts.append("no push has reached it since")
-    parts.append(f"{lost.groups} groups made again")
+    parts.append(f"{lost.groups} groups went on elsewhere")
     return ", ".join(parts)
 
 

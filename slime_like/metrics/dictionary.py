@@ -123,7 +123,7 @@ ENTRIES = (
     Entry("rollout/engine_restarts", "engines that died or stalled and were restarted (docs/faults.md)", "", "0"),
     Entry(
         "rollout/remade_groups",
-        "groups whose unfinished samples were made again, as their engine was lost",
+        "groups that went on elsewhere with what they had been answered, as their engine was lost",
         "groups",
         "0",
     ),

@@ -92,18 +92,18 @@ def test_the_report_tells_what_came_of_each(tmp_path: Path) -> None:
     assert [(o.what, o.where, o.found) for o in outcomes(strikes, recoveries)] == [
         (
             *("kill_engine:collect:3:0.5", "engine 0"),
-            "noticed after 1.0 s (dead: gone), up after 10.0 s, serves version 3 after 12.0 s, 7 groups made again",
+            "noticed after 1.0 s (dead: gone), up after 10.0 s, serves version 3 after 12.0 s, 7 groups went on elsewhere",
         ),
         (
             *("stop_engine:step:4:0", "engine 0"),
-            "noticed after 5.0 s (stalled: no answer), not up again, 0 groups made again",
+            "noticed after 5.0 s (stalled: no answer), not up again, 0 groups went on elsewhere",
         ),
         ("kill_rank:step:5:0", "trainer_rank0", "ends the run, which the same command continues"),
         (
             *("slow_engine:step:6:0", "engine 1"),
             "no engine was lost, or that part of the run ended before it was noticed",
         ),
-        ("dead: by itself", "engine 1", "up after 10.0 s, no push has reached it since, 0 groups made again"),
+        ("dead: by itself", "engine 1", "up after 10.0 s, no push has reached it since, 0 groups went on elsewhere"),
     ]
     lines = report_lines(strikes, recoveries)
     assert lines[0] == "faults: 4 planted, 3 engines lost, 1 of them serving again"

@@ -140,7 +140,7 @@ class Pair:
             samples_per_rollout=GROUPS * SAMPLES,
             first_rollout=0,
             deterministic=False,
-            pushed=True,
+            pushes=True,
             chat_template_kwargs={},
         )
         return RolloutManager(spec, source(self._data), {}, self.keepers[:engines])

@@ -61,7 +61,7 @@ def spec(tokenizer: Path, *, partial: bool, first: int = 0) -> ManagerSpec:
         samples_per_rollout=BATCH * N,
         first_rollout=first,
         deterministic=False,
-        pushed=True,
+        pushes=True,
     )
 
 
