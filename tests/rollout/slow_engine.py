@@ -11,7 +11,7 @@ import numpy as np
 
 from slime_like.errors import EngineLost
 from slime_like.interfaces import Completion, Sampling
-from slime_like.types import I32
+from slime_like.types import F32, I32
 
 
 def token(seed: int, position: int) -> int:
@@ -84,15 +84,22 @@ class SlowEngine:
             if not going:
                 continue
             if self._dies and not self._rng.randrange(self._dies):
-                self._dead = True
-                for request in going:
-                    self._end(request, "lost")
+                self.die()
                 continue
             request = self._rng.choice(going)
             request.seen = True
             request.spans.append(self.version)
             if len(request.spans) == request.most:
                 self._end(request, "length")
+
+    async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
+        self._refuse_dead()
+        return [ids[1:].astype(np.float32) for ids in token_ids]
+
+    def die(self) -> None:
+        self._dead = True
+        for request in self._requests:
+            self._end(request, "lost")
 
     async def close(self) -> None:
         """No connection is left."""

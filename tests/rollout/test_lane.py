@@ -1,0 +1,70 @@
+"""A group of several calls whose engine dies between and during them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from slime_like.config.faults import HealthConfig
+from slime_like.interfaces import Sampling
+from slime_like.rollout.fleet import Fleet
+from slime_like.rollout.journal import Journal
+from slime_like.rollout.lane import Gate, Lane
+from slime_like.rollout.usage import Usage
+from tests.rollout.slow_engine import SlowKeeper, token
+
+PROMPT = np.arange(2, 6, dtype=np.int32)
+
+
+class Group:
+    """A lane on two engines, of which the first has it."""
+
+    def __init__(self) -> None:
+        self.keepers = [SlowKeeper(random.Random(0), version, f"engine {version}", 0) for version in range(2)]
+        self.fleet = Fleet(self.keepers, HealthConfig(), pushed=True)  # pyright: ignore[reportArgumentType]
+        self.journal = Journal()
+
+
+def play(turns: Callable[[Group, Lane], Awaitable[None]]) -> Group:
+    async def run() -> Group:
+        group = Group()
+        with group.fleet.router.lease(100) as lease:
+            assert lease.engine is group.keepers[0].client
+            await turns(group, Lane(lease, group.journal, Gate(), Usage(2)))
+        await group.fleet.stop()
+        for task in (task for keeper in group.keepers for task in keeper.tasks):
+            task.cancel()
+        return group
+
+    return asyncio.run(run())
+
+
+def test_what_was_answered_stays_and_the_rest_goes_on_elsewhere() -> None:
+    async def turns(group: Group, lane: Lane) -> None:
+        (first,) = await lane.generate(PROMPT, [7], Sampling(1.0, 5))
+        assert first.versions == ((0, 5, 0),)
+        answers = [asyncio.create_task(lane.generate(PROMPT, [seed], Sampling(1.0, 9))) for seed in (8, 9)]
+        while not (sampled := sum(len(r.spans) for r in group.keepers[0].client._requests)):
+            await asyncio.sleep(0)
+        group.keepers[0].client.die()
+        for seed, answer in zip((8, 9), answers, strict=True):
+            (completion,) = await answer
+            assert completion.token_ids.tolist() == [token(seed, len(PROMPT) + i) for i in range(9)]
+            assert completion.versions == ((0, 9, 1),)  # the lost engine's tokens went with it
+        assert sampled > 0
+        assert [len(c.token_ids) for call in group.journal.copy() for c in call.completions] == [5, 9, 9]
+
+    assert play(turns).fleet.rollout_made()[1] == 1  # a group, though two requests were lost
+
+
+def test_scores_come_from_an_engine_that_serves() -> None:
+    async def turns(group: Group, lane: Lane) -> None:
+        group.keepers[0].client.die()
+        (scores,) = await lane.score([PROMPT], 1.0)
+        assert scores.tolist() == PROMPT[1:].tolist()
+        assert group.fleet.router.engines == [group.keepers[1].client]
+
+    assert play(turns).fleet.news()[0].startswith("engine 0 is dead and is restarted")
