@@ -146,8 +146,9 @@ class Pair:
         return RolloutManager(spec, source(self._data), {}, self.keepers[:engines])
 
     async def send(self, names: Sequence[str], model: str) -> None:
-        """The middle of a push."""
-        clients = [keeper.client for keeper in self.keepers if keeper.client.name in names]
+        """The middle of a push, over connections of its own: the sender closes them."""
+        engines = [keeper for keeper in self.keepers if keeper.client.name in names]
+        clients = [EngineClient(e.server.url, admin_key=KEY, name=e.client.name, deadline_s=120) for e in engines]
         sender = TensorSender(clients, transport=TransportSpec("tensor", "", 1 << 16, 60.0), group_name="", host=HERE)
         try:
             await sender.send(Source(self.models.tensors(model)))

@@ -102,7 +102,7 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
         assert killed.groups >= 1 and stopped.groups >= len(remade)
         assert await pair.push(manager, "B") == ("engine 0", "engine 1")
         check_whole(await manager.collect(1), 1, pair.models, "B", pair.version)
-        assert len(await manager.probe()) == 2
+        assert len(await manager.probe()) == 2, manager._fleet.recoveries
         await manager.stop()
 
     pair.loop.run_until_complete(scenario())
