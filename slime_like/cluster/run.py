@@ -87,6 +87,7 @@ class Run:
 
     def assemble(self, rollout_id: int, collected: Collected) -> TrainBatch:
         """The rollout as the trainer takes it. With ``run.dump_rollouts`` some of it is scored first."""
+        self.chaos.recovered(collected.recovered)  # at once: this rollout's step or push may end the run
         batch = assemble(collected.groups, self.assembly, rollout_id)
         self.view = None
         if self.cfg.run.dump_rollouts and self.cfg.run.mode != "rollout_only":
@@ -105,7 +106,6 @@ class Run:
         self.spans.add("rollout", collected.started, collected.stopped)
         if self.cfg.run.dump_rollouts:
             self._dump(rollout_id, collected)
-        self.chaos.recovered(collected.recovered)
         for warning in collected.warnings:
             sys.stderr.write(f"warning: {warning}\n")
         done = rollout_id + 1

@@ -64,11 +64,12 @@ def test_each_fault_ends_the_run_or_is_survived(pair: Pair) -> None:
         *("kill_engine", "kill_rank"),
         "stop_engine",
     ]
-    assert [lost.version >= 2 and lost.joined > lost.up > lost.noticed for lost in recoveries] == [True, True]
-    assert "was killed by SIGKILL" in recoveries[0].cause
-    assert "no answer to a health check" in recoveries[1].cause
+    assert [lost.joined > lost.up > lost.noticed for lost in recoveries] == [True] * 3
+    assert [lost.version >= least for lost, least in zip(recoveries, (0, 2, 4), strict=True)] == [True] * 3
+    assert all("was killed by SIGKILL" in lost.cause for lost in recoveries[:2])
+    assert recoveries[2].cause.startswith("stalled: ")
     restarts = [row["rollout/engine_restarts"] for row in metrics(pair.killed) if row["step"] > 0]
-    assert sum(restarts) >= 2
+    assert sum(restarts) >= 1  # rollouts of a part that ended before their checkpoint were made again
     html = (pair.killed / "report.html").read_text()
     assert "stop_engine:collect:4:0" in html
 
