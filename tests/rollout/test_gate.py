@@ -14,8 +14,12 @@ from slime_like.rollout.client import EngineClient
 from slime_like.rollout.lane import Gate
 
 
+async def nobody_to_tell() -> None:
+    """Aborts nothing."""
+
+
 async def shut(gate: Gate) -> None:
-    await gate.shut([], Deadline("test", "stop", 30))
+    await gate.shut(nobody_to_tell, Deadline("test", "stop", 30))
 
 
 def test_a_gate_shut_again_holds_back_who_was_woken() -> None:
