@@ -28,7 +28,6 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from slime_like.cluster.plan_guard import ring_folder  # noqa: E402
 from slime_like.config.faults import FATAL, RECOVERED, Fault  # noqa: E402  (found by the line above)
 from slime_like.data import faults  # noqa: E402
 from slime_like.deadline import Deadline  # noqa: E402
@@ -49,9 +48,6 @@ SETTINGS = (
 )
 STARTS = (2.0, 25.0)  # s within which signals at start come
 PART_S = 300.0  # longest that a part may take: its start, four restarts, the deadlines of what ends it
-GONE_S = 30.0  # for processes of a part to be gone after it
-MARK = "SLIME_LIKE_SOAK"  # in the environment of every process of a part
-SHARED = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +89,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "soak_faults")
     parser.add_argument("--table", type=Path, default=None)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted: the same command goes on"))
     soak = Soak(options.folder, options.seed, options.rollouts)
     soak.reference()
     stop_at = min(options.faults, soak.num_faults + options.most)
@@ -175,18 +172,21 @@ class Soak:
         ]
 
     def _go(self, number: int, layout: str, end: str, overrides: tuple[str, ...], rng: random.Random) -> None:
-        mark = f"{os.getpid()}.{number}"
         scratch = Path(tempfile.mkdtemp(prefix="soak"))
-        os.environ |= {MARK: mark, "TMPDIR": str(scratch)}
-        shared = {ring_folder(str(self.run))}
+        os.environ["TMPDIR"] = str(scratch)
         before, _ = len(faults.read(self.run)[0]), (first := last_step(self.run))
         started = time.monotonic()
         log = self.folder / f"part_{number}.log"
         training = Training(*self._job, f"run.dir={self.run}", *overrides, log=log)
-        sent = self._signals(training, rng) if end == STARTING else []
-        code, hung = self._end(training, mark, shared)
+        try:
+            sent = self._signals(training, rng) if end == STARTING else []
+            code, hung = self._end(training)
+        except BaseException:  # the soak itself is interrupted: the next one goes on where this part ended
+            training.end()
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
         seconds = time.monotonic() - started
-        left = leftovers(mark, shared, scratch, died=end == "kill_driver")
+        left = [*training.leftovers(), *(str(path) for path in scratch.iterdir() if path.name.startswith("slime_like"))]
         strikes, recoveries = faults.read(self.run)
         since = strikes[before].time if len(strikes) > before else float("inf")
         found = faults.outcomes(strikes[before:], [lost for lost in recoveries if lost.noticed >= since])
@@ -227,13 +227,13 @@ class Soak:
         return sent
 
     @staticmethod
-    def _end(training: Training, mark: str, shared: set[Path]) -> tuple[int, bool]:
-        """Exit code, and whether it had to be killed; ``shared`` receives what its processes share meanwhile."""
+    def _end(training: Training) -> tuple[int, bool]:
+        """Exit code, and whether it had to be killed."""
         deadline = Deadline("soak", "part", PART_S)
         while training.running():
             if deadline.elapsed() > deadline.limit:
                 return training.end(), True
-            shared |= mapped(processes(mark))
+            training.look()
             time.sleep(0.5)
         return training.wait().code, False
 
@@ -288,58 +288,6 @@ def _summary(kind: str, here: list[tuple[Part, tuple[str, str, str]]]) -> str:
     ]
     times = f", {min(again):.1f} to {max(again):.1f} s after the fault" if again else ""
     return f"{len(lost)} engines lost, {len(again)} serving again{times}; {len(here) - len(lost)} not noticed as a loss"
-
-
-def leftovers(mark: str, shared: set[Path], scratch: Path, *, died: bool) -> list[str]:
-    """Processes of the part, names in /dev/shm that its processes had mapped, scratch folders; a moment after its end.
-
-    A driver that was killed (``died``) leaves the rings of its ranks to the next part, which removes them, and Ray's own
-    agents, which notice the end of their raylet in a minute or more.
-    """
-    deadline = Deadline("soak", "leftovers", GONE_S)
-    while (
-        alive := [pid for pid in processes(mark) if not (died and is_agent(pid))]
-    ) and deadline.elapsed() < deadline.limit:
-        time.sleep(0.2)
-    names = [path for path in shared if path.exists() and not (died and path.name.startswith("slime_like."))]
-    scratches = [path for path in scratch.iterdir() if path.name.startswith("slime_like")]
-    return [*(f"process {process}" for process in alive), *(str(path) for path in [*names, *scratches])]
-
-
-def processes(mark: str) -> list[int]:
-    """Living processes that have ``mark`` in their environment; their ports go with them."""
-    found: list[int] = []
-    for process in Path("/proc").iterdir():
-        if not process.name.isdigit() or int(process.name) == os.getpid():
-            continue
-        try:
-            environment = (process / "environ").read_bytes().split(b"\0")
-            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if f"{MARK}={mark}".encode() in environment and state != "Z":
-            found.append(int(process.name))
-    return found
-
-
-def is_agent(pid: int) -> bool:
-    """Whether a process is one of Ray's agents."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith((b"ray::RuntimeEnvAgent", b"ray::DashboardAgent"))
-    except OSError:
-        return True
-
-
-def mapped(pids: list[int]) -> set[Path]:
-    """Names in /dev/shm that processes have mapped."""
-    found: set[Path] = set()
-    for pid in pids:
-        try:
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except OSError:
-            continue
-        found |= {Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED}/" in line}
-    return {path for path in found if not path.name.endswith("(deleted)")}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,13 @@ def warmed(folder: Path, training: Training) -> Warm:
     done = training.wait()
     assert done.code == 0, done.output
     return Warm(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Whatever ended the runs of this session, no process, port or name in /dev/shm is left of them."""
+    yield
+    assert [left for training in Training.started for left in training.leftovers()] == []
 
 
 @pytest.fixture(scope="session")

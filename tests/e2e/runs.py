@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -11,13 +12,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from slime_like.deadline import Deadline
+from tests.e2e.leftovers import MARK, leftovers, mapped
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_S = 420.0
 POLL_S = 0.1
+LOOK_S = 1.0  # between two looks at what a run has in shared memory
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +35,24 @@ class Finished:
 class Training:
     """One train.py process, or another script that is one, in a session of its own."""
 
+    started: ClassVar[list[Training]] = []  # by this process
+
     def __init__(self, *arguments: str, log: Path, script: str = "train.py") -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
+        self._mark = f"{os.getpid()}.{next(_numbers)}"
+        self._shared: set[Path] = set()
+        self._looked = 0.0
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [sys.executable, str(REPOSITORY / script), *arguments, "metrics.console=plain"],
                 cwd=REPOSITORY,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+                env=os.environ | {"HF_HUB_OFFLINE": "1", MARK: self._mark},
                 start_new_session=True,
             )
+        self.started.append(self)
 
     @property
     def pid(self) -> int:
@@ -51,22 +61,38 @@ class Training:
 
     def wait(self) -> Finished:
         """Wait for the end of the run; kills it when it takes too long."""
-        deadline = Deadline("test", "train.py", RUN_S)
-        try:
-            code = self._process.wait(timeout=deadline.limit)
-        except subprocess.TimeoutExpired as error:
-            self._end()
-            raise deadline.exceeded(f"train.py, which said: {self._log.read_text()[-3000:]}") from error
-        return Finished(code, self._log.read_text())
+        self._wait(lambda: not self.running())
+        return Finished(self._process.wait(), self._log.read_text())
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
         """Wait for something the run does; fails when the run ends first, kills it when it takes too long."""
+
+        def reached_or_over() -> bool:
+            assert self.running() or reached(), f"train.py ended early: {self._log.read_text()[-3000:]}"
+            return reached()
+
+        self._wait(reached_or_over)
+
+    def look(self) -> None:
+        """Note what its processes have in shared memory now."""
+        self._shared |= mapped(self._mark)
+        self._looked = time.monotonic()
+
+    def leftovers(self) -> list[str]:
+        """What it left behind, once it has ended; it is killed where it has not."""
+        if self.running():
+            self._end()
+            return [f"train.py itself, which said: {self._log.read_text()[-3000:]}"]
+        return leftovers(self._mark, self._shared, died=self._process.wait() == -signal.SIGKILL)
+
+    def _wait(self, reached: Callable[[], bool]) -> None:
         deadline = Deadline("test", "train.py", RUN_S)
         while not reached():
-            assert self._process.poll() is None, f"train.py ended early: {self._log.read_text()[-3000:]}"
             if deadline.elapsed() > deadline.limit:
                 self._end()
                 raise deadline.exceeded(f"train.py, which said: {self._log.read_text()[-3000:]}")
+            if time.monotonic() - self._looked > LOOK_S:
+                self.look()
             time.sleep(POLL_S)
 
     def _end(self) -> None:
