@@ -84,8 +84,8 @@ class Lane:
 
     @property
     def held_s(self) -> float:
-        """Seconds for which requests have been held back so far."""
-        return self._gate.shut_s
+        """Seconds for which requests have been held back so far, or no engine was there to answer them."""
+        return self._gate.shut_s + self._lease.starved_s
 
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> Sequence[Completion]:
         """``len(seeds)`` completions of one prompt, in as many requests as it takes.

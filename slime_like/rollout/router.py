@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -28,6 +29,11 @@ class Lease:
         self._router = router
         self.outstanding = outstanding
         self.engine = engine  # None while none serves
+
+    @property
+    def starved_s(self) -> float:
+        """Seconds for which no engine has served so far."""
+        return self._router.starved_s
 
     def spend(self, tokens: int) -> None:
         """``tokens`` of the outstanding ones were sampled."""
@@ -55,6 +61,8 @@ class Router:
         self._leases: list[Lease] = []
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
+        self._starved_at = None if engines else time.monotonic()
+        self._starved_before = 0.0
         self.ask: Ask = ask or _trusting
 
     @property
@@ -62,15 +70,23 @@ class Router:
         """Those that serve now."""
         return list(self._engines)
 
+    @property
+    def starved_s(self) -> float:
+        """Seconds for which no engine has served so far."""
+        return self._starved_before + (0.0 if self._starved_at is None else time.monotonic() - self._starved_at)
+
     def admit(self, engine: EngineClient) -> None:
         """Groups may go to ``engine`` from now on."""
         if engine not in self._engines:
             self._engines.append(engine)
+        self._starved_before, self._starved_at = self.starved_s, None
         self._wake()
 
     def withdraw(self, engine: EngineClient) -> None:
         """No further request goes to ``engine``; those it holds stay until they end."""
         self._engines = [other for other in self._engines if other is not engine]
+        if not self._engines and self._starved_at is None:
+            self._starved_at = time.monotonic()
         self._wake()
 
     def fail(self, error: Exception) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from slime_like.cluster import chaos as chaos_module
 from slime_like.cluster.chaos import Chaos, planned, report_lines
+from slime_like.cluster.stacks import start_time
 from slime_like.config.faults import ChaosConfig
 from slime_like.data.faults import Recovery, Strike, append, outcomes, read
 from slime_like.errors import DataError
@@ -60,6 +65,46 @@ def test_a_phase_that_fails_is_not_struck_at_its_end(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="failed"), made("step", 3):
         raise ValueError("failed")
     assert engine.signals == []
+
+
+def test_a_slow_engine_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    class Timer:
+        """What is to come at once."""
+
+        def __init__(self, seconds: float, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
+            waited.append(seconds)
+            self.start = lambda: work(*arguments)
+
+    made, engine = chaos(tmp_path, "slow_engine:step:3:0")
+    monkeypatch.setattr(chaos_module.threading, "Timer", Timer)
+    made._strike(made.pending[0])
+    assert (engine.signals, waited) == (["SIGSTOP", "SIGCONT"], [made.config.slow_s])
+
+
+@pytest.mark.parametrize("fault", ["kill_rank", "kill_manager", "stop_rank"])
+def test_ranks_and_the_manager_are_found_by_what_they_registered(tmp_path: Path, fault: str) -> None:
+    names = ("trainer_rank0", "rollout_manager", "engine_0")
+    victims = {name: subprocess.Popen(["sleep", "600"]) for name in names}
+    (tmp_path / "stacks").mkdir()
+    for name, victim in victims.items():
+        (tmp_path / "stacks" / f"{name}.{victim.pid}.{start_time(victim.pid)}.txt").touch()
+    try:
+        made, _ = chaos(tmp_path, f"{fault}:step:3")
+        with made("step", 3):
+            pass
+        struck = victims["trainer_rank0" if fault.endswith("rank") else "rollout_manager"]
+        _, status = os.waitpid(struck.pid, os.WUNTRACED)
+        ended = os.WSTOPSIG(status) if os.WIFSTOPPED(status) else os.WTERMSIG(status)
+        assert ended == (signal.SIGSTOP if fault == "stop_rank" else signal.SIGKILL)
+        assert [name for name, victim in victims.items() if victim.poll() is None and victim is not struck] == [
+            name for name in names if victims[name] is not struck
+        ]
+    finally:
+        for victim in victims.values():
+            victim.kill()
+            victim.wait()
 
 
 def test_the_driver_gets_its_signal(tmp_path: Path) -> None:

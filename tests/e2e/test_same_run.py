@@ -1,16 +1,17 @@
 """``run.deterministic=true``: engine and trainer agree in every bit, and a run ends as one that nothing happened to though
-its driver, a rank and its engine were killed, and the engine stopped, each in the midst of something."""
+its driver, a rank, its rollout manager and its engine were killed, and the engine stopped, each in the midst of something."""
 
 from __future__ import annotations
 
 import random
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from slime_like.data.faults import read
-from tests.e2e.runs import Finished, metrics, train
+from tests.e2e.runs import Finished, Training, metrics, train
 from tests.e2e.same_run import DRIFT, PROBE, differences, weight_differences, write_inputs
 
 pytestmark = pytest.mark.e2e
@@ -24,6 +25,7 @@ class Pair:
     whole: Path
     killed: Path
     inputs: Path
+    job: tuple[str, ...]
     parts: tuple[Finished, ...]  # of the killed one
 
 
@@ -40,6 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     faults = (
         f"kill_engine:collect:0:0.05,kill_driver:{first}:1:{rng.uniform(0, 0.1):.3f}",
         f"kill_engine:push:2,kill_rank:{second}:3:{rng.uniform(0, 0.1):.3f}",
+        "kill_manager:collect:4:0.05",
         "stop_engine:collect:4",
     )
     health = ("health.interval_s=0.5", "health.timeout_s=5", "health.first_wait_s=0")
@@ -47,22 +50,23 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         train(*job, *health, f"run.dir={killed}", f"chaos.faults=[{planted}]", log=folder / f"part{i}.log")
         for i, planted in enumerate(faults)
     )
-    return Pair(whole, killed, folder / "inputs", parts)
+    return Pair(whole, killed, folder / "inputs", job, parts)
 
 
 def test_each_fault_ends_the_run_or_is_survived(pair: Pair) -> None:
-    assert [part.code for part in pair.parts] == [-9, 1, 0], [part.output[-2000:] for part in pair.parts]
-    rank, last = pair.parts[1].output, pair.parts[2].output
-    assert "trainer rank 0 died" in rank
-    (bundle,) = pair.killed.glob("crash-*")
-    assert "trainer rank 0 died" in (bundle / "cause.txt").read_text()
+    assert [part.code for part in pair.parts] == [-9, 1, 1, 0], [part.output[-2000:] for part in pair.parts]
+    _, rank, manager, last = (part.output for part in pair.parts)
+    bundles = sorted(pair.killed.glob("crash-*"), key=lambda path: path.stat().st_mtime)
+    for who, said, bundle in zip(("trainer rank 0", "rollout manager"), (rank, manager), bundles, strict=True):
+        assert f"{who} died in phase" in said
+        assert f"{who} died in phase" in (bundle / "cause.txt").read_text()
     assert "kill_engine:push:2:0 on engine 0: noticed after" in rank
     assert "stop_engine:collect:4:0 on engine 0: noticed after" in last
     strikes, recoveries = read(pair.killed)
     assert [strike.fault.split(":")[0] for strike in strikes] == [
         *("kill_engine", "kill_driver"),
         *("kill_engine", "kill_rank"),
-        "stop_engine",
+        *("kill_manager", "stop_engine"),
     ]
     assert [lost.joined > lost.up > lost.noticed for lost in recoveries] == [True] * 3
     assert [lost.version >= least for lost, least in zip(recoveries, (0, 2, 4), strict=True)] == [True] * 3
@@ -89,3 +93,17 @@ def test_a_killed_run_is_the_same_run(pair: Pair) -> None:
 
 def test_the_run_learns_so_that_sameness_says_something(pair: Pair) -> None:
     assert len(weight_differences(pair.inputs / "model", pair.whole / "hf")) > 10
+
+
+def test_a_second_signal_ends_the_start_at_once(pair: Pair, tmp_path: Path) -> None:
+    log, run_dir = tmp_path / "log", tmp_path / "run"
+    training = Training(*pair.job, f"run.dir={run_dir}", log=log)
+    for number, answer in ((signal.SIGTERM, "stopping after this rollout"), (signal.SIGINT, "second SIGINT")):
+        training.wait_until(lambda: "Ray is up" in log.read_text())
+        training.signal(number)
+        training.wait_until(lambda said=answer: said in log.read_text())
+    done = training.wait()
+    assert done.code == 130, done.output
+    assert "Traceback" not in done.output
+    assert training.leftovers() == []
+    assert not list(run_dir.glob("crash-*"))

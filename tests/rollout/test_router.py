@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
+from slime_like.rollout import router as router_module
 from slime_like.rollout.client import EngineClient
 from slime_like.rollout.router import Lease, Router
 from slime_like.rollout.usage import Usage
@@ -116,6 +118,22 @@ def test_who_waits_is_told_that_none_comes_back() -> None:
                 await task
 
     asyncio.run(scenario())
+
+
+def test_the_time_in_which_no_engine_serves_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 4.0, 10.0, 10.5])
+    monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    a, b = engines(2)
+    router = Router([a, b])
+    found = [router.starved_s]
+    for engine in (a, b, b):
+        router.withdraw(engine)  # none is left at 1
+    router.admit(b)  # at 4
+    router.admit(a)
+    found.append(router.starved_s)
+    router.withdraw(a)
+    router.withdraw(b)  # at 10
+    assert [*found, router.starved_s] == [0.0, 3.0, 3.5]  # the last at 10.5
 
 
 def completion(tokens: int, prompt: int, cached: int) -> Completion:
