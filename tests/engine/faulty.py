@@ -91,6 +91,15 @@ class LocalKeeper:
     async def stopped(self) -> tuple[int, ...]:
         return processes.stopped(self.server.pid)
 
+    def kill_scheduler(self) -> None:
+        """One of its processes dies, and the server may still answer."""
+        (scheduler,) = [
+            int(process.name)
+            for process in processes.members(self.server.pid)
+            if b"scheduler" in (process / "cmdline").read_bytes()
+        ]
+        os.kill(scheduler, signal.SIGKILL)
+
     def hurt(self, number: signal.Signals) -> None:
         os.killpg(self.server.pid, number)
 
