@@ -1,12 +1,18 @@
-"""Ray on this machine alone, for one run: on loopback, and started again where a busy machine made it late."""
+"""Ray on this machine alone, for one run: on loopback, and started again where a busy machine made it late. Ray of any
+kind: without its hold on SIGTERM.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import ray
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
 
 from slime_like.deadline import Deadline
@@ -24,19 +30,37 @@ def start(namespace: str) -> None:
         retry=retry_if_exception(_is_late), stop=stop_after_delay(deadline.limit), before_sleep=_clear, reraise=True
     )
     try:
-        tries(
-            ray.init,
-            address="local",
-            namespace=namespace,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with keep_sigterm():
+            tries(
+                ray.init,
+                address="local",
+                namespace=namespace,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except Exception as error:
         ray.shutdown()
         if _is_late(error):
             raise deadline.exceeded("the node of Ray that it started") from error
         raise
+
+
+@contextmanager
+def keep_sigterm() -> Generator[None]:
+    """In it ``ray.init`` may be called, and SIGTERM stays what it was.
+
+    Ray 2.60 makes it ``sys.exit``, and has a handler in C before that which prints a stack: the run would end in the midst of
+    a rollout, without its checkpoint. Goes when ``ray.init`` leaves signals alone.
+    """
+    assert hasattr(ray_utils, "set_sigterm_handler"), "ray moved set_sigterm_handler: find what takes SIGTERM now"
+    handler, taken = signal.getsignal(signal.SIGTERM), ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda _: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = taken
+        signal.signal(signal.SIGTERM, handler)  # the handler in C goes by this
 
 
 def _is_late(error: BaseException) -> bool:

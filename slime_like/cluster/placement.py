@@ -58,12 +58,13 @@ class Placement:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = cfg.placement.ray_address
         if address is not None:
-            ray.init(
-                address=address,
-                namespace=f"slime_like_{cfg.run.name}",
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            with local_ray.keep_sigterm():
+                ray.init(
+                    address=address,
+                    namespace=f"slime_like_{cfg.run.name}",
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
         else:
             local_ray.start(f"slime_like_{cfg.run.name}")
         if self._plan.device == "cuda":

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import signal
+import sys
 from typing import Any
 
 import pytest
 import ray
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
 
 from slime_like.cluster import local_ray
 from slime_like.errors import DeadlineExceeded
 
+real_init = ray.init
 LATE = Exception("The current node timed out during startup. This could happen because ...")
 
 
@@ -53,6 +58,26 @@ def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="no such port"):
         local_ray.start("name")
     assert len(calls) == 1
+
+
+def test_sigterm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    def init(**_: Any) -> None:
+        ray_utils.set_sigterm_handler(lambda *_: sys.exit(15))
+        signal.raise_signal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))  # as the handler in C, which nothing holds back
+
+    monkeypatch.setattr(ray, "init", init)
+    before = signal.signal(signal.SIGTERM, lambda number, _: found.append(number))
+    try:
+        local_ray.start("name")
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert found == [signal.SIGTERM] * 2
+    assert inspect.signature(ray_utils.set_sigterm_handler).parameters, "Ray's own again"
+    assert "ray._private.utils.set_sigterm_handler(" in inspect.getsource(inspect.unwrap(real_init))
 
 
 def test_rays_own_words_for_a_late_node_are_the_ones_we_know() -> None:
