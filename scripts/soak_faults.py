@@ -1,9 +1,9 @@
 """Plant random faults in one long run, part after part, and compare it with one that nothing happened to.
 
-python scripts/soak_faults.py [--faults 50] [--most 10] [--seed 0] [--rollouts 60] [--folder FOLDER] [--table FILE]
+python scripts/soak_faults.py [--faults 50] [--most 10] [--seed 0] [--rollouts 480] [--folder FOLDER] [--table FILE]
 
 A part of the run is one call of train.py. Faults that a run goes on from (chaos.*: an engine killed, stopped or slow) strike
-in four or so of its rollouts, then one that ends it: a rank or the rollout manager killed, a rank stopped, the driver
+in four of its rollouts, at times before an engine is back from the last one, then one that ends it: a rank or the rollout manager killed, a rank stopped, the driver
 killed, SIGINT or SIGTERM at a phase, or once or twice at a moment of its start. Parts differ in the number of engines and
 in how weights reach them. After each part processes, listening ports, named shared memory and scratch folders that it left are
 counted. At the end every sample (id, prompt, seed, tokens, log-probabilities, version), every loss and the final weights are
@@ -14,16 +14,23 @@ stopped, by at most --most faults per call, and rewrites the table.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import platform
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -85,7 +92,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--most", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rollouts", type=int, default=60)
+    parser.add_argument("--rollouts", type=int, default=480)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "soak_faults")
     parser.add_argument("--table", type=Path, default=None)
     options = parser.parse_args()
@@ -94,7 +101,7 @@ def main() -> int:
     soak.reference()
     stop_at = min(options.faults, soak.num_faults + options.most)
     while soak.num_faults < stop_at and not soak.finished:
-        soak.part(min(options.faults, soak.num_faults + 5) - soak.num_faults)
+        soak.part(min(stop_at, soak.num_faults + 5) - soak.num_faults)
         if options.table is not None:
             options.table.write_text(soak.table())
     if soak.num_faults >= options.faults and not soak.finished:
@@ -148,10 +155,11 @@ class Soak:
         rng = random.Random(f"{self.seed} {number}")
         first = max(0, last_step(self.run))
         layout, overrides = rng.choice(LAYOUTS)
-        planted = self._draw(rng, first, most)
+        apart = (1, 2) if layout == "one engine" else (4, 16)  # rollouts; with one engine none ends before it is back
+        planted = self._draw(rng, first, most, apart)
         end = rng.choice(ENDS) if most else ""
         if end in FATAL:
-            at = planted[-1].rollout_id + 1 if planted else first
+            at = min(planted[-1].rollout_id + rng.randint(*apart), self.rollouts - 1) if planted else first
             phase = rng.choice(list(PHASES))
             planted.append(Fault(end, phase, at, round(rng.uniform(0, PHASES[phase]), 3)))
         elif end == STARTING:
@@ -159,16 +167,16 @@ class Soak:
         named = f"chaos.faults=[{','.join(map(str, planted))}]"
         self._go(number, layout, end, (*overrides, *SETTINGS, named), rng)
 
-    def _draw(self, rng: random.Random, first: int, most: int) -> list[Fault]:
-        """Faults that the run goes on from, in rollouts that follow one another."""
+    def _draw(self, rng: random.Random, first: int, most: int, apart: tuple[int, int]) -> list[Fault]:
+        """Faults that the run goes on from, in rollouts that are so far ``apart``."""
         count = max(0, most - 1)
         kinds = [rng.choice(list(RECOVERED)) for _ in range(count)]
         phases = [rng.choice(list(PHASES)) for _ in range(count)]
-        drawn = zip(kinds, phases, strict=True)
+        at = list(itertools.accumulate((rng.randint(*apart) for _ in range(count)), initial=first))
         return [
-            Fault(kind, phase, first + at, round(rng.uniform(0, PHASES[phase]), 3))
-            for at, (kind, phase) in enumerate(drawn)
-            if first + at < self.rollouts - 1
+            Fault(kind, phase, rollout, round(rng.uniform(0, PHASES[phase]), 3))
+            for rollout, kind, phase in zip(at, kinds, phases, strict=False)
+            if rollout < self.rollouts - 1
         ]
 
     def _go(self, number: int, layout: str, end: str, overrides: tuple[str, ...], rng: random.Random) -> None:
@@ -244,8 +252,9 @@ class Soak:
         return sample_differences(whole, self.run, range(max(0, last_step(self.run))))
 
     def table(self) -> str:
-        """Markdown: what became of each kind of fault, then each part."""
-        lines = ["| fault | planted | came of it |", "|---|---|---|"]
+        """Markdown: the counts, what became of each kind of fault, then each part."""
+        lines = ["# Faults, soaked", "", setting(), "", *self._counts(), ""]
+        lines += ["| fault | planted | came of it |", "|---|---|---|"]
         planted = [(part, outcome) for part in self.parts for outcome in part.outcomes]
         for kind in (*RECOVERED, *FATAL, STARTING):
             here = [
@@ -264,19 +273,43 @@ class Soak:
                 f"| {part.number} | {part.layout} | {part.first} to {part.last} | {names} | {part.end or 'its end'} | "
                 f"{part.code} | {part.seconds:.0f} | {', '.join(part.leftovers) or 'nothing'} |"
             )
-        found = self._differences()
-        lost = [o for _, o in planted if "noticed after" in o[2]]
+        return "\n".join(lines) + "\n"
+
+    def _counts(self) -> list[str]:
+        planted = [found for part in self.parts for *_, found in part.outcomes]
+        lost = [found for found in planted if "noticed after" in found]
         ended = [part for part in self.parts if part.end]
-        lines += [
-            "",
-            f"{len(planted)} faults in {len(self.parts)} parts, {self.rollouts if self.finished else max(0, last_step(self.run))} "
-            f"of {self.rollouts} rollouts. Engines lost and replaced: {len(lost)}, serving again before the part ended: "
-            f"{sum('serves' in what for *_, what in lost)}. Parts that ended as their fault must: "
-            f"{sum(part.clean for part in ended)} of {len(ended)}. Hangs past the deadline: {sum(p.hung for p in self.parts)}. "
-            f"Left behind: {sum(len(part.leftovers) for part in self.parts)}. Differences from the undisturbed run in samples"
-            f"{', losses and weights' if self.finished else ' so far'} (0: none lost, none doubled): {len(found)}.",
-        ]
-        return "\n".join(lines + [f"- {text}" for text in found[:5]]) + "\n"
+        done = self.rollouts if self.finished else max(0, last_step(self.run))
+        different = self._differences()
+        compared = "samples, losses and weights" if self.finished else "samples so far"
+        counts = {
+            "faults": len(planted),
+            "parts of the run": len(self.parts),
+            "rollouts": f"{done} of {self.rollouts}",
+            "engines lost": len(lost),
+            "of them serving again before the part ended": sum("serves" in found for found in lost),
+            "parts ended as their fault must": f"{sum(part.clean for part in ended)} of {len(ended)}",
+            "hangs past the deadline": sum(part.hung for part in self.parts),
+            f"samples lost, doubled or else not the undisturbed run's ({compared} compared)": len(different),
+            "leftovers (processes with their ports, shared memory, scratch folders)": sum(
+                len(part.leftovers) for part in self.parts
+            ),
+        }
+        lines = ["| | |", "|---|---|", *(f"| {what} | {count} |" for what, count in counts.items())]
+        return [*lines, *(f"- {text}" for text in different[:5])]
+
+
+def setting() -> str:
+    """What ran where."""
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "megatron-core", "ray"))
+    return (
+        f"Command: `python scripts/{Path(__file__).name} {' '.join(sys.argv[1:])}`, with SLIME_LIKE_DEADLINE_FACTOR="
+        f"{os.environ.get('SLIME_LIKE_DEADLINE_FACTOR', '1')}. Commit {git.stdout.strip()}. Versions: {packages}, Python "
+        f"{platform.python_version()}. Machine: {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GB, no GPU."
+    )
 
 
 def _summary(kind: str, here: list[tuple[Part, tuple[str, str, str]]]) -> str:
@@ -286,8 +319,10 @@ def _summary(kind: str, here: list[tuple[Part, tuple[str, str, str]]]) -> str:
     again = [
         float(what.rpartition("serves")[2].rpartition(" after ")[2].split(" s")[0]) for what in lost if "serves" in what
     ]
-    times = f", {min(again):.1f} to {max(again):.1f} s after the fault" if again else ""
-    return f"{len(lost)} engines lost, {len(again)} serving again{times}; {len(here) - len(lost)} not noticed as a loss"
+    times = f" {min(again):.1f} to {max(again):.1f} s after the fault" if again else ""
+    found = [f"{len(lost)} engines lost", f"{len(again)} serving again{times}"]
+    others = Counter(what for _, (_, _, what) in here if "noticed after" not in what)
+    return ", ".join(found) + "".join(f"; {count}: {what}" for what, count in others.items())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -61,8 +62,9 @@ class EngineActor:
         return processes.stopped(self._server.pid) if self._server.alive() else ()
 
     def hurt(self, signal_name: str) -> None:
-        """A fault of ``chaos.*``: a signal to the server and everything it started."""
-        os.killpg(self._server.pid, signal.Signals[signal_name])
+        """A fault of ``chaos.*``: a signal to the server and everything it started, if it is there."""
+        with contextlib.suppress(ProcessLookupError):  # an earlier fault's restart is under way
+            os.killpg(self._server.pid, signal.Signals[signal_name])
 
     def cause_of_death(self, suspected: bool) -> str:
         """Exit code and last log lines of a dead server, empty while it lives; waits for one that is suspected to die."""

@@ -25,6 +25,8 @@ def start(namespace: str) -> None:
     """Raises ``DeadlineExceeded`` where Ray's node did not come up in any of the tries that the deadline left time for."""
     _stay_on_loopback()
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets anything else on the machine starve the run
+    # An actor that ends otherwise kills what it started, before that has removed its shared memory (rollout.server does).
+    os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
     deadline = Deadline("driver", "placement", SECONDS)
     tries = Retrying(
         retry=retry_if_exception(_is_late), stop=stop_after_delay(deadline.limit), before_sleep=_clear, reraise=True

@@ -83,7 +83,7 @@ def outcomes(strikes: Sequence[Strike], recoveries: Sequence[Recovery]) -> list[
         led = next((r for r in left if r.engine == strike.target and strike.time <= r.noticed < after), None)
         if led is not None:
             left.remove(led)
-        what = _came_of(led, strike.time) if led is not None else strike.note or _ends(strike)
+        what = _came_of(led, strike.time) if led is not None else strike.note or _no_loss(strike, recoveries, after)
         found.append(Outcome(strike.fault, strike.target, what))
     found += [Outcome(_first(lost.cause), lost.engine, _came_of(lost, lost.noticed)) for lost in left]
     return found
@@ -105,9 +105,14 @@ def _came_of(lost: Recovery, since: float) -> str:
     return ", ".join(parts)
 
 
-def _ends(strike: Strike) -> str:
+def _no_loss(strike: Strike, recoveries: Sequence[Recovery], after: float) -> str:
+    """Why a fault led to no loss of an engine that was noticed before the next fault struck it, ``after``."""
     if strike.fault.partition(":")[0] in FATAL:
         return "ends the run, which the same command continues"
+    if any(r.engine == strike.target and r.noticed <= strike.time < (r.up or float("inf")) for r in recoveries):
+        return "it was being restarted"
+    if after < float("inf"):
+        return "no engine was lost before the next fault struck it"
     return "no engine was lost, or that part of the run ended before it was noticed"
 
 

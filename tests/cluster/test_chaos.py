@@ -125,11 +125,14 @@ def test_the_report_tells_what_came_of_each(tmp_path: Path) -> None:
         Strike("stop_engine:step:4:0", "engine 0", 200.0),
         Strike("kill_rank:step:5:0", "trainer_rank0", 300.0),
         Strike("slow_engine:step:6:0", "engine 1", 400.0),
+        Strike("kill_engine:step:7:0", "engine 1", 405.0),
+        Strike("stop_engine:step:8:0", "engine 1", 410.0),
     ]
     recoveries = [
         Recovery("engine 0", "dead: gone\nlog", 101.0, 110.0, 112.0, 3, 7),
         Recovery("engine 1", "dead: by itself", 150.0, 160.0),
         Recovery("engine 0", "stalled: no answer", 205.0),
+        Recovery("engine 1", "dead: again", 405.5, 415.0),
     ]
     append(tmp_path, *strikes)
     append(tmp_path, *recoveries)
@@ -144,15 +147,20 @@ def test_the_report_tells_what_came_of_each(tmp_path: Path) -> None:
             "noticed after 5.0 s (stalled: no answer), not up again, 0 groups went on elsewhere",
         ),
         ("kill_rank:step:5:0", "trainer_rank0", "ends the run, which the same command continues"),
+        ("slow_engine:step:6:0", "engine 1", "no engine was lost before the next fault struck it"),
         (
-            *("slow_engine:step:6:0", "engine 1"),
-            "no engine was lost, or that part of the run ended before it was noticed",
+            *("kill_engine:step:7:0", "engine 1"),
+            "noticed after 0.5 s (dead: again), up after 10.0 s, no push has reached it since, 0 groups went on elsewhere",
         ),
+        ("stop_engine:step:8:0", "engine 1", "it was being restarted"),
         ("dead: by itself", "engine 1", "up after 10.0 s, no push has reached it since, 0 groups went on elsewhere"),
     ]
     lines = report_lines(strikes, recoveries)
-    assert lines[0] == "faults: 4 planted, 3 engines lost, 1 of them serving again"
-    assert len(lines) == 6
+    assert lines[0] == "faults: 6 planted, 4 engines lost, 1 of them serving again"
+    assert len(lines) == 8
+    assert (
+        outcomes(strikes[3:4], [])[0].found == "no engine was lost, or that part of the run ended before it was noticed"
+    )
     assert report_lines([], []) == []
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -222,7 +223,9 @@ def test_a_push_that_never_happened_ends_the_run_and_a_reward_server_that_fails_
     assert row["rollout/num_samples"] == 16 * 8
     assert row["rollout/stopped_groups"] == 24 - 16
     assert row["rollout/wasted_tokens"] == 0
-    assert 16 * 8 - 100 <= row["reward/remote_failures"] == row["reward/fallbacks"]
+    assert (
+        16 * 8 - 100 <= row["reward/fallbacks"] <= row["reward/remote_failures"]
+    )  # a group stopped meanwhile has none
     assert f"warning: the reward server {url} does not score (HTTP 503" in done.output
 
 
@@ -239,9 +242,10 @@ def scoring(answers: int) -> Generator[str]:
                 if next(left, None) is None
                 else str(sum(map(int, filter(str.isdigit, asked["response"]))) % 5).encode()
             )
-            self.send_response(503 if score is None else 200)
-            self.end_headers()
-            self.wfile.write(score or b"down")
+            with suppress(BrokenPipeError):  # the rollout is full, and asks for nothing more
+                self.send_response(503 if score is None else 200)
+                self.end_headers()
+                self.wfile.write(score or b"down")
 
         def log_message(self, format: str, *args: object) -> None:
             """Says nothing."""
@@ -273,10 +277,10 @@ def test_a_dead_engine_ends_the_run_with_its_cause(warm: Warm, tmp_path: Path) -
     os.killpg(engine.pid, signal.SIGKILL)
     done = training.wait()
     assert done.code == 1
-    assert "EngineError: engine 0" in done.output
+    assert re.search("Engine(Error|Lost): engine 0", done.output)
     assert "was killed by SIGKILL" in done.output
     (bundle,) = run_dir.glob("crash-*")
-    assert "EngineError" in (bundle / "cause.txt").read_text()
+    assert re.match("Engine(Error|Lost): engine 0", (bundle / "cause.txt").read_text())
     found = {path.name for path in bundle.rglob("*")}
     assert {"traceback.txt", "versions.txt", "config.yaml", "engine_0.tail.txt"} <= found
     assert any(path.read_text() for path in (bundle / "stacks").glob("trainer_rank0*"))
