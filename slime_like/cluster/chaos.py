@@ -86,7 +86,7 @@ class Chaos:
 
     def recovered(self, lost: Sequence[Recovery]) -> None:
         """Note engines that were lost, and what became of them."""
-        self.recoveries += lost
+        self.recoveries = faults.newest([*self.recoveries, *lost])
         faults.append(self.run_dir, *lost)
 
     def _strike(self, fault: Fault) -> None:

@@ -36,6 +36,11 @@ class Recovery:
     version: int = -1  # of the weights it then had
     groups: int = 0  # that went on elsewhere
 
+    @property
+    def which(self) -> tuple[str, float]:
+        """The same for every note of one loss."""
+        return self.engine, self.noticed
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -56,7 +61,10 @@ def append(run_dir: Path, *notes: Strike | Recovery) -> None:
 
 
 def read(run_dir: Path) -> tuple[list[Strike], list[Recovery]]:
-    """What the file holds, all parts of the run together; nothing where there is none. Raises ``DataError``."""
+    """What the file holds, all parts of the run together; nothing where there is none. Raises ``DataError``.
+
+    A loss is noted as it is noticed, and again as it comes to its end: the newest note counts.
+    """
     strikes: list[Strike] = []
     recoveries: list[Recovery] = []
     path = run_dir / FILE
@@ -71,7 +79,12 @@ def read(run_dir: Path) -> tuple[list[Strike], list[Recovery]]:
                 recoveries.append(Recovery(**note))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path}:{number} is no line of a fault ({error}): remove it") from error
-    return strikes, recoveries
+    return strikes, newest(recoveries)
+
+
+def newest(recoveries: Sequence[Recovery]) -> list[Recovery]:
+    """The last note of each loss, which tells how far it has come."""
+    return list({lost.which: lost for lost in recoveries}.values())
 
 
 def outcomes(strikes: Sequence[Strike], recoveries: Sequence[Recovery]) -> list[Outcome]:

@@ -69,7 +69,7 @@ class Fleet:
         self.seats = [Seat(keeper, keeper.client) for keeper in keepers]
         self.router = Router([seat.client for seat in self.seats], self.ask)
         self.recoveries: list[Recovery] = []
-        self._told: set[int] = set()  # indices of them
+        self._told: dict[int, Recovery] = {}  # index -> as it was then
         self.health = health
         self._pushed = pushed
         self._news: list[str] = []
@@ -131,11 +131,11 @@ class Fleet:
                 seat.restarts = 0
         return found
 
-    def take_recoveries(self, *, ended: bool) -> tuple[Recovery, ...]:
-        """Those that have not been taken before: of engines that serve again, or all of them when the run has ``ended``."""
-        taken = [i for i, lost in enumerate(self.recoveries) if i not in self._told and (ended or lost.joined)]
-        self._told.update(taken)
-        return tuple(self.recoveries[i] for i in taken)
+    def take_recoveries(self) -> tuple[Recovery, ...]:
+        """Those that are not as they were when they were last taken, if they were."""
+        taken = {i: lost for i, lost in enumerate(self.recoveries) if self._told.get(i) is not lost}
+        self._told |= taken
+        return tuple(taken.values())
 
     def news(self) -> tuple[str, ...]:
         """What a user should be told since the last call."""

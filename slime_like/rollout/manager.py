@@ -74,7 +74,7 @@ class Collected:
     stopped: float
     metrics: tuple[Metric, ...]
     warnings: tuple[str, ...] = ()  # what a user should be told
-    recovered: tuple[Recovery, ...] = ()  # engines that were lost and serve again, since the rollout before
+    recovered: tuple[Recovery, ...] = ()  # engines that were lost, as far as they have come; the newest of one counts
 
 
 def oldest_allowed(cfg: RolloutConfig, loop: LoopConfig) -> int:
@@ -153,7 +153,7 @@ class RolloutManager:
             Sum("rollout/remade_groups", remade),
         ]
         warnings = (*self._rewards.warnings(), *self._generate.warnings(), *self._fleet.news())
-        recovered = self._fleet.take_recoveries(ended=False)
+        recovered = self._fleet.take_recoveries()
         return Collected(groups, produced.started, produced.stopped, tuple(metrics), warnings, recovered)
 
     def _young(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
@@ -227,7 +227,7 @@ class RolloutManager:
 
     def last_recoveries(self) -> tuple[Recovery, ...]:
         """Of the engines that were lost, what ``Collected`` has not told."""
-        return self._fleet.take_recoveries(ended=True)
+        return self._fleet.take_recoveries()
 
     # ---- probe -------------------------------------------------------------------------------------------------------
     async def probe(self) -> tuple[ProbeScores, ...]:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,7 @@ def test_the_report_tells_what_came_of_each(tmp_path: Path) -> None:
         Recovery("engine 1", "dead: again", 405.5, 415.0),
     ]
     append(tmp_path, *strikes)
-    append(tmp_path, *recoveries)
+    append(tmp_path, replace(recoveries[0], joined=0.0), *recoveries)
     assert read(tmp_path) == (strikes, recoveries)
     assert [(o.what, o.where, o.found) for o in outcomes(strikes, recoveries)] == [
         (
