@@ -1,1 +1,1 @@
-"""Generate functions to copy from: ``rollout.generate=slime_like.examples.<module>:<function>``."""
+"""To copy from: generate functions (``rollout.generate=slime_like.examples.<module>:<function>``) and an agent."""

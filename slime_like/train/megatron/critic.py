@@ -19,9 +19,9 @@ from slime_like.train.megatron.columns import fill, nested
 from slime_like.train.megatron.forward import Micro, to_device
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.model import Chunks
+from slime_like.train.megatron.rank_model import OpenRollout, RankModel
 from slime_like.train.megatron.reports import StepReport
 from slime_like.train.megatron.step import OptimizerStep
-from slime_like.train.megatron.trainer import OpenRollout, RankModel
 from slime_like.train.megatron.value_model import ValueModel, value_micros
 
 OWN = frozenset({"value_loss", "value_clipfrac", "values", "returns"})  # names that no policy metric has
