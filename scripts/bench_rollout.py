@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import platform
 import statistics
@@ -28,9 +29,11 @@ import numpy as np
 
 from slime_like.config.faults import HealthConfig
 from slime_like.config.resolved import EngineSpec
-from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
+from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.data.group_metrics import group_metrics
+from slime_like.data.prompts import FileSource, SourceContext
+from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import EngineError
 from slime_like.interfaces import Bucket, Engine, GenerateContext, Sampling
 from slime_like.metrics.types import reduce_metrics
@@ -44,8 +47,8 @@ from slime_like.types import Prompt, Sample
 from slime_like.weights.shared import Region
 
 KEY = "bench"
-VOCAB, PROMPT, LONGEST, MEDIAN = 512, 48, 384, 24.0
-MODEL = ModelSpec(vocab_size=VOCAB, num_hidden_layers=4, max_position_embeddings=512)
+VOCAB, CONTEXT, PROMPT, ROWS, LONGEST, MEDIAN = 512, 512, 48, 4000, 384, 24.0
+MODEL = ModelSpec(vocab_size=VOCAB, num_hidden_layers=4, max_position_embeddings=CONTEXT)
 NUM_ENGINES = 2
 
 
@@ -68,35 +71,18 @@ async def long_tailed(
     return await asyncio.gather(*(one(index, seed) for index, seed in enumerate(seeds)))
 
 
-class RandomPrompts:
-    """A data source of random prompts."""
+def write_prompts(path: Path) -> None:
+    """Rows of ``PROMPT`` random digits, a token each."""
+    numbers = np.random.default_rng(0)
+    rows = ("".join(map(str, numbers.integers(0, 10, PROMPT))) for _ in range(ROWS))
+    path.write_text("".join(json.dumps({"prompt": text, "label": "1"}) + "\n" for text in rows))
 
-    def __init__(self) -> None:
-        self._taken = 0
 
-    def __len__(self) -> int:
-        return 10**6
-
-    def next(self, n: int) -> list[Prompt]:
-        """The next ``n``."""
-        first, self._taken = self._taken, self._taken + n
-        return [self._prompt(i) for i in range(first, self._taken)]
-
-    def _prompt(self, i: int) -> Prompt:
-        ids = np.random.default_rng(i).integers(2, VOCAB, PROMPT).astype(np.int32)
-        return Prompt(i, ids, "", "1", None)
-
-    def metrics(self) -> tuple[()]:
-        """None."""
-        return ()
-
-    def state(self) -> dict[str, Any]:
-        """The cursor."""
-        return {"taken": self._taken}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Back to ``state``."""
-        self._taken = state["taken"]
+def open_prompts(options: argparse.Namespace) -> FileSource:
+    """Every arm reads them in the same order."""
+    path = str(options.prompts)
+    tokenizer = open_tokenizer(str(options.model))
+    return FileSource(DataConfig(train=path), SourceContext(path, tokenizer, CONTEXT, lambda rm_type: True))
 
 
 @dataclass
@@ -140,7 +126,7 @@ def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Names
         loop=LoopConfig(num_rollout=10**6),
         health=HealthConfig(on_dead_engine="stop", on_stalled_engine="stop"),
         tokenizer_path=str(options.model),
-        max_context_len=512,
+        max_context_len=CONTEXT,
         stop_token_ids=(),
         chat_template_kwargs={},
         temperature=1.0,
@@ -151,7 +137,7 @@ def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Names
         deterministic=False,
         pushes=True,
     )
-    return Arm(name, RolloutManager(spec, RandomPrompts(), {}, [Kept(client) for client in clients]))
+    return Arm(name, RolloutManager(spec, open_prompts(options), {}, [Kept(client) for client in clients]))
 
 
 async def push(arm: Arm, servers: Sequence[EngineServer], tensors: Sequence[tuple[str, Any]], new: int) -> None:
@@ -257,8 +243,9 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        options.model = Path(folder) / "model"
+        options.model, options.prompts = Path(folder) / "model", Path(folder) / "prompts.jsonl"
         write_model(options.model, MODEL)
+        write_prompts(options.prompts)
         tensors = hf_tensors(options.model)
         servers = [EngineServer(spec(options, i), admin_key=KEY) for i in range(NUM_ENGINES)]
         other = EngineServer(spec(options, NUM_ENGINES, schedule_policy="lpm"), admin_key=KEY)
@@ -301,7 +288,7 @@ def spec(options: argparse.Namespace, number: int, **sglang: Any) -> EngineSpec:
         device="cpu",
         dtype="float32",
         tp=1,
-        context_length=512,
+        context_length=CONTEXT,
         seed=0,
         log_path=str(options.model.parent / f"engine_{number}.log"),
         start_deadline_s=300,
