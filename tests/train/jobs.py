@@ -60,10 +60,9 @@ def run_jobs(world: World, shared: Shared, jobs: Sequence[Job]) -> dict[str, Any
             importlib.import_module(name)
     reuse_groups()
     out: dict[str, Any] = {}
-    for done, job in enumerate(jobs):
-        if done == 1:  # what the first one imported and cached stays for good
-            gc.collect()
-            gc.freeze()
+    for job in jobs:
+        gc.collect()
+        gc.freeze()  # megatron collects garbage at every save and load: of this job's then, not of all that was imported
         module, _, function = job.target.partition(":")
         own = Shared(shared.models, shared.references, shared.scratch / job.name.replace(" ", "_"))
         try:

@@ -24,14 +24,24 @@ from tests.train.ranks import World
 
 
 def batch(seed: int, version: int = 0) -> list[Rows]:
-    """Four ragged micro-batches."""
-    lengths = [(23, 9, 14), (31,), (5, 2, 8, 6, 11), (17, 12)]
+    """Two ragged micro-batches of unequal weight: many sequences, and one alone."""
+    return _ragged([(23, 9, 14, 5, 2, 8, 6, 11, 17, 12), (31,)], seed, version)
+
+
+def four_micro_batches(seed: int) -> list[Rows]:
+    """Enough for two on each of two data-parallel ranks."""
+    return _ragged([(23, 9, 14), (31,), (5, 2, 8, 6, 11), (17, 12)], seed, 0)
+
+
+def _ragged(lengths: Sequence[tuple[int, ...]], seed: int, version: int) -> list[Rows]:
     return normalised([make_rows(row, 10 * seed + i, version=version) for i, row in enumerate(lengths)])
 
 
-def train(actor: Any, layout: Layout, seed: int, steps: int = 1) -> dict[str, float]:
+def train(
+    actor: Any, layout: Layout, seed: int, steps: int = 1, make: Callable[[int], list[Rows]] = batch
+) -> dict[str, float]:
     """One rollout of ``steps`` optimizer steps; metrics on the reporter, {} elsewhere."""
-    batches = [batch(seed + k) for k in range(steps)]
+    batches = [make(seed + k) for k in range(steps)]
     rows = [b[actor.dp_rank :: layout.dp] for b in batches]
     return reduce_metrics(actor.step(rows, [count_tokens(b) for b in batches]))
 
@@ -226,7 +236,7 @@ def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
 def idle_ranks(world: World, shared: Shared, layout: Layout) -> dict[str, float]:
     """Two micro-batches with trained tokens; with dp=2 the second rank has one without any and an empty one instead."""
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(entropy_coef=0.1))
-    rows = normalised(batch(1)[:2])
+    rows = batch(1)
     untrained = dataclasses.replace(rows[0], loss_weight=np.zeros_like(rows[0].loss_weight))
     mine = [rows, [untrained, make_rows([], 0)]][actor.dp_rank]
     return reduce_metrics(actor.step([mine], [count_tokens(rows)]))

@@ -19,9 +19,9 @@ from slime_like.config.model import OptimConfig
 from slime_like.config.resolved import Layout
 from slime_like.errors import ConfigError
 from tests.train.jobs import Shared, make_actor
-from tests.train.lifecycle import batch, digest, train
+from tests.train.lifecycle import batch, digest, four_micro_batches, train
 from tests.train.models import count_tokens
-from tests.train.parity import ALGO, TEMPERATURE, gradient_errors, replaced
+from tests.train.parity import ALGO, TEMPERATURE, gradient_errors, pairs, replaced
 from tests.train.parity import batch as parity_batch
 from tests.train.ranks import World
 
@@ -56,7 +56,7 @@ def gradients(actor: Any) -> dict[str, Tensor]:
     from slime_like.train.megatron.forward import make_micro
     from slime_like.train.megatron.model import named_weights
 
-    rows = parity_batch()[actor.dp_rank :: actor.trainer.place.layout.dp]
+    rows = pairs(parity_batch())[actor.dp_rank :: actor.trainer.place.layout.dp]
     micros = [make_micro(r, actor.trainer.place) for r in rows]
     actor.trainer.annotate(micros)
     actor.trainer.optimizer_step.backward(micros, count_tokens(parity_batch()), 0)
@@ -136,7 +136,7 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str 
         if layout.overlap_param_gather:
             stack.enter_context(replaced(actor.trainer.model.last, "vocab_scores", read))
         for seed in (1, 2):
-            train(actor, layout, 2 * seed, steps=2)
+            train(actor, layout, 2 * seed, steps=2, make=four_micro_batches)
             weights.append(digest(actor))
     score = actor.score(batch(9)[0]) if len(weights) == 2 else None
     return Overlapped(weights, score, sum(len(chunk.bucket_groups) for chunk in chunks), len(early), waited)
@@ -163,7 +163,7 @@ def near(
 
     ref = shared.references[kind]
     actor = make_actor(world, shared.models[kind], layout, **HALF, model=model or {})
-    rows = parity_batch()
+    rows = pairs(parity_batch())
     scores = [actor.score(r) for r in rows]
     micros = [make_micro(r, actor.trainer.place) for r in rows[actor.dp_rank :: layout.dp]]
     actor.trainer.annotate(micros)
@@ -171,7 +171,7 @@ def near(
     grad = max(gradient_errors(actor.trainer, ref.grads).values(), default=0.0)
     if not actor.is_reporter:
         return Rounded(grad, None)
-    errors = np.concatenate([np.abs(s - e) for s, e in zip(scores, ref.logprobs, strict=True)])  # pyright: ignore[reportOptionalOperand]
+    errors = np.concatenate([np.abs(s - e) for s, e in zip(scores, ref.pairs, strict=True)])  # pyright: ignore[reportOptionalOperand]
     return Rounded(grad, (float(errors.mean()), float(errors.max())))
 
 

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Generator
+import itertools
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ def batch() -> list[Rows]:
     return normalised([make_rows(row, seed) for seed, row in enumerate(lengths)])
 
 
+def pairs(rows: Sequence[Rows]) -> list[Rows]:
+    """The same in half as many micro-batches: what a collective carries costs little, each costs its latency."""
+    return [joined(first, second) for first, second in itertools.batched(rows, 2)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """One optimizer step's worth of gradients by transformers, sequence by sequence, without packing."""
@@ -46,6 +52,11 @@ class Reference:
     logprobs: list[np.ndarray]  # [T] per micro-batch
     balance: float = 0.0  # auxiliary loss of the routers before its coefficient, mean over the layers
     load: float = 0.0  # of a layer's busiest expert over the mean, mean over the layers
+
+    @property
+    def pairs(self) -> list[np.ndarray]:
+        """[T] per micro-batch of ``pairs(batch())``."""
+        return [np.concatenate(two) for two in itertools.batched(self.logprobs, 2)]
 
 
 def reference(folder: Path, coefficient: float = 0.0) -> Reference:
@@ -158,8 +169,6 @@ def compare(
 
 
 def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dict[str, Any]) -> Comparison | None:
-    from slime_like.train.megatron.forward import make_micro
-
     ref: Reference = shared.references[kind]
     actor = make_actor(world, shared.models[kind], layout, algo=ALGO, temperature=TEMPERATURE, model=model)
     rows = batch()
@@ -167,18 +176,19 @@ def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dic
     if layout.vpp > 1 and layout.dp == 1:  # an odd number, which the interleaved schedule does not take as it is
         mine = [joined(mine[0], mine[1]), *mine[2:]]
     count = count_tokens(rows)
-    scores = [actor.score(r) for r in rows]
-    trainer = actor.trainer
-    micros = [make_micro(r, trainer.place) for r in mine]
-    trainer.annotate(micros)
-    trainer.optimizer_step.backward(micros, count, 0)
-    errors = gradient_errors(trainer, ref.grads)
-    metrics = reduce_metrics(actor.step([mine], [count]))
+    scores = [actor.score(r) for r in pairs(rows)]
+    errors: dict[str, float] = {}
+    update = actor.trainer.optimizer.step
+
+    def compared() -> Any:
+        errors.update(gradient_errors(actor.trainer, ref.grads))  # those that the step is about to take
+        return update()
+
+    with replaced(actor.trainer.optimizer, "step", compared):
+        metrics = reduce_metrics(actor.step([mine], [count]))
     if not actor.is_reporter:
         return None
-    score = max(
-        float(np.abs(s - expected).max()) for s, expected in zip(scores, ref.logprobs, strict=True) if s is not None
-    )
+    score = max(float(np.abs(s - e).max()) for s, e in zip(scores, ref.pairs, strict=True) if s is not None)
     decays = [error for name, error in errors.items() if name.endswith(DECAYS)]
     errors = {name: error for name, error in errors.items() if not name.endswith(DECAYS)}
     worst = max(errors, key=lambda name: errors[name])

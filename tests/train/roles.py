@@ -100,7 +100,7 @@ def ppo(world: World, shared: Shared, layout: Layout, *, rollouts: int = 2, faul
             metrics.append(report)
         last, _ = critic.score(rollout(layout, critic.dp_rank)[0])
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, actor.token_advantages([0, 12, 101, 130, 999]))
+        dist.all_gather_object(told, actor.token_advantages([0, 12, 101, 110, 999]))
         advantages = {sample_id: column for each in told for sample_id, column in each.items()}
         assert sum(map(len, told)) == len(advantages), "one rank speaks for each shard"
         return Trained(metrics, first, in_order(everyones(last, critic.dp_rank)), advantages)

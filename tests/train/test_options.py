@@ -19,7 +19,7 @@ from tests.train.options import ADAMW, OVERLAP, Overlapped, Recomputed, Rounded
 
 pytestmark = pytest.mark.ranks
 
-MICROS, BLOCKS = 4, 4  # of the batch and the model
+MICROS, BLOCKS = 2, 4  # of the batch and the model
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"recompute": "full"},
     "full, stretches of 2": {"recompute": "full", "recompute_num_layers": 2},
