@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.train import parity
-from tests.train.jobs import Job, Results, Shared
+from tests.train.jobs import SECONDS_PER_JOB, Job, Results, Shared
 from tests.train.models import SHARED, make_model, make_qwen3, make_vision
 from tests.train.ranks import run_ranks
 
-SECONDS_PER_JOB = 4
 BALANCE = {"qwen3_moe balanced": 0.05}  # coefficient of the routers' auxiliary loss, where there is one
 
 
@@ -54,8 +53,5 @@ def results(request: pytest.FixtureRequest, models: dict[str, Path], scratch: Pa
             by_size.setdefault(size, []).extend(jobs)
     references = {kind: parity.reference(folder, BALANCE.get(kind, 0.0)) for kind, folder in models.items()}
     shared = Shared(models, references, scratch)
-    out = Results()
-    for size, jobs in sorted(by_size.items()):  # what one rank saved, two may read
-        ranks = run_ranks("tests.train.jobs:run_jobs", size, shared, jobs, seconds=60 + SECONDS_PER_JOB * len(jobs))
-        out.update({job.name: [rank[job.name] for rank in ranks] for job in jobs})
-    return out
+    seconds = sum(120 + SECONDS_PER_JOB * len(jobs) for jobs in by_size.values())
+    return Results(run_ranks("tests.train.jobs:run_pools", 1, shared, by_size, seconds=seconds)[0])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from slime_like.config.resolved import Layout
 from slime_like.imports import heavy_imports
 from tests.train.models import make_spec
-from tests.train.ranks import World
+from tests.train.ranks import World, fork_ranks
 
 if TYPE_CHECKING:
     from slime_like.train.megatron.actor import MegatronActor
@@ -50,15 +50,34 @@ class Failed:
     text: str
 
 
-def run_jobs(world: World, shared: Shared, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Every job in turn, in one process group; a failing one does not hide the others."""
+SECONDS_PER_JOB = 4
+
+
+def run_pools(world: World, shared: Shared, by_size: dict[int, list[Job]]) -> dict[str, list[Any]]:
+    """The jobs of every world size, one size after the other, by forks of this process: name -> what each rank returned."""
+    assert world.size == 1
+    prepare([job for jobs in by_size.values() for job in jobs])
+    out: dict[str, list[Any]] = {}
+    for size, jobs in sorted(by_size.items()):  # what one rank saved, two may read
+        ranks = fork_ranks(run_jobs, size, shared, jobs, seconds=60 + SECONDS_PER_JOB * len(jobs))
+        out |= {job.name: [rank[job.name] for rank in ranks] for job in jobs}
+    return out
+
+
+def prepare(jobs: Sequence[Job]) -> None:
+    """Import what the jobs are going to."""
     with heavy_imports():  # as the trainer's ranks do: megatron collects garbage at every save and load
         from slime_like.train.megatron import host
 
         host.install("cpu")
-        for name in ("slime_like.train.megatron.actor", "transformers.models.auto"):
+        used = ("slime_like.train.megatron.actor", "slime_like.train.megatron.trainer", "transformers.models.auto")
+        for name in (*used, *sorted({job.target.partition(":")[0] for job in jobs})):
             importlib.import_module(name)
     reuse_groups()
+
+
+def run_jobs(world: World, shared: Shared, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Every job in turn, in one process group; a failing one does not hide the others."""
     out: dict[str, Any] = {}
     for job in jobs:
         gc.collect()

@@ -3,6 +3,8 @@
 ``run_ranks("tests.train.cases:parity", 2, folder)`` calls ``parity(world, folder)`` in two fresh interpreters, where
 ``world`` tells a rank who it is. Arguments and results travel by pickle through files of a private folder. When one
 rank fails the others are killed at once (they may be waiting for it in a collective), as are all at the deadline.
+
+``fork_ranks`` does the same with forks of the process that calls it: what that has imported, no rank imports again.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 from slime_like.deadline import Deadline
 from slime_like.ports import PortLease
@@ -76,10 +79,67 @@ def run_ranks(target: str, size: int, *args: Any, seconds: float = 240) -> list[
                 if child.poll() is None:
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(size)]  # noqa: S301 (our own file)
+        return _results(folder, size)
 
 
-def _await(children: list[subprocess.Popen[bytes]], folder: Path, deadline: Deadline) -> None:
+class Child(Protocol):
+    """A process that was started here."""
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+        ...
+
+    def wait(self) -> int:
+        """Its exit code, when it has ended."""
+        ...
+
+
+@dataclass(slots=True)
+class Fork:
+    """A fork of this process."""
+
+    pid: int
+    code: int | None = None
+
+    def wait(self) -> int:
+        """Its exit code, when it has ended."""
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.code
+
+
+def fork_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: float = 240) -> list[Any]:
+    """``function`` on ``size`` forks of this process, which must have one thread; as ``run_ranks`` otherwise."""
+    deadline = Deadline("test", function.__name__, seconds)
+    faulthandler.cancel_dump_traceback_later()  # whose thread a fork would not have
+    assert len(os.listdir("/proc/self/task")) == 1, "a lock that another thread holds would stay locked in a fork"
+    with tempfile.TemporaryDirectory() as name, PortLease("127.0.0.1") as port:
+        folder = Path(name)
+        children: list[Fork] = []
+        try:
+            for rank in range(size):
+                pid = os.fork()
+                if pid == 0:
+                    output = os.open(folder / f"out{rank}", os.O_WRONLY | os.O_CREAT)
+                    os.dup2(output, 1)
+                    os.dup2(output, 2)
+                    _work(function, World(rank, size, "127.0.0.1", port), args, folder, deadline.limit)
+                children.append(Fork(pid))
+            _await(children, folder, deadline)
+        finally:
+            for child in children:
+                if child.code is None:
+                    os.kill(child.pid, signal.SIGKILL)
+                    child.wait()
+        return _results(folder, size)
+
+
+def _results(folder: Path, size: int) -> list[Any]:
+    return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(size)]  # noqa: S301 (our own file)
+
+
+def _await(children: Sequence[Child], folder: Path, deadline: Deadline) -> None:
     handles = {os.pidfd_open(child.pid): rank for rank, child in enumerate(children)}
     try:
         pending = set(handles)
@@ -98,19 +158,23 @@ def _await(children: list[subprocess.Popen[bytes]], folder: Path, deadline: Dead
 
 
 def _child(target: str, rank: str, size: str, port: str, folder: str, limit: str) -> None:
-    faulthandler.dump_traceback_later(max(1.0, float(limit) - 5), exit=True)
     module, _, function = target.partition(":")
     args = pickle.loads((Path(folder) / "args").read_bytes())  # noqa: S301 (our own file)
     world = World(int(rank), int(size), "127.0.0.1", int(port))
+    _work(lambda *a: getattr(importlib.import_module(module), function)(*a), world, args, Path(folder), float(limit))
+
+
+def _work(function: Callable[..., Any], world: World, args: Sequence[Any], folder: Path, limit: float) -> NoReturn:
+    faulthandler.dump_traceback_later(max(1.0, limit - 5), exit=True)
     try:
-        result = getattr(importlib.import_module(module), function)(world, *args)
+        result = function(world, *args)
     except BaseException:  # noqa: BLE001 (fault boundary: the parent shows it)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # at once: destructors of a broken process group may wait for peers
-    scratch = Path(folder) / f"result{rank}.tmp"
+    scratch = folder / f"result{world.rank}.tmp"
     scratch.write_bytes(pickle.dumps(result))
-    scratch.rename(Path(folder) / f"result{rank}")
+    scratch.rename(folder / f"result{world.rank}")
     sys.stdout.flush()
     os._exit(0)  # gloo's threads do not always let an interpreter go
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slime_like.errors import DeadlineExceeded
-from tests.train.ranks import World, run_ranks
+from tests.train.ranks import World, fork_ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -26,6 +26,10 @@ def wait_for_ever(world: World) -> None:
     threading.Event().wait()
 
 
+def forked(world: World, seconds: float) -> list[str]:
+    return [*fork_ranks(greet, 2, "fork"), *(fork_ranks(fail_on_one, 2, seconds=seconds) if seconds else [])]
+
+
 def test_results_come_in_rank_order() -> None:
     assert run_ranks("tests.train.test_ranks:greet", 2, "rank") == ["rank 0 of 2", "rank 1 of 2"]
 
@@ -38,3 +42,9 @@ def test_the_failing_rank_is_named_though_others_wait() -> None:
 def test_a_rank_that_never_ends_meets_the_deadline() -> None:
     with pytest.raises(DeadlineExceeded, match=r"ranks \[0\]"):
         run_ranks("tests.train.test_ranks:wait_for_ever", 1, seconds=0.2)
+
+
+def test_forks_of_a_rank_are_ranks_too() -> None:
+    assert run_ranks("tests.train.test_ranks:forked", 1, 0) == [["fork 0 of 2", "fork 1 of 2"]]
+    with pytest.raises(AssertionError, match=r"rank 1 of 2[\s\S]*the reason"):
+        run_ranks("tests.train.test_ranks:forked", 1, 60)
