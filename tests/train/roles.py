@@ -90,7 +90,9 @@ def in_order(ranks: list[Columns]) -> list[list[F32]]:
 def ppo(world: World, shared: Shared, layout: Layout, *, rollouts: int = 2, fault: bool = False) -> Trained:
     """Rollouts through actor and critic, as the ensemble takes them."""
     with _summed_twice() if fault else contextlib.nullcontext():
-        actor = make_actor(world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS)
+        actor = make_actor(
+            world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS, tells_advantages=True
+        )
         critic = make_critic(world, shared.models["untied"], layout)
         first: list[list[F32]] = []
         metrics: list[dict[str, float]] = []
