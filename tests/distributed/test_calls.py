@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from slime_like.config.guard_policy import GuardSpec, Policy
 from slime_like.distributed import hot, install
 from slime_like.distributed.calls import PURGE_AT
+from slime_like.distributed.ring import HEAD, RECORD
 from slime_like.distributed.watchdog import oldest_in_flight
 from slime_like.distributed.wrapper import Wrapper
 
@@ -82,6 +83,24 @@ def test_a_work_in_a_dropped_ones_place_is_not_taken_for_it(wrapper: Wrapper) ->
     assert id(other) not in wrapper.loose
 
 
+def test_references_that_others_have_to_a_work_stay_theirs(wrapper: Wrapper) -> None:
+    """Those of the wrapper serve again for another work."""
+    gone: list[str] = []
+    for _ in range(20):
+        works: list[Any] = [dist.isend(torch.zeros(2), 1) for _ in range(3)]
+        bare = weakref.ref(works[0])
+        called = weakref.ref(works[1], lambda _: gone.append("called"))
+        assert [work.wait() for work in works] == [True] * 3
+        others: list[Any] = [dist.isend(torch.zeros(2), 1) for _ in range(12)]
+        assert (bare(), called()) == (works[0], works[1])
+        works.clear()
+        assert (bare(), called()) == (None, None)
+        for other in others:
+            other.wait()
+            assert weakref.getweakrefcount(other) == 0
+    assert gone == ["called"] * 20
+
+
 def test_issuing_and_waiting_both_take_time_of_their_op(wrapper: Wrapper) -> None:
     for call in (lambda: dist.isend(torch.zeros(2), 1), lambda: dist.all_reduce(torch.zeros(2), async_op=True)):
         call()
@@ -107,6 +126,24 @@ def test_a_work_that_takes_a_dropped_ones_place_is_not_forgotten_with_it(wrapper
     wrapper.loose[7] = (dropped, counter, 0)  # pyright: ignore[reportArgumentType]
     wrapper.settle()
     assert wrapper.loose.pop(7) == later
+
+
+def times(wrapper: Wrapper, count: int) -> list[tuple[int, int]]:
+    """Start and end of the last ops, oldest first."""
+    slots = range(wrapper.ring.slots)
+    found = sorted(RECORD.unpack_from(wrapper.ring.memory, HEAD + slot * RECORD.size)[:3] for slot in slots)
+    return [(started, ended) for _, started, ended in found if started][-count:]
+
+
+def test_ops_of_a_batch_lie_within_it(wrapper: Wrapper) -> None:
+    batch = [dist.P2POp(op, torch.zeros(2), 1) for op in (dist.isend, dist.irecv)]
+    dist.batch_isend_irecv(batch)
+    before = {counter.op.name: counter.ns for counter in wrapper.counters()}
+    dist.batch_isend_irecv(batch)
+    spent = {counter.op.name: counter.ns - before[counter.op.name] for counter in wrapper.counters()}
+    (whole, end), (sends, _), (receives, _) = times(wrapper, 3)
+    assert whole <= sends < receives < end
+    assert spent["isend"] + spent["irecv"] < spent["batch_isend_irecv"]
 
 
 def test_a_destroyed_group_is_forgotten(wrapper: Wrapper) -> None:
