@@ -119,7 +119,7 @@ static PyObject *issue(Call *self, PyObject *target, PyObject *const *args, Py_s
 static PyObject *keep(Call *self, PyObject *work, Tally *tally, int64_t index, int64_t started)
 {
     int64_t key = (int64_t)(intptr_t)work;
-    PyObject *ref = refer_to(self->loose, work), *result = NULL; /* before the place is sought, as this may collect garbage */
+    PyObject *ref = PyWeakref_NewRef(work, NULL), *result = NULL; /* before the place is sought, as this may collect garbage */
     if (ref != NULL && make_room(self->loose) == 0) {
         Issued *at = place_of(self->loose, key);
         if (at->ref == NULL && (Py_ssize_t)self->loose->used <= self->purge_at) {
@@ -136,7 +136,7 @@ static PyObject *keep(Call *self, PyObject *work, Tally *tally, int64_t index, i
         Py_XDECREF(number);
         Py_XDECREF(since);
     }
-    if (ref != NULL) let_go(self->loose, ref, work);
+    Py_XDECREF(ref);
     Py_DECREF(work);
     return result;
 }

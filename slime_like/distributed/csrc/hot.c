@@ -138,7 +138,7 @@ static PyObject *call_wait(PyObject *callable, PyObject *const *args, size_t nar
         ended(self->ring, issued.index, when);
         tally->ns += when - started;
     }
-    let_go(self->loose, issued.ref, args[0]);
+    Py_DECREF(issued.ref);
     Py_DECREF(issued.tally);
     return done;
 }

@@ -8,52 +8,12 @@ typedef struct {
     int64_t index;
 } Issued;
 
-enum { SPARES = 8 };
-
 typedef struct {
     PyObject_HEAD
     Issued *at;
     size_t size, used; /* places, a power of two; at most half of them are used */
     int shift;         /* 64 less the bits of a place's number */
-    int spares;
-    PyWeakReference *spare[SPARES]; /* weak references to nothing, which nobody else has */
 } Works;
-
-/* ---- weak references ------------------------------------------------------------------------------------------------ */
-/* To make and delete one takes half as long as all else that is kept of an op: those that were waited for are used again.
-   Python's own list of an object's references is changed by hand for that, only where it is empty or has this one alone;
-   until 3.13, whose free-threaded build locks it. */
-static inline PyWeakReference **references_to(PyObject *work)
-{
-    Py_ssize_t at = PY_VERSION_HEX < 0x030D0000 ? Py_TYPE(work)->tp_weaklistoffset : 0;
-    return at > 0 ? (PyWeakReference **)((char *)work + at) : NULL;
-}
-
-static inline PyObject *refer_to(Works *self, PyObject *work)
-{
-    PyWeakReference **all = references_to(work);
-    if (self->spares == 0 || all == NULL || *all != NULL) return PyWeakref_NewRef(work, NULL);
-    *all = self->spare[--self->spares];
-    (*all)->wr_object = work;
-    return (PyObject *)*all;
-}
-
-/* A reference to ``work``, which is alive, is needed no longer; it passes on. */
-static inline void let_go(Works *self, PyObject *given, PyObject *work)
-{
-    PyWeakReference *ref = (PyWeakReference *)given, **all = references_to(work);
-    if (self->spares == SPARES || Py_REFCNT(given) != 1 || all == NULL || *all != ref || ref->wr_next != NULL
-        || ref->wr_callback != NULL) {
-        Py_DECREF(given);
-        return;
-    }
-    *all = NULL;
-    ref->wr_object = Py_None;
-    ref->hash = -1;
-    self->spare[self->spares++] = ref;
-}
-
-/* ---- the table ------------------------------------------------------------------------------------------------------- */
 
 static inline size_t home(const Works *self, int64_t key)
 {
@@ -132,7 +92,6 @@ static int Works_traverse(Works *self, visitproc visit, void *arg)
             Py_VISIT(self->at[i].ref);
             Py_VISIT(self->at[i].tally);
         }
-    for (int i = 0; i < self->spares; i++) Py_VISIT(self->spare[i]);
     return 0;
 }
 
@@ -147,7 +106,6 @@ static int Works_clear(Works *self)
         } else {
             i++;
         }
-    while (self->spares > 0) Py_DECREF(self->spare[--self->spares]);
     return 0;
 }
 
