@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.metrics import dictionary
-from slime_like.types import Source
+from slime_like.types import Sample, Source
 
 # The gate of the tests stands here and nowhere else: no recipe can loosen it.
 MAX_LOGPROB_DIFFERENCE = 1e-4
@@ -39,19 +41,30 @@ def check_documented(rows: list[dict[str, Any]]) -> None:
 def check_export(run_dir: Path, rollout_id: int, versions: set[int], temperature: float) -> None:
     """Log-probabilities sampled under ``versions`` equal those of transformers on the run's exported weights."""
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
-    compared = 0
+    alike: defaultdict[int, list[Sample]] = defaultdict(list)  # by length: one call each, without padding
     for group in load_groups(rollout_path(run_dir / "rollouts", rollout_id)):
         for sample in group.samples:
-            with torch.no_grad():
-                logits_TV = model(input_ids=torch.from_numpy(sample.token_ids).long()[None]).logits[0] / temperature
-            columns_TV = torch.log_softmax(logits_TV, -1).numpy()
-            for span in sample.spans:
-                if span.source is Source.MODEL and span.version in versions:
-                    at = np.arange(span.start, span.stop)
-                    mine = columns_TV[at - 1, sample.token_ids[at]]
-                    assert np.abs(mine - sample.logprobs[at]).max() <= MAX_LOGPROB_DIFFERENCE
-                    compared += len(at)
+            alike[len(sample.token_ids)].append(sample)
+    compared = 0
+    for samples in alike.values():
+        ids_ST = torch.from_numpy(np.stack([sample.token_ids for sample in samples])).long()
+        with torch.no_grad():
+            columns_STV = torch.log_softmax(model(input_ids=ids_ST).logits / temperature, -1).numpy()
+        for sample, columns_TV in zip(samples, columns_STV, strict=True):
+            compared += _compare(sample, columns_TV, versions)
     assert compared > 50
+
+
+def _compare(sample: Sample, columns_TV: npt.NDArray[np.float32], versions: set[int]) -> int:
+    """Number of tokens sampled under ``versions``, each as likely as the row before it says."""
+    compared = 0
+    for span in sample.spans:
+        if span.source is Source.MODEL and span.version in versions:
+            at = np.arange(span.start, span.stop)
+            mine = columns_TV[at - 1, sample.token_ids[at]]
+            assert np.abs(mine - sample.logprobs[at]).max() <= MAX_LOGPROB_DIFFERENCE
+            compared += len(at)
+    return compared
 
 
 def prompt_ids(run_dir: Path, num_rollouts: int) -> list[int]:

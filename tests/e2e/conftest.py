@@ -39,8 +39,8 @@ def warm_start(folder: Path, recipe: str, steps: int) -> Warm:
     return warmed(folder, begin_warm_start(folder, recipe, steps))
 
 
-def begin_warm_start(folder: Path, recipe: str, steps: int) -> Training:
-    """The run of a warm start, which others may run beside."""
+def begin_warm_start(folder: Path, recipe: str, steps: int, *changes: str) -> Training:
+    """The run of a warm start, which others may run beside; ``changes`` are overrides of the recipe."""
     return Training(
         f"+recipe={recipe}",
         f"run.dir={folder / 'sft'}",
@@ -48,6 +48,7 @@ def begin_warm_start(folder: Path, recipe: str, steps: int) -> Training:
         f"data.train={folder / 'assets' / 'sft.jsonl'}",
         f"loop.num_rollout={steps}",
         f"run.save_hf_interval={steps // 2}",
+        *changes,
         log=folder / "sft.log",
     )
 

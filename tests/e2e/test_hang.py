@@ -16,6 +16,7 @@ from slime_like.cluster.plan_guard import ring_folder
 from slime_like.config.load import load_config
 from slime_like.deadline import Deadline
 from slime_like.distributed.ring import read_rings
+from tests.e2e.conftest import Warm
 from tests.e2e.runs import REPOSITORY, Finished, Training, last_step, metrics
 
 pytestmark = pytest.mark.e2e
@@ -33,14 +34,15 @@ class Stopped:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+def stopped(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     """Supervised training on two ranks whose communicators come and go."""
-    folder, assets = tmp_path_factory.mktemp("stopped"), tmp_path_factory.mktemp("assets")
+    folder, assets = tmp_path_factory.mktemp("stopped"), warm.folder / "assets"
     run_dir = folder / "run"
     training = Training(
         *("--steps", "50", "--out", str(folder / "unused"), "+recipe=quickstart_sft", f"run.dir={run_dir}"),
         f"model.hf_checkpoint={assets / 'model'}",
         f"data.train={assets / 'sft.jsonl'}",
+        "run.prepare=null",
         "placement.actor_num_gpus_per_node=2",
         "guard.release=true",
         "guard.deadline_s=10",

@@ -20,7 +20,7 @@ from tests.e2e.runs import REPOSITORY, RUN_S, metrics
 
 pytestmark = pytest.mark.e2e
 PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
-ROLLOUTS = 12
+ROLLOUTS = 6
 
 
 def test_a_program_of_its_own_teaches_a_tool(tmp_path: Path) -> None:
@@ -35,8 +35,9 @@ def test_a_program_of_its_own_teaches_a_tool(tmp_path: Path) -> None:
         f"evaluation.datasets={{arithmetic: '{tmp_path / 'assets' / 'heldout.jsonl'}@[0:100]'}}",
         f"run.dir={run_dir}",
         "run.dump_rollouts=true",
-        "evaluation.interval=4",
+        "evaluation.interval=null",
         f"loop.num_rollout={ROLLOUTS}",
+        "optim.warmup_steps=0",
         "metrics.console=plain",
     )
     done = subprocess.run(
