@@ -157,7 +157,10 @@ class Soak:
         layout, overrides = rng.choice(LAYOUTS)
         apart = (1, 2) if layout == "one engine" else (4, 16)  # rollouts; with one engine none ends before it is back
         planted = self._draw(rng, first, most, apart)
-        end = rng.choice(ENDS) if most else ""
+        deck = random.Random(f"{self.seed} ends {number // len(ENDS)}").sample(
+            ENDS, len(ENDS)
+        )  # each as often as another
+        end = deck[number % len(ENDS)] if most else ""
         if end in FATAL:
             at = min(planted[-1].rollout_id + rng.randint(*apart), self.rollouts - 1) if planted else first
             phase = rng.choice(list(PHASES))

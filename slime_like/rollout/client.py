@@ -122,12 +122,12 @@ class EngineClient:
             self._aborting -= 1
 
     # ---- pause -------------------------------------------------------------------------------------------------------
-    async def pause(self) -> None:
+    async def pause(self, seconds: float | None = None) -> None:
         """Stop decoding. In-flight requests go back to the queue, and are continued from their tokens by ``resume``.
 
         Their KV is given up, so ``flush`` works, and it is recomputed under the weights of then.
         """
-        await self._post("pause", "/pause_generation", {"mode": "retract"})
+        await self._request("pause", "POST", "/pause_generation", {"mode": "retract"}, seconds=seconds)
 
     async def resume(self) -> None:
         """Decode again; refused while a weight update is open or failed."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from slime_like.deadline import scale
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost, WeightSyncError
@@ -36,17 +37,23 @@ class Push:
         self._fleet = fleet
         self._watch = watch
         self._taking: list[Member] = []
+        self._begun = False  # and neither resumed nor given up
 
     async def begin(self) -> tuple[str, ...]:
         """Pause and open an update on each; the names of those that take part. An update left open is given up.
 
-        Waits for a restart where no engine is left.
+        Waits for a restart where no engine is left. When a push begins again, an engine that still waits for one which the
+        first beginning lost does not answer: it is stalled after ``health.timeout_s``.
         """
+        seconds = (
+            self._fleet.health.timeout_s if self._begun and self._fleet.health.on_stalled_engine != "wait" else None
+        )
+        self._begun = True
         self._watch.push_begins()
         self._taking = []
         while not self._taking:
             there = [Member(seat, seat.client) for seat in await self._fleet.joinable()]
-            self._taking = await self._each(there, _open)
+            self._taking = await self._each(there, partial(_open, seconds=seconds))
         return tuple(member.engine.name for member in self._taking)
 
     async def commit(self, version: int) -> None:
@@ -76,12 +83,14 @@ class Push:
             if engine not in current:  # it stalled, and has old weights
                 self._fleet.router.withdraw(engine)
         self._watch.push_ends()
+        self._begun = False
         if not taking:
             raise EngineLost(f"no engine is left that took the weights of version {version}")
 
     async def abort(self) -> None:
         """After a push that failed for good: let go of the engines' locks, as far as they answer."""
         self._watch.push_ends()
+        self._begun = False
         for undo in (EngineClient.abort_update, EngineClient.resume):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_S * scale()):
@@ -103,6 +112,6 @@ class Push:
         return [member for member, left in zip(members, there, strict=True) if left]
 
 
-async def _open(engine: EngineClient) -> None:
-    await engine.pause()
+async def _open(engine: EngineClient, seconds: float | None) -> None:
+    await engine.pause(seconds)
     await engine.begin_update()

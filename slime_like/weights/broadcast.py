@@ -33,7 +33,7 @@ class BroadcastSender:
         self._transport = transport
         self._name = group_name
         self._host = host
-        self._store: dist.Store | None = None
+        self._store: dist.Store | None = None  # all ranks meet at it, and it must outlive the group
         self._group: dist.ProcessGroup | None = None
         self._pending: set[asyncio.Task[None]] = set()  # of a bucket that did not arrive everywhere
 
@@ -74,7 +74,10 @@ class BroadcastSender:
             return await self._meet(port)
 
     async def _meet(self, port: int) -> dist.ProcessGroup:
+        """Raises ``EngineLost`` as soon as one of them is; those that wait for it are let go by the end of the store."""
         world = 1 + sum(receiver.tp for receiver in self._receivers)
+        timeout = datetime.timedelta(seconds=self._transport.deadline_s)
+        self._store = dist.TCPStore(self._host, port, world, is_master=True, timeout=timeout, wait_for_workers=False)
         offsets = [1 + sum(r.tp for r in self._receivers[:i]) for i in range(len(self._receivers))]
         joins = [
             asyncio.create_task(
@@ -83,9 +86,17 @@ class BroadcastSender:
             for receiver, offset in zip(self._receivers, offsets, strict=True)
         ]
         made = asyncio.create_task(asyncio.to_thread(self._make_group, port, world))
-        done, _ = await asyncio.wait([*joins, made], return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
+        both: list[asyncio.Task[Any]] = [*joins, made]
+        try:
+            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        except BaseException:
+            self._store = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_S * scale()):
+                    await asyncio.gather(*both, return_exceptions=True)
+            raise
         return made.result()
 
     def _make_group(self, port: int, world: int) -> dist.ProcessGroup:
@@ -94,13 +105,13 @@ class BroadcastSender:
         Goes when torch offers a public way to make a process group with its own store beside the default one.
         """
         timeout = datetime.timedelta(seconds=self._transport.deadline_s)
-        store: Any = dist.TCPStore(self._host, port, world, is_master=True, timeout=timeout, wait_for_workers=False)
+        # A connection of its own, not the server that the others meet at: this thread would keep that alive.
+        store: Any = dist.TCPStore(self._host, port, world, is_master=False, timeout=timeout, wait_for_workers=False)
         helper: Any = distributed_c10d._new_process_group_helper
         prefixed = dist.PrefixStore(self._name, store)
         group, _ = helper(world, 0, [], self._transport.backend, prefixed, group_name=self._name, timeout=timeout)
         distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
         install.label_group(self._name, "weights")
-        self._store = store  # the engines' ranks rendezvous through it: it must outlive the group
         return group
 
     async def close(self) -> None:

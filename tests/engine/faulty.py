@@ -21,6 +21,7 @@ from slime_like.rollout.client import EngineClient
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
 from slime_like.rollout.server import EngineServer
 from slime_like.types import I32
+from slime_like.weights.broadcast import BroadcastSender
 from slime_like.weights.tensor import TensorSender
 from tests.data.character_tokenizer import characters
 from tests.data.sources import source, write
@@ -154,11 +155,12 @@ class Pair:
         )
         return RolloutManager(spec, source(self._data), {}, self.keepers[:engines])
 
-    async def send(self, names: Sequence[str], model: str) -> None:
+    async def send(self, names: Sequence[str], model: str, *, broadcast: bool = False) -> None:
         """The middle of a push, over connections of its own: the sender closes them."""
         engines = [keeper for keeper in self.keepers if keeper.client.name in names]
         clients = [EngineClient(e.server.url, admin_key=KEY, name=e.client.name, deadline_s=120) for e in engines]
-        sender = TensorSender(clients, transport=TransportSpec("tensor", "", 1 << 16, 60.0), group_name="", host=HERE)
+        name, make = ("broadcast", BroadcastSender) if broadcast else ("tensor", TensorSender)
+        sender = make(clients, transport=TransportSpec(name, "gloo", 1 << 16, 60.0), group_name="faults", host=HERE)
         try:
             await sender.send(Source(self.models.tensors(model)))
         finally:

@@ -115,10 +115,10 @@ def test_an_engine_that_dies_within_a_push_is_left_out_of_it(pair: Pair) -> None
         before = await manager.begin_push()
         pair.keepers[1].hurt(signal.SIGKILL)
         with pytest.raises(EngineLost, match="engine 1"):
-            await pair.send(before, "A")
+            await pair.send(before, "A", broadcast=True)  # the other waits to meet it
         after = await manager.begin_push()
         assert after == ("engine 0",)
-        await pair.send(after, "A")
+        await pair.send(after, "A", broadcast=True)
         pair.version += 1
         await manager.commit_push(pair.version)
         (scores,) = await manager.probe()
