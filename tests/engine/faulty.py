@@ -130,7 +130,7 @@ class Pair:
 
     def manager(self, engines: int = 2, **health: Any) -> RolloutManager:
         """A fresh manager of rollouts of ``GROUPS`` groups on the first engines as they are."""
-        settings: dict[str, Any] = {"interval_s": 1.0, "timeout_s": 6.0, "first_wait_s": 0.0} | health
+        settings: dict[str, Any] = {"interval_s": 1.0, "timeout_s": 4.0, "first_wait_s": 0.0} | health
         spec = ManagerSpec(
             rollout=RolloutConfig(
                 batch_size=GROUPS,
