@@ -44,7 +44,7 @@ def test_signals_are_given_back() -> None:
     assert signal.getsignal(signal.SIGINT) == before
 
 
-class Processes(launch._Cluster):
+class Processes(launch.Cluster):
     """A cluster that has started nothing, and whose taking down is interrupted."""
 
     def start(self, inputs: Any, first: int, sink: Any, stop: StopRequest, control: Any) -> Any:
@@ -65,7 +65,7 @@ def test_what_was_started_is_taken_down_whatever_is_pressed(
     data.write_text('{"prompt": "1+1=", "label": "2"}\n')
     model = write_model(tmp_path / "model")
     cfg = load_config([f"model.hf_checkpoint={model}", f"data.train={data}", f"run.dir={tmp_path / 'run'}"])
-    monkeypatch.setattr(launch, "_Cluster", Processes)
+    monkeypatch.setattr(launch, "Cluster", Processes)
     monkeypatch.setattr(launch, "load_inputs", lambda *_: None)  # the folder has no tokenizer
     ring_folder(cfg.run.dir).mkdir()
     if ends == "by itself":
