@@ -31,13 +31,13 @@ from slime_like.errors import EngineError
 from slime_like.imports import heavy_imports
 from slime_like.ports import PortLease
 from slime_like.rollout import segments
+from slime_like.rollout.last_words import headline, how, last_lines
 from slime_like.rollout.model_config import joined, override_args
 from slime_like.rollout.startup import other_models
 
 POLL_S = 0.05
 DYING_S = 8.0  # SGLang looks at its workers for five seconds before it exits
 LAST_WORDS_S = 1.0
-LOG_LINES = 12
 SCRATCH_PREFIX = "slime_like-engine-"
 SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project, as is
 # Turns of libgomp's threads at the end of a parallel region, before they sleep: some 0.03 ms. Decoding opens hundreds of
@@ -143,7 +143,7 @@ class EngineServer:
             return f"engine at {self.url} (pid {self.pid}) is alive"
         lines = last_lines(self._spec.log_path)
         return (
-            f"engine at {self.url} (pid {self.pid}) {_how(code)}{headline(lines)}; end of {self._spec.log_path}:\n"
+            f"engine at {self.url} (pid {self.pid}) {how(code)}{headline(lines)}; end of {self._spec.log_path}:\n"
             + "\n".join(lines)
         )
 
@@ -151,7 +151,7 @@ class EngineServer:
         """How a server that is to be replaced ended, in a line; empty for one that lives, or is not gone in a second."""
         assert self._process is not None, "it was started"
         try:
-            return f"{_how(self._process.wait(LAST_WORDS_S))}{headline(last_lines(self._spec.log_path))}"
+            return f"{how(self._process.wait(LAST_WORDS_S))}{headline(last_lines(self._spec.log_path))}"
         except subprocess.TimeoutExpired:
             return ""
 
@@ -179,27 +179,6 @@ class EngineServer:
                 return reply.status == 200
         except (URLError, OSError):
             return False
-
-
-def _how(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def last_lines(path: str, limit: int = LOG_LINES) -> list[str]:
-    """The last non-empty lines of a log."""
-    try:
-        text = Path(path).read_bytes()[-65_536:].decode(errors="replace")
-    except OSError as error:
-        return [f"(no log: {error})"]
-    return [line for line in text.splitlines() if line.strip()][-limit:]
-
-
-def headline(lines: list[str]) -> str:
-    """The last line that looks like an error's message, to stand before the whole tail."""
-    errors = [
-        line.strip() for line in lines if re.match(r"\s*([\w.]+(Error|Exception|Exit)\b.*:|slime_like plugin)", line)
-    ]
-    return f": {errors[-1]}" if errors else ""
 
 
 def child_environment(spec: EngineSpec, scratch: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from slime_like.config.resolved import EngineSpec
 from slime_like.errors import EngineError
-from slime_like.rollout import server
+from slime_like.rollout import last_words, server
 from slime_like.rollout.replies import completions, error_text, scores
 from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
 from slime_like_plugins.sglang_hooks import Hook, install, problem, replace_attribute
@@ -237,6 +237,6 @@ def test_the_child_hears_of_our_seams_before_it_imports_torch(monkeypatch: pytes
 def test_the_cause_of_death_stands_before_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("\n".join(["start", "", "Traceback (most recent call last):", "  x", "ValueError: no such model"]))
-    assert server.headline(server.last_lines(str(log))) == ": ValueError: no such model"
-    assert server.headline(["all is well"]) == ""
-    assert "no log" in server.last_lines(str(tmp_path / "missing"))[0]
+    assert last_words.headline(last_words.last_lines(str(log))) == ": ValueError: no such model"
+    assert last_words.headline(["all is well"]) == ""
+    assert "no log" in last_words.last_lines(str(tmp_path / "missing"))[0]

@@ -1,0 +1,31 @@
+"""How an engine's process ended, and what its log says of that."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+LOG_LINES = 12
+
+
+def how(code: int) -> str:
+    """An exit code of ``Popen`` in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def last_lines(path: str, limit: int = LOG_LINES) -> list[str]:
+    """The last non-empty lines of a log."""
+    try:
+        text = Path(path).read_bytes()[-65_536:].decode(errors="replace")
+    except OSError as error:
+        return [f"(no log: {error})"]
+    return [line for line in text.splitlines() if line.strip()][-limit:]
+
+
+def headline(lines: list[str]) -> str:
+    """The last line that looks like an error's message, to stand before the whole tail."""
+    errors = [
+        line.strip() for line in lines if re.match(r"\s*([\w.]+(Error|Exception|Exit)\b.*:|slime_like plugin)", line)
+    ]
+    return f": {errors[-1]}" if errors else ""
