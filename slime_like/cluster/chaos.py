@@ -132,11 +132,15 @@ class Chaos:
         faults.append(self.run_dir, strike)
 
 
-def report_lines(strikes: Sequence[Strike], recoveries: Sequence[Recovery]) -> list[str]:
-    """The recovery report: one line for each fault, after one that counts them; none where there was none."""
+def report_lines(strikes: Sequence[Strike], recoveries: Sequence[Recovery], pending: Sequence[Fault] = ()) -> list[str]:
+    """The recovery report: one line for each fault, after one that counts them; none where there was none.
+
+    ``pending``: faults that have not struck.
+    """
     found = faults.outcomes(strikes, recoveries)
-    if not found:
+    if not (found or pending):
         return []
     back = sum(bool(lost.joined) for lost in recoveries)
     head = f"faults: {len(strikes)} planted, {len(recoveries)} engines lost, {back} of them serving again"
-    return [head, *(f"  {outcome.what} on {outcome.where or 'nothing'}: {outcome.found}" for outcome in found)]
+    struck = [f"  {outcome.what} on {outcome.where or 'nothing'}: {outcome.found}" for outcome in found]
+    return [head, *struck, *(f"  {fault} has not struck: this part of the run did not reach it" for fault in pending)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime_like.checkpoint_files import write_text
-from slime_like.cluster.wait import wait_first
+from slime_like.cluster.wait import is_answered, wait_first
 from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.deadline import Deadline
@@ -60,6 +60,8 @@ class EngineRollout:
 
     def _call(self, verb: str, *args: Any) -> Any:
         deadline = Deadline("driver", verb, self.deadline_s)
+        if self._starved is not None and is_answered(self._starved):
+            self._starved = None  # it was so between two calls: a push of the loop's own may have come since
         answer = getattr(self.manager, verb).remote(*args)
         while True:
             if self._starved is None:

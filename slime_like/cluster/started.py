@@ -226,7 +226,7 @@ class Cluster:
                 self.chaos.recovered(wait_one("rollout manager", asked, deadline))
             except SlimeLikeError as error:
                 self.say(f"faults: the rollout manager cannot say what else was lost ({one_line(error)})")
-        for line in report_lines(self.chaos.strikes, self.chaos.recoveries):
+        for line in report_lines(self.chaos.strikes, self.chaos.recoveries, self.chaos.pending):
             self.say(line)
 
     @property

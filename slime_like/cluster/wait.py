@@ -64,6 +64,11 @@ def wait_first(refs: Mapping[str, ray.ObjectRef[Any]], deadline: Deadline) -> tu
     return name, _get(name, refs[name], deadline)
 
 
+def is_answered(ref: ray.ObjectRef[Any]) -> bool:
+    """Whether the result of a call, or its error, is there."""
+    return bool(ray.wait([ref], timeout=0)[0])
+
+
 def wait_one(name: str, ref: ray.ObjectRef[Any], deadline: Deadline) -> Any:
     """The result of one call; errors as ``wait_all``."""
     return wait_all({name: ref}, deadline)[name]

@@ -113,3 +113,12 @@ class ChaosConfig(Config):
         positive(prefix, self, "slow_s")
         if self.random and not self.kinds:
             raise ConfigError(f"{prefix}random={self.random} with {prefix}kinds=[]: name the faults to draw from")
+
+    def check_reached(self, num_rollout: int) -> None:
+        """Raises ``ConfigError`` where a fault is planted behind the last of so many rollouts."""
+        for text in self.faults:
+            if parse_fault(text).rollout_id >= num_rollout:
+                raise ConfigError(
+                    f"chaos.faults: {text!r} is never reached: rollouts count from 0, and the last of "
+                    f"loop.num_rollout={num_rollout} is {num_rollout - 1}"
+                )

@@ -42,6 +42,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True) -> None:
     check_pipeline(cfg.parallel)
     _placement(cfg)
     check_roles(cfg)
+    cfg.chaos.check_reached(cfg.loop.num_rollout)
     _schedule(cfg)
     _memory_and_overlap(cfg)
     check_attention(cfg, cfg.placement.device, cfg.model.dtype)

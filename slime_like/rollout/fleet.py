@@ -5,7 +5,8 @@ produces  engines that may be asked (``Router``), and a ``Recovery`` for each th
 waits for an engine's restart, which its ``Keeper`` bounds, and for the push that gives it weights
 
 An engine serves from the push that it took part in. A lost one is withdrawn at once: its unfinished groups go on
-elsewhere, with the same ids and seeds, from the answers that they had. What is restarted has the weights of its checkpoint, and joins at the next push.
+elsewhere, with the same ids and seeds, from the answers that they had. What is restarted has the weights of its
+checkpoint, and joins at the next push.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Seat:
     answered: bool = False  # a group, since its start
     stopped: tuple[int, ...] = ()  # its processes, when last looked at
     restarts: int = 0  # within this rollout
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: asyncio.Event = field(default_factory=asyncio.Event)  # nobody waits for its answers any more
     recovery: int = -1  # index of the newest
 
 
@@ -85,7 +86,7 @@ class Fleet:
         assert engine is not None
         seat = self._seat(engine)
         try:
-            found = await _unless(seat.lost, engine, work(engine))
+            found = await unless_lost(seat.lost, engine, work(engine))
         except (EngineError, DeadlineExceeded) as error:
             await self.failed(seat, engine, error)
             if lease.engine is engine:  # else another request of the group noticed first
@@ -100,14 +101,18 @@ class Fleet:
 
         async def abort(seat: Seat, engine: EngineClient) -> None:
             try:
-                await _unless(seat.lost, engine, engine.abort_all())
+                await unless_lost(seat.lost, engine, engine.abort_all())
             except (EngineError, DeadlineExceeded) as error:
                 await self.failed(seat, engine, error)
 
         await asyncio.gather(*(abort(seat, seat.client) for seat in self.seats if not seat.down))
 
     async def failed(self, seat: Seat, engine: EngineClient, error: Exception) -> None:
-        """Return where ``error`` is the end of that engine, which is then on its way back; raise where it is not."""
+        """Return where ``error`` is the end of that engine, which is then on its way back; raise where it is not, or where
+        the run ends: what ends it.
+        """
+        if self._failure is not None:
+            raise again(self._failure)
         if seat.client is not engine or seat.down:
             return
         kind = DEAD if isinstance(error, EngineLost) else STALLED
@@ -144,12 +149,12 @@ class Fleet:
 
     # ---- pushes ------------------------------------------------------------------------------------------------------
     async def joinable(self) -> list[Seat]:
-        """The engines that a push can reach, once there is one."""
-        while not (found := [seat for seat in self.seats if not (seat.down or seat.stalled)]):
-            if self._failure is not None:
-                raise again(self._failure)
+        """The engines that a push can reach, once there is one. Raises what ends the run."""
+        while self._failure is None:
+            if found := [seat for seat in self.seats if not (seat.down or seat.stalled)]:
+                return found
             await self._changed.wait()
-        return found
+        raise again(self._failure)
 
     async def starved(self) -> None:
         """Wait until no engine serves and one waits for weights, or until none ever will."""
@@ -255,8 +260,12 @@ class Fleet:
             self.recoveries[seat.recovery] = replace(last, groups=last.groups + 1)
 
     def _fail(self, error: Exception) -> None:
-        self._failure = error
-        self.router.fail(error)
+        """The run ends by the first such error: whoever waits for an engine, or for its answer, gets it."""
+        if self._failure is None:
+            self._failure = error
+            self.router.fail(error)
+        for seat in self.seats:
+            seat.lost.set()
         self._wake()
 
     def _seat(self, engine: EngineClient) -> Seat:
@@ -267,8 +276,8 @@ class Fleet:
         self._changed = asyncio.Event()
 
 
-async def _unless[T](lost: asyncio.Event, engine: EngineClient, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` answers. Raises ``EngineLost`` as soon as the engine is."""
+async def unless_lost[T](lost: asyncio.Event, engine: EngineClient, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` answers. Raises ``EngineLost`` as soon as ``lost`` (``Seat.lost``) is set."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(lost.wait())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

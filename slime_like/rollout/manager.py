@@ -28,7 +28,7 @@ from slime_like.reward.pool import RewardPool
 from slime_like.reward.shuffle import shuffle_rewards
 from slime_like.rollout.answer import Answerer, Asked
 from slime_like.rollout.evaluate import eval_metrics
-from slime_like.rollout.fleet import Fleet, Keeper, Seat
+from slime_like.rollout.fleet import Fleet, Keeper, Seat, unless_lost
 from slime_like.rollout.generators import open_generator
 from slime_like.rollout.making import Making
 from slime_like.rollout.probe import ProbeScores
@@ -179,6 +179,7 @@ class RolloutManager:
     # ---- evaluate ----------------------------------------------------------------------------------------------------
     async def evaluate(self) -> tuple[Metric, ...]:
         """``eval/<dataset>`` for every held-out dataset, under the weights the engines hold now."""
+        self._watch.start()
         metrics: list[Metric] = []
         for heldout in eval_sets(self._spec.evaluation):
             sampling = Sampling(
@@ -247,7 +248,7 @@ class RolloutManager:
         if engine not in self._fleet.router.engines:
             return None
         try:
-            scores = await engine.score(self._probe, self._spec.temperature)
+            scores = await unless_lost(seat.lost, engine, engine.score(self._probe, self._spec.temperature))
         except (EngineError, DeadlineExceeded) as error:
             await self._fleet.failed(seat, engine, error)
             return None

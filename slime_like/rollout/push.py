@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from slime_like.deadline import scale
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost, WeightSyncError
 from slime_like.rollout.client import EngineClient
-from slime_like.rollout.fleet import Fleet, Seat
+from slime_like.rollout.fleet import Fleet, Seat, unless_lost
 from slime_like.rollout.watch import Watch
 
 ABORT_S = 5.0
@@ -97,19 +98,22 @@ class Push:
                     undone = (undo(seat.client) for seat in self._fleet.seats if not seat.down)
                     await asyncio.gather(*undone, return_exceptions=True)
 
-    async def _each(self, members: Sequence[Member], verb: Callable[[EngineClient], Awaitable[None]]) -> list[Member]:
+    async def _each(
+        self, members: Sequence[Member], verb: Callable[[EngineClient], Coroutine[Any, Any, None]]
+    ) -> list[Member]:
         """``verb`` on each engine; those that are still there. Raises what is not the loss of an engine."""
 
         async def on(member: Member) -> bool:
             try:
-                await verb(member.engine)
+                await unless_lost(member.seat.lost, member.engine, verb(member.engine))
             except (EngineError, DeadlineExceeded) as error:
                 await self._fleet.failed(member.seat, member.engine, error)
                 return False
-            return member.there
+            return True
 
-        there = await asyncio.gather(*(on(member) for member in members))
-        return [member for member, left in zip(members, there, strict=True) if left]
+        done = await asyncio.gather(*(on(member) for member in members))
+        # One may have been lost, and another started in its place, while the rest were waited for.
+        return [member for member, well in zip(members, done, strict=True) if well and member.there]
 
 
 async def _open(engine: EngineClient, seconds: float | None) -> None:

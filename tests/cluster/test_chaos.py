@@ -14,7 +14,7 @@ import pytest
 from slime_like.cluster import chaos as chaos_module
 from slime_like.cluster.chaos import Chaos, planned, report_lines
 from slime_like.cluster.stacks import start_time
-from slime_like.config.faults import ChaosConfig
+from slime_like.config.faults import ChaosConfig, parse_fault
 from slime_like.data.faults import Recovery, Strike, append, outcomes, read
 from slime_like.errors import DataError
 
@@ -163,6 +163,9 @@ def test_the_report_tells_what_came_of_each(tmp_path: Path) -> None:
         outcomes(strikes[3:4], [])[0].found == "no engine was lost, or that part of the run ended before it was noticed"
     )
     assert report_lines([], []) == []
+    assert report_lines([], [], [parse_fault("kill_engine:save:3")])[1:] == [
+        "  kill_engine:save:3:0 has not struck: this part of the run did not reach it"
+    ]
 
 
 def test_a_torn_file_is_named(tmp_path: Path) -> None:

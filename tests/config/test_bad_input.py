@@ -54,6 +54,11 @@ RULES = {
     "fault, kind": ("chaos.faults=[kil_engine:step:1]", "'kil_engine:step:1'", "did you mean 'kill_engine'"),
     "fault, phase": ("chaos.faults=[kill_rank:stop:1]", "'stop' in 'kill_rank:stop:1'", "'step'"),
     "fault, drawn": ("chaos.kinds=[kill]", "chaos.kinds: 'kill'", "kill_engine"),
+    "fault, too late": (
+        "chaos.faults=[kill_engine:collect:100] loop.num_rollout=100",
+        "'kill_engine:collect:100' is never reached",
+        "the last of loop.num_rollout=100 is 99",
+    ),
     "fault, nothing to draw": ("chaos.random=2 chaos.kinds=[]", "chaos.random=2", "name the faults"),
     "health": ("health.on_stalled_engine=stopp", "health.on_stalled_engine='stopp'", "'stop'"),
     "seed": ("run.seed=-1", "run.seed=-1", "[0, "),

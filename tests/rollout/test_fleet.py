@@ -1,0 +1,128 @@
+"""What ends a run ends every wait for an engine, and a push admits no engine that it did not reach."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime_like.config.faults import HealthConfig
+from slime_like.errors import EngineError, EngineLost
+from slime_like.interfaces import Sampling
+from slime_like.rollout.fleet import DEAD, Fleet
+from slime_like.rollout.journal import Journal
+from slime_like.rollout.lane import Gate, Lane
+from slime_like.rollout.push import Push
+from slime_like.rollout.usage import Usage
+from slime_like.rollout.watch import Watch
+from tests.rollout.slow_engine import SlowKeeper
+
+PROMPT = np.arange(2, 6, dtype=np.int32)
+
+
+class Hung(SlowKeeper):
+    """Engines that answer nothing but their version, and of which a second one does not start."""
+
+    async def restart(self) -> Any:
+        raise EngineError(f"{self._name} does not start")
+
+    async def stopped(self) -> tuple[int, ...]:
+        return ()
+
+
+def play(kind: type[SlowKeeper], health: HealthConfig, scene: Callable[[Fleet, list[Any]], Awaitable[None]]) -> None:
+    async def run() -> None:
+        keepers = [kind(random.Random(0), 0, f"engine {i}", 0) for i in range(2)]
+        fleet = Fleet(keepers, health, pushed=True)  # pyright: ignore[reportArgumentType]
+        tasks = [task for keeper in keepers for task in keeper.tasks]
+        if kind is Hung:
+            for task in tasks:
+                task.cancel()
+        try:
+            async with asyncio.timeout(10):
+                await scene(fleet, [keeper.client for keeper in keepers])
+        finally:
+            await fleet.stop()
+            for task in (task for keeper in keepers for task in keeper.tasks):
+                task.cancel()
+
+    asyncio.run(run())
+
+
+async def let_run() -> None:
+    """Let every task run until it waits."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def asked(fleet: Fleet) -> list[asyncio.Task[Any]]:
+    """A group on each engine, which waits for its answer."""
+
+    async def ask() -> None:
+        with fleet.router.lease(9) as lease:
+            await Lane(lease, Journal(), Gate(), Usage(2)).generate(PROMPT, [7], Sampling(1.0, 9))
+
+    tasks = [asyncio.create_task(ask()) for _ in fleet.seats]
+    await let_run()
+    assert not any(task.done() for task in tasks)
+    return tasks
+
+
+def test_a_stalled_engine_ends_every_wait_where_the_config_says_so() -> None:
+    async def scene(fleet: Fleet, engines: list[Any]) -> None:
+        waiting = await asked(fleet)
+        with pytest.raises(EngineError, match="no answer"):
+            fleet.stall(fleet.seats[0], EngineError("engine 0: no answer"))
+        for task in waiting:
+            with pytest.raises(EngineError, match="engine 0: no answer"):
+                await task
+        with pytest.raises(EngineError, match="engine 0: no answer"):
+            await fleet.joinable()
+        await fleet.starved()  # so that the driver asks for that push
+
+    play(Hung, HealthConfig(on_stalled_engine="stop"), scene)
+
+
+def test_an_engine_that_does_not_start_again_ends_the_run() -> None:
+    async def scene(fleet: Fleet, engines: list[Any]) -> None:
+        waiting = await asked(fleet)
+        engines[0].die()
+        for task in waiting:
+            with pytest.raises(EngineError, match=r"engine 0 was lost .* health.max_restarts=2 .* does not start"):
+                await task
+        assert fleet.seats[0].restarts == 3
+
+    play(Hung, HealthConfig(max_restarts=2), scene)
+
+
+def test_an_engine_that_is_replaced_while_a_push_waits_for_another_has_none_of_its_weights() -> None:
+    async def scene(fleet: Fleet, engines: list[Any]) -> None:
+        hold = asyncio.Event()
+
+        async def post(phase: str, *_: object) -> None:
+            """Every engine answers the push, the second to go on decoding when it may."""
+
+        async def late(phase: str, *_: object) -> None:
+            if phase == "resume":
+                await hold.wait()
+
+        for engine, verb in zip(engines, (post, late), strict=True):
+            engine._post = engine._request = verb
+            engine.pause = engine.begin_update = lambda *_: post("")
+        push = Push(fleet, Watch(fleet))
+        assert await push.begin() == ("engine 0", "engine 1")
+        resuming = asyncio.create_task(push.resume(5))
+        await let_run()
+        fleet.lose(fleet.seats[0], DEAD, EngineLost("engine 0 is dead"))
+        await let_run()
+        assert not fleet.seats[0].down and fleet.seats[0].client is not engines[0]
+        hold.set()
+        await resuming
+        assert fleet.router.engines == [engines[1]]
+        assert fleet.recoveries[0].joined == 0
+
+    play(SlowKeeper, HealthConfig(), scene)
