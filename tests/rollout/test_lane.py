@@ -14,7 +14,7 @@ from slime_like.rollout.fleet import Fleet
 from slime_like.rollout.journal import Journal
 from slime_like.rollout.lane import Gate, Lane
 from slime_like.rollout.usage import Usage
-from tests.rollout.slow_engine import SlowKeeper, token
+from tests.rollout.slow_engine import Request, SlowKeeper, token
 
 PROMPT = np.arange(2, 6, dtype=np.int32)
 
@@ -58,6 +58,25 @@ def test_what_was_answered_stays_and_the_rest_goes_on_elsewhere() -> None:
         assert [len(c.token_ids) for call in group.journal.copy() for c in call.completions] == [5, 9, 9]
 
     assert play(turns).fleet.rollout_made()[1] == 1  # a group, though two requests were lost
+
+
+def test_what_an_answer_had_before_it_was_continued_stays() -> None:
+    async def turns(group: Group, lane: Lane) -> None:
+        answer = asyncio.create_task(lane.generate(PROMPT, [8, 9], Sampling(1.0, 60)))
+        engine = group.keepers[0].client
+        while not all(len(r.spans) > 3 for r in engine._requests or [Request(0, 0, 0)]):
+            await asyncio.sleep(0)
+        await engine.abort_all()
+        while any(len(c.token_ids) == 0 for c in group.journal.copy()[0].completions):
+            await asyncio.sleep(0)
+        before = [len(c.token_ids) for c in group.journal.copy()[0].completions]
+        assert min(before) > 0
+        engine.die()
+        for seed, had, completion in zip((8, 9), before, await answer, strict=True):
+            assert completion.token_ids.tolist() == [token(seed, len(PROMPT) + i) for i in range(60)]
+            assert completion.versions == ((0, had, 0), (had, 60, 1))
+
+    play(turns)
 
 
 def test_scores_come_from_an_engine_that_serves() -> None:
