@@ -14,7 +14,7 @@ class Watch:
     """A health check of every engine each ``health.interval_s``.
 
     Between pushes the engine's scheduler must answer. A paused one decodes nothing: during a push the server must answer, and
-    none of its processes may be stopped at two checks in a row.
+    none of its processes may be stopped at two checks in a row. A check that a push cut short is made again at once.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -27,7 +27,8 @@ class Watch:
         """Begin, in the running event loop; again and again is once."""
         if not self._started:
             self._started = True
-            self._fleet.spawn(self._run())
+            for seat in self._fleet.seats:
+                self._fleet.spawn(self._run(seat))
 
     def push_begins(self) -> None:
         """Engines are being paused."""
@@ -37,16 +38,17 @@ class Watch:
         """Engines decode again."""
         self._pushing = False
 
-    async def _run(self) -> None:
+    async def _run(self, seat: Seat) -> None:
         while True:
             await asyncio.sleep(self._fleet.health.interval_s * scale())
-            await asyncio.gather(*(self._look(seat) for seat in self._fleet.seats if not seat.down))
+            while not seat.down and not await self._look(seat):
+                pass
 
-    async def _look(self, seat: Seat) -> None:
-        """One check of one engine."""
+    async def _look(self, seat: Seat) -> bool:
+        """One check of one engine; False where its silence says nothing, as it was paused meanwhile."""
         health, engine, pushes = self._fleet.health, seat.client, self._pushes
         if not seat.answered and time.monotonic() - seat.since < health.first_wait_s * scale():
-            return
+            return True
         decodes = not self._pushing
         try:
             answers = await engine.health(health.timeout_s, decodes=decodes)
@@ -54,18 +56,21 @@ class Watch:
         except EngineLost as error:
             if seat.client is engine and not seat.down:
                 self._lose(seat, error)
-            return
+            return True
         except (EngineError, DeadlineExceeded):
-            return  # its owner cannot tell; if that is gone, the engine soon is
-        if seat.client is not engine or seat.down or (decodes and pushes != self._pushes):
-            return
+            return True  # its owner cannot tell; if that is gone, the engine soon is
+        if seat.client is not engine or seat.down:
+            return True
+        if not answers and decodes and pushes != self._pushes:
+            return False
         again, seat.stopped = set(stopped) & set(seat.stopped), stopped
         if answers and not again:
             self._fleet.revive(seat)
-            return
+            return True
         what = f"processes {sorted(again)} are stopped" if again else "no answer to a health check"
         why = EngineError(f"{engine.name} at {engine.url}: {what} (health.timeout_s={health.timeout_s:g})")
         self._lose(seat, why)
+        return True
 
     def _lose(self, seat: Seat, why: EngineError) -> None:
         try:

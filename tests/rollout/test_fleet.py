@@ -126,3 +126,49 @@ def test_an_engine_that_is_replaced_while_a_push_waits_for_another_has_none_of_i
         assert fleet.recoveries[0].joined == 0
 
     play(SlowKeeper, HealthConfig(), scene)
+
+
+def test_a_check_that_a_push_cuts_short_is_made_again_at_once() -> None:
+    async def scene(fleet: Fleet, engines: list[Any]) -> None:
+        watch, asked = Watch(fleet), list[bool]()
+
+        async def cut_short(seconds: float, *, decodes: bool) -> bool:
+            fleet.health.interval_s = 1e9  # no further round comes
+            asked.append(decodes)
+            if decodes:
+                watch.push_begins()
+            return False
+
+        async def well(seconds: float, *, decodes: bool) -> bool:
+            return True
+
+        for seat, health in zip(fleet.seats, (cut_short, well), strict=True):
+            seat.answered, seat.client.health = True, health  # pyright: ignore[reportAttributeAccessIssue]
+        watch.start()
+        while not fleet.recoveries:
+            await asyncio.sleep(0)
+        assert asked == [True, False]
+        assert [lost.engine for lost in fleet.recoveries] == ["engine 0"]
+
+    play(SlowKeeper, HealthConfig(interval_s=0.0), scene)
+
+
+def test_an_engine_that_hangs_in_its_check_keeps_no_other_from_being_checked() -> None:
+    async def scene(fleet: Fleet, engines: list[Any]) -> None:
+        asked: list[bool] = []
+
+        async def hangs(seconds: float, *, decodes: bool) -> bool:
+            await asyncio.Event().wait()
+            return False
+
+        async def well(seconds: float, *, decodes: bool) -> bool:
+            asked.append(decodes)
+            return True
+
+        for seat, health in zip(fleet.seats, (hangs, well), strict=True):
+            seat.answered, seat.client.health = True, health  # pyright: ignore[reportAttributeAccessIssue]
+        Watch(fleet).start()
+        while len(asked) < 3:
+            await asyncio.sleep(0)
+
+    play(SlowKeeper, HealthConfig(interval_s=0.0), scene)
