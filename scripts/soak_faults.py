@@ -35,7 +35,7 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from slime_like.config.faults import FATAL, RECOVERED, Fault  # noqa: E402  (found by the line above)
+from slime_like.config.faults import FATAL, FAULTS, RECOVERED, Fault  # noqa: E402  (found by the line above)
 from slime_like.data import faults  # noqa: E402
 from slime_like.deadline import Deadline  # noqa: E402
 from tests.e2e.runs import Training, last_step, train  # noqa: E402
@@ -72,6 +72,11 @@ class Part:
     outcomes: list[tuple[str, str, str]]  # fault, target, what came of it
     leftovers: list[str]
     said: str  # the last line of its output
+
+    @property
+    def planted(self) -> list[tuple[str, str, str]]:
+        """Outcomes of what was planted; the others are losses that followed from it."""
+        return [found for found in self.outcomes if found[0].partition(":")[0] in FAULTS or found[0].startswith("SIG")]
 
     @property
     def clean(self) -> bool:
@@ -127,7 +132,7 @@ class Soak:
     @property
     def num_faults(self) -> int:
         """Struck so far."""
-        return sum(len(part.outcomes) for part in self.parts)
+        return sum(len(part.planted) for part in self.parts)
 
     @property
     def finished(self) -> bool:
@@ -201,7 +206,7 @@ class Soak:
         strikes, recoveries = faults.read(self.run)
         since = strikes[before].time if len(strikes) > before else float("inf")
         found = faults.outcomes(strikes[before:], [lost for lost in recoveries if lost.noticed >= since])
-        outcomes = [(outcome.what, outcome.where, outcome.found) for outcome in found if ":" in outcome.what]
+        outcomes = [(outcome.what, outcome.where, outcome.found) for outcome in found]
         said = log.read_text().strip().splitlines()[-1:] or [""]
         part = Part(
             number=number,
@@ -220,7 +225,7 @@ class Soak:
         with self._notes.open("a") as file:
             file.write(json.dumps(asdict(part)) + "\n")
         ended = f"{end or 'to its end'}, code {code}, {seconds:.0f} s, {len(left)} leftovers"
-        print(f"part {number} ({layout}): {len(part.outcomes)} faults, {ended}; {self.num_faults} in all", flush=True)
+        print(f"part {number} ({layout}): {len(part.planted)} faults, {ended}; {self.num_faults} in all", flush=True)
         if not hung:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -258,10 +263,12 @@ class Soak:
         """Markdown: the counts, what became of each kind of fault, then each part."""
         lines = ["# Faults, soaked", "", setting(), "", *self._counts(), ""]
         lines += ["| fault | planted | came of it |", "|---|---|---|"]
-        planted = [(part, outcome) for part in self.parts for outcome in part.outcomes]
+        planted = [(part, outcome) for part in self.parts for outcome in part.planted]
         for kind in (*RECOVERED, *FATAL, STARTING):
             here = [
-                (p, o) for p, o in planted if o[0].partition(":")[0] == kind or (kind == STARTING and " after " in o[0])
+                (p, o)
+                for p, o in planted
+                if o[0].partition(":")[0] == kind or (kind == STARTING and o[0].startswith("SIG"))
             ]
             if here:
                 lines.append(f"| {kind} | {len(here)} | {_summary(kind, here)} |")
@@ -271,7 +278,7 @@ class Soak:
             "|---|---|---|---|---|---|---|---|",
         ]
         for part in self.parts:
-            names = ", ".join(f"{what} ({where})" for what, where, _ in part.outcomes)
+            names = ", ".join(f"{what} ({where})" for what, where, _ in part.planted)
             lines.append(
                 f"| {part.number} | {part.layout} | {part.first} to {part.last} | {names} | {part.end or 'its end'} | "
                 f"{part.code} | {part.seconds:.0f} | {', '.join(part.leftovers) or 'nothing'} |"
@@ -279,8 +286,9 @@ class Soak:
         return "\n".join(lines) + "\n"
 
     def _counts(self) -> list[str]:
-        planted = [found for part in self.parts for *_, found in part.outcomes]
+        planted = [found for part in self.parts for *_, found in part.planted]
         lost = [found for found in planted if "noticed after" in found]
+        others = [found for part in self.parts for found in part.outcomes if found not in part.planted]
         ended = [part for part in self.parts if part.end]
         done = self.rollouts if self.finished else max(0, last_step(self.run))
         different = self._differences()
@@ -291,6 +299,8 @@ class Soak:
             "rollouts": f"{done} of {self.rollouts}",
             "engines lost": len(lost),
             "of them serving again before the part ended": sum("serves" in found for found in lost),
+            "further engines lost, as a consequence": len(others),
+            "of these serving again before the part ended": sum("serves" in found for *_, found in others),
             "parts ended as their fault must": f"{sum(part.clean for part in ended)} of {len(ended)}",
             "hangs past the deadline": sum(part.hung for part in self.parts),
             f"samples lost, doubled or else not the undisturbed run's ({compared} compared)": len(different),
