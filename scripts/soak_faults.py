@@ -87,7 +87,7 @@ class Part:
             "terminate": (130,),
             "": (0,),
         }
-        wanted[STARTING] = (130, -signal.SIGTERM)  # the latter before there was anything to be taken down
+        wanted[STARTING] = (130, -signal.SIGTERM)  # the latter before there was anything to be taken down, or after
         return not self.hung and self.code in wanted.get(self.end, (1,))
 
 

@@ -63,10 +63,10 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
         finally:
             stop.hold()
             with ExitStack() as teardown:  # each happens, whatever becomes of the others; processes first
+                teardown.callback(stop.restore)  # last of all: a further signal must not cut any of the rest short
                 teardown.callback(_report, cfg, run_dir)
                 teardown.callback(sink.close)
                 teardown.callback(control.close)
-                teardown.callback(stop.restore)
                 teardown.callback(shutil.rmtree, ring_folder(cfg.run.dir), ignore_errors=True)
                 teardown.callback(cluster.close)
                 teardown.callback(cluster.report_faults)

@@ -66,6 +66,7 @@ def test_what_was_started_is_taken_down_whatever_is_pressed(
     model = write_model(tmp_path / "model")
     cfg = load_config([f"model.hf_checkpoint={model}", f"data.train={data}", f"run.dir={tmp_path / 'run'}"])
     monkeypatch.setattr(launch, "Cluster", Processes)
+    monkeypatch.setattr(launch, "_report", lambda *_: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr(launch, "load_inputs", lambda *_: None)  # the folder has no tokenizer
     ring_folder(cfg.run.dir).mkdir()
     if ends == "by itself":
