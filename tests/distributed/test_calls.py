@@ -84,7 +84,7 @@ def test_a_work_in_a_dropped_ones_place_is_not_taken_for_it(wrapper: Wrapper) ->
 
 
 def test_references_that_others_have_to_a_work_stay_theirs(wrapper: Wrapper) -> None:
-    """Those of the wrapper serve again for another work."""
+    """The wrapper's own is the one that everybody without a callback shares, and goes with the wait."""
     gone: list[str] = []
     for _ in range(20):
         works: list[Any] = [dist.isend(torch.zeros(2), 1) for _ in range(3)]
@@ -99,6 +99,21 @@ def test_references_that_others_have_to_a_work_stay_theirs(wrapper: Wrapper) -> 
             other.wait()
             assert weakref.getweakrefcount(other) == 0
     assert gone == ["called"] * 20
+
+
+def test_a_send_takes_its_number_after_its_size(wrapper: Wrapper) -> None:
+    """To ask for a size may run what meets the peer anew: the number that was there before is gone by then."""
+    dist.isend(torch.zeros(2), 1)
+    (counter,) = wrapper.counters()
+
+    class Meeting(torch.Tensor):
+        @property
+        def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+            counter.peers[1] = wrapper.numbers()
+            return 8
+
+    dist.isend(torch.zeros(2).as_subclass(Meeting), 1)
+    assert counter.peers[1]() == 2
 
 
 def test_issuing_and_waiting_both_take_time_of_their_op(wrapper: Wrapper) -> None:

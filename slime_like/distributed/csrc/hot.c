@@ -90,12 +90,12 @@ static PyObject *call_point(PyObject *callable, PyObject *const *args, size_t na
     if (names != NULL || n < 2 || n > 4 || key == NULL || !PyLong_CheckExact(key)
         || (tally = plain(self, args[0], started)) == NULL)
         return PyObject_Vectorcall(self->slow, args, nargsf, names);
+    if (self->payload >= 0 && (size = bytes_of(self, args[1])) < 0) goto done; /* may run Python, which may change peers */
     if ((next = PyDict_GetItemWithError(tally->peers, key)) == NULL) { /* the first with this peer */
         Py_DECREF(tally);
         PyErr_Clear();
         return PyObject_Vectorcall(self->slow, args, nargsf, names);
     }
-    if (self->payload >= 0 && (size = bytes_of(self, args[1])) < 0) goto done;
     peer = PyLong_AsLongLong(key);
     int64_t sequence = count(next);
     if (sequence < 0 || (peer == -1 && PyErr_Occurred())) goto done;
