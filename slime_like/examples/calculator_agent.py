@@ -7,6 +7,7 @@ that were sampled, their log-probabilities and what is trained on are the endpoi
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,13 +17,16 @@ from slime_like.examples.arithmetic import calculate
 
 CALL_END = "</calc>"
 MOST_CALLS = 4
+# Trusts nobody: the endpoint speaks http on loopback, and to read the machine's certificates takes 25 ms for each client.
+NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 async def agent(base_url: str, api_key: str, prompt: str, metadata: Mapping[str, Any]) -> None:
-    """Asks for the answer of ``prompt``, and calculates as often as it is asked to. ``reward.name`` scores the last answer."""
+    """Asks for the answer of ``prompt``, and calculates for it, ``MOST_CALLS`` times at most. ``reward.name`` scores the last
+    answer."""
     del metadata
     messages: list[Any] = [{"role": "user", "content": prompt}]
-    plain = openai.DefaultAsyncHttpxClient(verify=False)  # http on loopback: no 25 ms for reading certificates
+    plain = openai.DefaultAsyncHttpxClient(verify=NO_CERTIFICATES)
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=plain) as client:
         for _ in range(1 + MOST_CALLS):
             reply = await client.chat.completions.create(model="policy", messages=messages, stop=CALL_END)
