@@ -148,7 +148,7 @@ HALF: dict[str, Any] = {"dtype": "bfloat16", "algo": ALGO, "temperature": TEMPER
 
 @dataclasses.dataclass(frozen=True)
 class Rounded:
-    """A bfloat16 model beside the float32 reference: relative error of the worst gradient of this rank and, on the rank
+    """A bfloat16 model beside the float32 reference: relative error of any rank's worst gradient and, on the rank
     that reports, mean and largest difference of a log-probability."""
 
     grad: float
@@ -168,7 +168,7 @@ def near(
     micros = [make_micro(r, actor.trainer.place) for r in rows[actor.dp_rank :: layout.dp]]
     actor.trainer.annotate(micros)
     actor.trainer.optimizer_step.backward(micros, count_tokens(rows), 0)
-    grad = max(gradient_errors(actor.trainer, ref.grads).values(), default=0.0)
+    grad = max(gradient_errors(actor.trainer, ref.grads).values())
     if not actor.is_reporter:
         return Rounded(grad, None)
     errors = np.concatenate([np.abs(s - e) for s, e in zip(scores, ref.pairs, strict=True)])  # pyright: ignore[reportOptionalOperand]

@@ -28,7 +28,6 @@ TEMPERATURE = 0.7
 ENTROPY = 0.05
 ALGO = GrpoConfig(entropy_coef=ENTROPY)
 DECAYS = ("A_log", "dt_bias")
-SP = {"tp": 2, "sequence_parallel": True}
 
 
 def batch() -> list[Rows]:
