@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, help="a page to write")
     args = parser.parse_args(argv)
     os.environ |= CPU_ENV  # threads that wait sleep, as in a run
-    head = [machine(os.getloadavg()[0]), "", f"Command: `python scripts/bench_step.py {' '.join(argv)}`".strip(), ""]
+    head = [machine(os.getloadavg()[0]), "", f"Command: `{' '.join(['python scripts/bench_step.py', *argv])}`", ""]
     tables = {"steps": lambda: steps(args.cases, args.rounds, args.sequences), "parts": lambda: parts(args.rounds)}
     text = "\n".join([*head, *(line for name in args.tables for line in (*tables[name](), ""))])
     sys.stdout.write(text)
