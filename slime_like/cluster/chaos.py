@@ -90,16 +90,16 @@ class Chaos:
         faults.append(self.run_dir, *lost)
 
     def _strike(self, fault: Fault) -> None:
-        """Once per fault, whichever thread is first."""
+        """Once per fault, whichever thread is first; the other waits until it has struck, so that its phase does not end before."""
         with self._lock:
             if fault not in self.pending:
                 return
             self.pending.remove(fault)
-        rng = Random(f"{self.config.seed} {fault}")
-        if fault.kind in RECOVERED:
-            self._hurt_engine(fault, rng)
-        else:
-            self._signal(fault, rng)
+            rng = Random(f"{self.config.seed} {fault}")
+            if fault.kind in RECOVERED:
+                self._hurt_engine(fault, rng)
+            else:
+                self._signal(fault, rng)
 
     def _hurt_engine(self, fault: Fault, rng: Random) -> None:
         if not self.engines:
