@@ -29,7 +29,7 @@ from tests.engine.conftest import KEY, Models
 from tests.engine.test_weights import Source
 
 HERE = "127.0.0.1"
-GROUPS, SAMPLES, TOKENS = 12, 4, 48
+GROUPS, SAMPLES, TOKENS = 12, 4, 128  # long enough that a fault strikes in their midst on a busy machine too
 Answered = Callable[[str], None]
 _answered: list[Answered] = []  # told the engine's name at each answer
 
