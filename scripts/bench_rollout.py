@@ -27,24 +27,27 @@ from typing import Any
 
 import numpy as np
 
-from slime_like.config.faults import HealthConfig
-from slime_like.config.resolved import EngineSpec
-from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig
-from slime_like.config.run import LoopConfig
-from slime_like.data.group_metrics import group_metrics
-from slime_like.data.prompts import FileSource, SourceContext
-from slime_like.data.tokenizer import open_tokenizer
-from slime_like.errors import EngineError
-from slime_like.interfaces import Bucket, Engine, GenerateContext, Sampling
-from slime_like.metrics.types import reduce_metrics
-from slime_like.quickstart.model import ModelSpec, write_model
-from slime_like.rollout.client import EngineClient
-from slime_like.rollout.generate import to_sample
-from slime_like.rollout.manager import ManagerSpec, RolloutManager
-from slime_like.rollout.server import EngineServer
-from slime_like.rollout.usage import Usage
-from slime_like.types import Prompt, Sample
-from slime_like.weights.shared import Region
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from slime_like.config.faults import HealthConfig  # noqa: E402  (found by the line above)
+from slime_like.config.resolved import EngineSpec  # noqa: E402
+from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig  # noqa: E402
+from slime_like.config.run import LoopConfig  # noqa: E402
+from slime_like.data.group_metrics import group_metrics  # noqa: E402
+from slime_like.data.prompts import FileSource, SourceContext  # noqa: E402
+from slime_like.data.tokenizer import open_tokenizer  # noqa: E402
+from slime_like.interfaces import Bucket, Engine, GenerateContext, Sampling  # noqa: E402
+from slime_like.metrics.types import reduce_metrics  # noqa: E402
+from slime_like.quickstart.model import ModelSpec, write_model  # noqa: E402
+from slime_like.rollout.client import EngineClient  # noqa: E402
+from slime_like.rollout.generate import to_sample  # noqa: E402
+from slime_like.rollout.manager import ManagerSpec, RolloutManager  # noqa: E402
+from slime_like.rollout.server import EngineServer  # noqa: E402
+from slime_like.rollout.usage import Usage  # noqa: E402
+from slime_like.types import Prompt, Sample  # noqa: E402
+from slime_like.weights.shared import Region  # noqa: E402
+from tests.engine.kept import Kept  # noqa: E402
 
 KEY = "bench"
 VOCAB, CONTEXT, PROMPT, ROWS, LONGEST, MEDIAN = 512, 512, 48, 4000, 384, 24.0
@@ -92,21 +95,6 @@ class Arm:
     name: str
     manager: RolloutManager
     rows: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
-
-
-class Kept:
-    """An engine that is not started again: a lost one ends the measurement."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self.client = client
-
-    async def restart(self) -> tuple[EngineClient, str]:
-        """Never."""
-        raise EngineError(f"{self.client.name} is not started again")
-
-    async def stopped(self) -> tuple[int, ...]:
-        """None."""
-        return ()
 
 
 def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Namespace, **rollout: Any) -> Arm:

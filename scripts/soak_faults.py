@@ -3,12 +3,13 @@
 python scripts/soak_faults.py [--faults 50] [--most 10] [--seed 0] [--rollouts 480] [--folder FOLDER] [--table FILE]
 
 A part of the run is one call of train.py. Faults that a run goes on from (chaos.*: an engine killed, stopped or slow) strike
-in four of its rollouts, at times before an engine is back from the last one, then one that ends it: a rank or the rollout manager killed, a rank stopped, the driver
-killed, SIGINT or SIGTERM at a phase, or once or twice at a moment of its start. Parts differ in the number of engines and
-in how weights reach them. After each part processes, listening ports, named shared memory and scratch folders that it left are
-counted. At the end every sample (id, prompt, seed, tokens, log-probabilities, version), every loss and the final weights are
-compared with the undisturbed run, bit for bit. The folder keeps what has been done: the same command goes on where it
-stopped, by at most --most faults per call, and rewrites the table.
+in four of its rollouts, at times before an engine is back from the last one, then one that ends it: a rank or the rollout
+manager killed, a rank stopped, the driver killed, SIGINT or SIGTERM at a phase, or once or twice at a moment of its start.
+Parts differ in the number of engines and in how weights reach them. After each part processes, listening ports, named
+shared memory and scratch folders that it left are counted. At the end every sample (id, prompt, seed, tokens, log-
+probabilities, version), every loss and the final weights are compared with the undisturbed run, bit for bit. The
+folder keeps what has been done: the same command goes on where it stopped, by at most --most faults per call, and
+rewrites the table.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ sys.path.insert(0, str(REPOSITORY))
 from slime_like.config.faults import FATAL, FAULTS, RECOVERED, Fault  # noqa: E402  (found by the line above)
 from slime_like.data import faults  # noqa: E402
 from slime_like.deadline import Deadline  # noqa: E402
-from tests.e2e.runs import Training, last_step, train  # noqa: E402
-from tests.e2e.same_run import differences, sample_differences, write_inputs  # noqa: E402
+from tests.e2e.runs import Training, last_step  # noqa: E402
+from tests.e2e.same_run import differences, sample_differences, undisturbed  # noqa: E402
 
 PHASES = {"collect": 0.25, "step": 0.1, "push": 0.1}  # of faults, and how long they take on an idle machine (s)
 STARTING = "signals_at_start"
@@ -146,13 +147,7 @@ class Soak:
 
     def reference(self) -> None:
         """The run that nobody disturbs."""
-        self._job = (*write_inputs(self.folder / "inputs"), f"loop.num_rollout={self.rollouts}")
-        whole = self.folder / "whole"
-        if not (whole / "hf" / "config.json").exists():
-            shutil.rmtree(whole, ignore_errors=True)
-            done = train(*self._job, f"run.dir={whole}", log=self.folder / "whole.log")
-            if done.code:
-                raise SystemExit(f"the undisturbed run failed:\n{done.output}")
+        self._job, self.whole = undisturbed(self.folder, self.rollouts)
 
     def part(self, most: int) -> None:
         """Another part of the disturbed run, with at most so many faults; with none, the run goes on to its end."""
@@ -254,10 +249,9 @@ class Soak:
         return training.wait().code, False
 
     def _differences(self) -> list[str]:
-        whole = self.folder / "whole"
         if self.finished:
-            return differences(whole, self.run, self.rollouts)
-        return sample_differences(whole, self.run, range(max(0, last_step(self.run))))
+            return differences(self.whole, self.run, self.rollouts)
+        return sample_differences(self.whole, self.run, range(max(0, last_step(self.run))))
 
     def table(self) -> str:
         """Markdown: the counts, what became of each kind of fault, then each part."""

@@ -26,7 +26,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from slime_like.config.faults import Fault  # noqa: E402  (found by the line above)
 from tests.e2e.runs import metrics, train  # noqa: E402
-from tests.e2e.same_run import DRIFT, PROBE, differences, write_inputs  # noqa: E402
+from tests.e2e.same_run import DRIFT, PROBE, differences, undisturbed  # noqa: E402
 
 TIMES = {
     "collect": "perf/train_wait_time",
@@ -104,14 +104,8 @@ class Soak:
 
     def reference(self) -> None:
         """The run that nobody disturbs."""
-        self._job = (*write_inputs(self.folder / "inputs"), f"loop.num_rollout={self.rollouts}")
-        whole = self.folder / "whole"
-        if not (whole / "hf" / "config.json").exists():
-            shutil.rmtree(whole, ignore_errors=True)
-            done = train(*self._job, f"run.dir={whole}", log=self.folder / "whole.log")
-            if done.code:
-                raise SystemExit(f"the undisturbed run failed:\n{done.output}")
-        rows = [row for row in metrics(whole) if row["step"] > 0]
+        self._job, self.whole = undisturbed(self.folder, self.rollouts)
+        rows = [row for row in metrics(self.whole) if row["step"] > 0]
         self._seconds = {phase: max(row.get(name, SAVE_S) for row in rows) for phase, name in TIMES.items()}
 
     def one_run(self, most: int) -> None:
@@ -128,7 +122,7 @@ class Soak:
             if not kills[-1].died:
                 break
         done = train(*self._job, f"run.dir={folder}", log=self.folder / f"run_{run}_end.log")
-        found = [done.output[-500:]] if done.code else differences(self.folder / "whole", folder, self.rollouts)
+        found = [done.output[-500:]] if done.code else differences(self.whole, folder, self.rollouts)
         values = [row[name] for row in metrics(folder) for name in (DRIFT, PROBE) if name in row]
         verdict = Verdict(run, found, max(values, default=float("nan")))
         with self._notes.open("a") as file:

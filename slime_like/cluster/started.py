@@ -238,5 +238,5 @@ class Cluster:
         """Stop what was started."""
         if self.placement is None:
             return
-        polite = [(actor, "stop") for actor in ([self.manager] if self.manager is not None else [])]
-        self.placement.close([*polite, *((actor, "stop") for actor in self.engines)])
+        managers = [] if self.manager is None else [self.manager]
+        self.placement.close([(actor, "stop") for actor in (*managers, *self.engines)])

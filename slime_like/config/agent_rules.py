@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
 from typing import Any
 
 from slime_like.config.rollout import RolloutConfig
+from slime_like.config.unread import refuse_unread
 from slime_like.errors import ConfigError
 from slime_like.registry import resolve
 
@@ -18,13 +18,8 @@ CALLED = "async def agent(base_url, api_key, prompt, metadata) -> float | None"
 def check_agent(config: RolloutConfig) -> None:
     """Raise ``ConfigError`` unless ``rollout.agent`` can be run, or nothing is said of it."""
     if config.generate != OPENAI_AGENT:
-        for key in fields(config):
-            value = getattr(config, key.name)
-            if key.name in KEYS and value != key.default:
-                raise ConfigError(
-                    f"rollout.{key.name}={value!r} has no effect with rollout.generate={config.generate}: set "
-                    f"rollout.generate={OPENAI_AGENT}, or remove it"
-                )
+        setting, cure = f"rollout.generate={config.generate}", f"rollout.generate={OPENAI_AGENT}"
+        refuse_unread("rollout.", config, KEYS, setting, cure)
         return
     if config.agent is None:
         raise ConfigError(

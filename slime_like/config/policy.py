@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from slime_like.config.base import Config, key, within
+from slime_like.config.unread import refuse_unread
 from slime_like.errors import ConfigError
 
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
@@ -116,12 +117,5 @@ class PolicyGradientConfig(PolicyConfig):
 
 def _unread(prefix: str, config: Config, switch: str, *names: str) -> None:
     """Raise ``ConfigError`` on a key that was changed though the switch that makes it count is off."""
-    if getattr(config, switch):
-        return
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if item.name in names and value != item.default:
-            raise ConfigError(
-                f"{prefix}{item.name}={value!r} has no effect with {prefix}{switch}=false: "
-                f"set {prefix}{switch}=true, or remove {prefix}{item.name}"
-            )
+    if not getattr(config, switch):
+        refuse_unread(prefix, config, names, f"{prefix}{switch}=false", f"{prefix}{switch}=true")

@@ -1,7 +1,8 @@
-"""A tiny deterministic job, and whether two run folders hold the same run. Shared by the tests and the soak script."""
+"""A tiny deterministic job, and whether two run folders hold the same run. Shared by the tests and the soak scripts."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.quickstart.arithmetic import ArithmeticSpec, write_datasets
 from slime_like.quickstart.model import ModelSpec, write_model
-from tests.e2e.runs import metrics
+from tests.e2e.runs import metrics, train
 
 DRIFT = "train/train_rollout_logprob_abs_diff_max"
 PROBE = "probe/logprob_abs_diff_max"
@@ -44,6 +45,17 @@ def write_inputs(folder: Path) -> tuple[str, ...]:
         "optim.schedule=constant",
         "optim.warmup_steps=0",
     )
+
+
+def undisturbed(folder: Path, num_rollouts: int) -> tuple[tuple[str, ...], Path]:
+    """A soak's job, and the folder of its run that nothing happened to; made where ``folder`` does not hold it whole."""
+    job, whole = (*write_inputs(folder / "inputs"), f"loop.num_rollout={num_rollouts}"), folder / "whole"
+    if not (whole / "hf" / "config.json").exists():
+        shutil.rmtree(whole, ignore_errors=True)
+        done = train(*job, f"run.dir={whole}", log=folder / "whole.log")
+        if done.code:
+            raise SystemExit(f"the undisturbed run failed:\n{done.output}")
+    return job, whole
 
 
 def differences(run_dir: Path, other: Path, num_rollouts: int) -> list[str]:

@@ -6,7 +6,6 @@ import asyncio
 import io
 import pickle
 from collections.abc import Coroutine, Generator, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,11 @@ class Models:
     paths: Mapping[str, Path]
     hf: Mapping[str, Any]
 
-    def logprobs(self, name: str, token_ids: I32, temperature: float, dtype: torch.dtype = torch.float32) -> F32:
-        """[L - 1] log-softmax(logits / temperature) of tokens 1 .. L - 1, by transformers computing in ``dtype``."""
-        model = self.hf[name] if dtype == torch.float32 else deepcopy(self.hf[name]).to(dtype)
+    def logprobs(self, name: str, token_ids: I32, temperature: float) -> F32:
+        """[L - 1] log-softmax(logits / temperature) of tokens 1 .. L - 1, by transformers."""
         ids = torch.from_numpy(token_ids.astype(np.int64))[None]
         with torch.no_grad():
-            logits = model(ids).logits[0, :-1] / temperature
+            logits = self.hf[name](ids).logits[0, :-1] / temperature
         return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:

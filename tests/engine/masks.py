@@ -11,9 +11,9 @@ from slime_like.algo.advantage import grpo
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.data.token_view import TokenView, choose, token_view
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source
+from tests.engine.closeness import assert_close
 from tests.engine.conftest import Engine, Models
 
-TOLERANCE = 1e-5
 TEMPERATURE = 0.7
 
 
@@ -35,7 +35,7 @@ def check_samples(engine: Engine, models: Models, prompt: Prompt, samples: Seque
     rescored = engine.run(engine.client.score([s.token_ids for s in samples], TEMPERATURE))
     for sample, scores in zip(samples, rescored, strict=True):
         mine = by_model(sample)
-        np.testing.assert_allclose(sample.logprobs[mine], np.append(np.nan, scores)[mine], atol=TOLERANCE)
+        assert_close(sample.logprobs[mine], np.append(np.nan, scores)[mine])
         assert np.isnan(sample.logprobs[~mine]).all()
     view = view_of(models, prompt, samples)
     known = {sample.sample_id: sample for sample in samples}
@@ -47,7 +47,7 @@ def check_samples(engine: Engine, models: Models, prompt: Prompt, samples: Seque
         np.testing.assert_array_equal(view.versions[place] >= 0, mine)
         np.testing.assert_array_equal(np.isnan(view.advantages[place]), ~mine)
         trainer, rollout = view.trainer_logprobs[place], view.rollout_logprobs[place]
-        np.testing.assert_allclose(trainer[mine], rollout[mine], atol=3 * TOLERANCE)
+        assert_close(trainer[mine], rollout[mine])
 
 
 def by_model(sample: Sample) -> np.ndarray:

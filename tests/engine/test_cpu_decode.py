@@ -16,10 +16,10 @@ import pytest
 
 from slime_like.interfaces import Completion
 from slime_like_plugins.sglang_cpu.build import COMPILERS
+from tests.engine.closeness import assert_close
 from tests.engine.conftest import Engine, Models, launch, prompt, sampled
 
 pytestmark = pytest.mark.engine
-TOLERANCE = 1e-5
 
 type Work = Callable[[Engine], Coroutine[Any, Any, list[Completion]]]
 
@@ -41,13 +41,13 @@ def arms(engine: Engine, models: Models, tmp_path_factory: pytest.TempPathFactor
 
 
 def assert_same(arms: dict[str, Engine], work: Work) -> list[Completion]:
-    """Equal tokens, ends and versions, and scores within tolerance; returns what SGLang's own forward answers."""
+    """Equal tokens, ends and versions, and scores as close as rounding allows; returns what SGLang's own forward answers."""
     answers = {name: arm.run(work(arm)) for name, arm in arms.items()}
     expected = answers.pop("off")
     for name, found in answers.items():
         for mine, theirs in zip(found, expected, strict=True):
             np.testing.assert_array_equal(mine.token_ids, theirs.token_ids, err_msg=name)
-            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=TOLERANCE, err_msg=name)
+            assert_close(mine.logprobs, theirs.logprobs, name)
             assert (mine.finish, mine.versions) == (theirs.finish, theirs.versions)
     return expected
 

@@ -6,11 +6,11 @@ import asyncio
 import signal
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from slime_like.errors import EngineError, EngineLost
 from slime_like.rollout.manager import Collected
+from tests.engine.closeness import assert_close
 from tests.engine.conftest import Models
 from tests.engine.faulty import GROUPS, SAMPLES, TOKENS, Pair, at_answer, forget, until
 
@@ -47,7 +47,7 @@ def check_whole(collected: Collected, rollout_id: int, models: Models, model: st
         sample = group.samples[0]
         sampled = sample.num_response_tokens
         expected = models.logprobs(model, sample.token_ids, 1.0)[-sampled:]
-        np.testing.assert_allclose(sample.logprobs[-sampled:], expected, atol=1e-4)
+        assert_close(sample.logprobs[-sampled:], expected)
 
 
 def test_a_stopped_engine_is_waited_for_where_the_config_says_so(pair: Pair) -> None:
@@ -123,7 +123,7 @@ def test_an_engine_that_dies_within_a_push_is_left_out_of_it(pair: Pair) -> None
         await manager.commit_push(pair.version)
         (scores,) = await manager.probe()
         expected = pair.models.logprobs("A", scores.token_ids[0], 1.0)
-        np.testing.assert_allclose(scores.logprobs[0], expected, atol=1e-4)
+        assert_close(scores.logprobs[0], expected)
         check_whole(await manager.collect(0), 0, pair.models, "A", pair.version)
         await manager.stop()
 

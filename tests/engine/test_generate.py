@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.closeness import assert_close
 from tests.engine.conftest import Engine, Models, prompt, sampled
 
 pytestmark = pytest.mark.engine
-TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -27,7 +27,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
     answers = engine.run(ask())
     for ids, (tokens, logprobs) in zip([p for p in prompts for _ in range(2)], answers, strict=True):
         expected = models.logprobs("A", np.concatenate([ids, tokens]), temperature or 1.0)[-len(tokens) :]
-        np.testing.assert_allclose(logprobs, expected, atol=TOLERANCE)
+        assert_close(logprobs, expected)
 
 
 def test_greedy_and_sampled_requests_in_one_batch_keep_their_own_distribution(engine: Engine, models: Models) -> None:
@@ -40,7 +40,7 @@ def test_greedy_and_sampled_requests_in_one_batch_keep_their_own_distribution(en
     for (completion,), temperature in zip(engine.run(ask()), (1.0, 0.7), strict=True):
         whole = np.concatenate([ids, completion.token_ids])
         expected = models.logprobs("A", whole, temperature)[-len(completion.token_ids) :]
-        np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+        assert_close(completion.logprobs, expected)
 
 
 def test_a_seed_decides_the_tokens_whatever_is_batched_with_it(engine: Engine) -> None:
@@ -86,7 +86,7 @@ def test_scores_of_given_tokens(engine: Engine, models: Models, temperature: flo
     sequences = [prompt(length, seed=length) for length in (2, 30, 64)]
     scored = engine.run(engine.client.score(sequences, temperature))
     for ids, logprobs in zip(sequences, scored, strict=True):
-        np.testing.assert_allclose(logprobs, models.logprobs("A", ids, temperature), atol=TOLERANCE)
+        assert_close(logprobs, models.logprobs("A", ids, temperature))
 
 
 def test_scoring_leaves_sampling_of_the_same_batch_alone(engine: Engine, models: Models) -> None:
@@ -101,7 +101,7 @@ def test_scoring_leaves_sampling_of_the_same_batch_alone(engine: Engine, models:
     for completion in completions:
         whole = np.concatenate([ids, completion.token_ids])
         expected = models.logprobs("A", whole, 0.7)[-len(completion.token_ids) :]
-        np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+        assert_close(completion.logprobs, expected)
 
 
 def test_abort_ends_a_request_with_the_tokens_it_has(engine: Engine) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from slime_like.config.faults import HealthConfig
@@ -19,6 +18,7 @@ from slime_like.rollout.manager import Collected, ManagerSpec, RolloutManager
 from slime_like.rollout.state import in_flight_path
 from slime_like.types import F32, SampleGroup, Source
 from tests.data.character_tokenizer import characters
+from tests.engine.closeness import assert_close
 from tests.engine.conftest import VOCAB, Engine, Models, payload
 from tests.engine.kept import Kept
 from tests.rollout.counting import Counting
@@ -103,9 +103,7 @@ def check_logprobs(group: SampleGroup, models: Models) -> None:
         for span in sample.spans:
             if span.source is Source.MODEL:
                 expected = by_name[name_of(span.version)][span.start - 1 : span.stop - 1]
-                np.testing.assert_allclose(
-                    sample.logprobs[span.start : span.stop], expected, atol=3e-5
-                )  # 150 tokens of some 5 nats in float32
+                assert_close(sample.logprobs[span.start : span.stop], expected)
 
 
 def test_partial_rollouts_across_pushes_and_a_resume(engine: Engine, models: Models, tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from slime_like.rollout.router import Router
 from slime_like.rollout.state import RolloutState
 from slime_like.rollout.usage import Usage
 from slime_like.types import Prompt
+from tests.engine.closeness import assert_close
 from tests.engine.conftest import Engine, Models, prompt, sampled
 
 pytestmark = pytest.mark.engine
-TOLERANCE = 1e-5
 IDS, SEEDS, TOKENS = prompt(40, seed=8), [11, 12, 13, 14], 120
 TRIES = 20
 LONG = sampled(tokens=TOKENS)
@@ -72,7 +72,7 @@ class Group:
 def same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=TOLERANCE)
+        assert_close(one.logprobs, other.logprobs)
         assert (one.versions, one.finish) == (other.versions, other.finish)
 
 
@@ -95,9 +95,9 @@ def test_a_continued_answer_has_the_versions_and_logprobs_of_its_parts(engine: E
     rescored = engine.run(engine.client.score(whole, 1.0))  # by the engine, which now holds B
     for n, completion, ids, scores in zip(first, continued, whole, rescored, strict=True):
         old, new = (models.logprobs(name, ids, 1.0)[len(IDS) - 1 :] for name in "AB")
-        np.testing.assert_allclose(completion.logprobs[:n], old[:n], atol=TOLERANCE)
-        np.testing.assert_allclose(completion.logprobs[n:], new[n:], atol=TOLERANCE)
-        np.testing.assert_allclose(completion.logprobs[n:], scores[len(IDS) - 1 :][n:], atol=TOLERANCE)
+        assert_close(completion.logprobs[:n], old[:n])
+        assert_close(completion.logprobs[n:], new[n:])
+        assert_close(completion.logprobs[n:], scores[len(IDS) - 1 :][n:])
         assert np.abs(old - new).max() > 0.1  # or the above would say nothing
 
 

@@ -17,10 +17,10 @@ import pytest
 from slime_like.config.resolved import EngineSpec
 from slime_like.errors import EngineError, EngineLost
 from slime_like.rollout.server import EngineServer
+from tests.engine.closeness import assert_close
 from tests.engine.conftest import Engine, Models, prompt, sampled
 
 pytestmark = pytest.mark.engine
-TOLERANCE = 1e-5
 
 
 def test_two_ranks_compute_what_transformers_computes(engine_tp2: Engine, models: Models) -> None:
@@ -34,9 +34,9 @@ def test_two_ranks_compute_what_transformers_computes(engine_tp2: Engine, models
         for completion in completions:
             whole = np.concatenate([ids, completion.token_ids])
             expected = models.logprobs(name, whole, 0.7)[-len(completion.token_ids) :]
-            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+            assert_close(completion.logprobs, expected)
         (scored,) = engine_tp2.run(engine_tp2.client.score([ids], 0.7))
-        np.testing.assert_allclose(scored, models.logprobs(name, ids, 0.7), atol=TOLERANCE)
+        assert_close(scored, models.logprobs(name, ids, 0.7))
 
 
 def test_a_commit_is_checked_on_every_rank(engine_tp2: Engine, models: Models) -> None:

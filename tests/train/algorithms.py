@@ -18,10 +18,10 @@ from slime_like.config.resolved import Layout
 from slime_like.metrics.types import reduce_metrics
 from slime_like.registry import resolve
 from tests.algo.reference import importance, is_kept, surrogate
+from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch
 from tests.train.models import count_tokens
-from tests.train.parity import replaced
 from tests.train.ranks import World
 
 # make_rows draws rollout log-probabilities at random, so that ratios to them fall on both sides of every bound here.

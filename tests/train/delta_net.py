@@ -17,9 +17,9 @@ from torch import Tensor
 from slime_like.config.resolved import Layout
 from slime_like.train.megatron.families.base import Weight
 from tests.gdn.recurrence import Case, conv_reference, recurrence
+from tests.train.faults import FAULTS
 from tests.train.jobs import Shared
 from tests.train.models import make_rows, make_spec
-from tests.train.parity import FAULTS
 from tests.train.ranks import World
 
 HIDDEN, KEY_HEADS, VALUE_HEADS, KEY, VALUE, WIDTH = 24, 4, 8, 8, 6, 4

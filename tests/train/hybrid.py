@@ -12,9 +12,10 @@ import torch
 from slime_like.config.algo import SftConfig
 from slime_like.config.resolved import Layout
 from tests.train import options
+from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import digest, train
-from tests.train.parity import DECAYS, replaced
+from tests.train.parity import DECAYS
 from tests.train.ranks import World
 from tests.train.traps import outcome, stock
 

@@ -18,10 +18,11 @@ from slime_like.config.algo import SftConfig
 from slime_like.config.model import OptimConfig
 from slime_like.config.resolved import Layout
 from slime_like.errors import ConfigError
+from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch, digest, four_micro_batches, train
 from tests.train.models import count_tokens
-from tests.train.parity import ALGO, TEMPERATURE, gradient_errors, pairs, replaced
+from tests.train.parity import ALGO, TEMPERATURE, gradient_errors, pairs
 from tests.train.parity import batch as parity_batch
 from tests.train.ranks import World
 

@@ -18,10 +18,10 @@ from slime_like.config.role_algo import DistillConfig, PpoConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.types import F32
+from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch
 from tests.train.models import count_tokens, make_spec
-from tests.train.parity import replaced
 from tests.train.ranks import World
 
 PPO = PpoConfig(gamma=0.95, lambd=0.9, kl_coef=0.1, eps_clip=0.3)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from slime_like.config.algo import GrpoConfig, SftConfig
 from slime_like.config.resolved import Layout
 from slime_like.errors import SlimeLikeError
+from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch, digest, train
-from tests.train.parity import replaced
 from tests.train.ranks import World
 
 PADDED = 384  # another multiple than our own 256

@@ -14,10 +14,10 @@ import torch
 from slime_like.config.algo import GrpoConfig, SftConfig
 from slime_like.config.resolved import Layout
 from slime_like.errors import SlimeLikeError
+from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch, digest, train
 from tests.train.models import count_tokens
-from tests.train.parity import replaced
 from tests.train.ranks import World
 
 
