@@ -5,7 +5,9 @@ python scripts/soak_faults.py [--faults 50] [--most 10] [--seed 0] [--rollouts 4
 A part of the run is one call of train.py. Faults that a run goes on from (chaos.*: an engine killed, stopped or slow) strike
 in four of its rollouts, at times before an engine is back from the last one, then one that ends it: a rank or the rollout
 manager killed, a rank stopped, the driver killed, SIGINT or SIGTERM at a phase, or once or twice at a moment of its start.
-Parts differ in the number of engines and in how weights reach them. After each part processes, listening ports, named
+Parts differ in the number of engines and in how weights reach them. A part is clean when its exit code is that of what ended
+it (-15, of SIGTERM, only where that came before the run had taken signals over), and when it left one crash bundle, which
+names the victim, where a rank or the manager ended it, and none elsewhere. After each part processes, listening ports, named
 shared memory and scratch folders that it left are counted. At the end every sample (id, prompt, seed, tokens, log-
 probabilities, version), every loss and the final weights are compared with the undisturbed run, bit for bit. The
 folder keeps what has been done: the same command goes on where it stopped, by at most --most faults per call, and
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,6 +47,7 @@ from tests.e2e.same_run import differences, sample_differences, undisturbed  # n
 PHASES = {"collect": 0.25, "step": 0.1, "push": 0.1}  # of faults, and how long they take on an idle machine (s)
 STARTING = "signals_at_start"
 ENDS = (*FATAL, STARTING)
+STARTED = ": starting "  # what a run says as soon as it has taken signals over
 LAYOUTS = (  # what may change between parts of one run
     ("one engine", ()),
     ("two engines", ("rollout.num_engines=2",)),
@@ -54,6 +57,15 @@ SETTINGS = (
     *("health.interval_s=1", "health.timeout_s=8", "health.first_wait_s=0", "chaos.slow_s=3"),
     *("loop.step_deadline_s=60", "weights.push_deadline_s=60", "guard.deadline_s=10"),
 )
+CODES = {
+    "kill_driver": -signal.SIGKILL,
+    "interrupt": 130,
+    "terminate": 130,
+    STARTING: 130,
+    "": 0,
+}  # by what ended a part
+# What ends a part with exit code 1 and a crash bundle, and whom the bundle must name.
+VICTIMS = {"kill_rank": "trainer rank 0", "stop_rank": "trainer rank 0", "kill_manager": "rollout manager"}
 STARTS = (2.0, 25.0)  # s within which signals at start come
 PART_S = 300.0  # longest that a part may take: its start, four restarts, the deadlines of what ends it
 
@@ -73,6 +85,8 @@ class Part:
     outcomes: list[tuple[str, str, str]]  # fault, target, what came of it
     leftovers: list[str]
     said: str  # the last line of its output
+    early: bool = False  # its signals came before it had taken signals over
+    causes: list[str] = field(default_factory=list[str])  # first lines of the crash bundles that it left
 
     @property
     def planted(self) -> list[tuple[str, str, str]]:
@@ -81,15 +95,18 @@ class Part:
 
     @property
     def clean(self) -> bool:
-        """Whether it ended as its fault must."""
-        wanted: dict[str, tuple[int, ...]] = {
-            "kill_driver": (-signal.SIGKILL,),
-            "interrupt": (130,),
-            "terminate": (130,),
-            "": (0,),
-        }
-        wanted[STARTING] = (130, -signal.SIGTERM)  # the latter before there was anything to be taken down, or after
-        return not self.hung and self.code in wanted.get(self.end, (1,))
+        """Whether it ended as its fault must, with the crash bundle that belongs to it."""
+        codes = {CODES.get(self.end, 1)}
+        if self.end == STARTING and self.early:  # nothing was there to be taken down
+            codes.add(-signal.SIGTERM)
+        return not self.hung and self.code in codes and self.explained
+
+    @property
+    def explained(self) -> bool:
+        """Whether it left a crash bundle that names the victim where one is due, and none elsewhere."""
+        if self.end not in VICTIMS:
+            return not self.causes
+        return len(self.causes) == 1 and VICTIMS[self.end] in self.causes[0]
 
 
 def main() -> int:
@@ -185,12 +202,12 @@ class Soak:
     def _go(self, number: int, layout: str, end: str, overrides: tuple[str, ...], rng: random.Random) -> None:
         scratch = Path(tempfile.mkdtemp(prefix="soak"))
         os.environ["TMPDIR"] = str(scratch)
-        before, _ = len(faults.read(self.run)[0]), (first := last_step(self.run))
+        before, first, bundles = len(faults.read(self.run)[0]), last_step(self.run), set(self.run.glob("crash-*"))
         started = time.monotonic()
         log = self.folder / f"part_{number}.log"
         training = Training(*self._job, f"run.dir={self.run}", *overrides, log=log)
         try:
-            sent = self._signals(training, rng) if end == STARTING else []
+            sent, early = self._signals(training, log, rng) if end == STARTING else ([], False)
             code, hung = self._end(training)
         except BaseException:  # the soak itself is interrupted: the next one goes on where this part ended
             training.end()
@@ -215,6 +232,8 @@ class Soak:
             outcomes=[*outcomes, *sent],
             leftovers=left,
             said=said[0],
+            early=early,
+            causes=[_first_line(bundle / "cause.txt") for bundle in sorted({*self.run.glob("crash-*")} - bundles)],
         )
         self.parts.append(part)
         with self._notes.open("a") as file:
@@ -224,18 +243,24 @@ class Soak:
         if not hung:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _signals(self, training: Training, rng: random.Random) -> list[tuple[str, str, str]]:
-        """One or two signals at moments of the start; the first lets it go on to its first checkpoint."""
+    @staticmethod
+    def _signals(training: Training, log: Path, rng: random.Random) -> tuple[list[tuple[str, str, str]], bool]:
+        """One or two signals at moments of the start; the first lets it go on to its first checkpoint.
+
+        Also whether the last came before the run had taken signals over.
+        """
         sent: list[tuple[str, str, str]] = []
         number = rng.choice((signal.SIGINT, signal.SIGTERM))
         at = rng.uniform(*STARTS)
         time.sleep(at)
+        early = False
         for again in range(rng.choice((1, 2))):
             if training.running():
+                early = STARTED not in log.read_text()
                 training.signal(number)
                 sent.append((f"{number.name} after {at:.1f} s", "driver", "the second" if again else "the first"))
                 time.sleep(0.5)
-        return sent
+        return sent, early
 
     @staticmethod
     def _end(training: Training) -> tuple[int, bool]:
@@ -268,14 +293,14 @@ class Soak:
                 lines.append(f"| {kind} | {len(here)} | {_summary(kind, here)} |")
         lines += [
             "",
-            "| part | layout | rollouts | faults | ended by | code | s | left behind |",
-            "|---|---|---|---|---|---|---|---|",
+            "| part | layout | rollouts | faults | ended by | code | crash bundle | s | left behind |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         for part in self.parts:
             names = ", ".join(f"{what} ({where})" for what, where, _ in part.planted)
             lines.append(
                 f"| {part.number} | {part.layout} | {part.first} to {part.last} | {names} | {part.end or 'its end'} | "
-                f"{part.code} | {part.seconds:.0f} | {', '.join(part.leftovers) or 'nothing'} |"
+                f"{_code(part)} | {'; '.join(part.causes) or 'none'} | {part.seconds:.0f} | {', '.join(part.leftovers) or 'nothing'} |"
             )
         return "\n".join(lines) + "\n"
 
@@ -284,6 +309,7 @@ class Soak:
         lost = [found for found in planted if "noticed after" in found]
         others = [found for part in self.parts for found in part.outcomes if found not in part.planted]
         ended = [part for part in self.parts if part.end]
+        failed = [part for part in self.parts if part.code == 1]
         done = self.rollouts if self.finished else max(0, last_step(self.run))
         different = self._differences()
         compared = "samples, losses and weights" if self.finished else "samples so far"
@@ -296,6 +322,9 @@ class Soak:
             "further engines lost, as a consequence": len(others),
             "of these serving again before the part ended": sum("serves" in found for *_, found in others),
             "parts ended as their fault must": f"{sum(part.clean for part in ended)} of {len(ended)}",
+            "crash bundles of parts that ended with exit code 1, the victim named": f"{sum(part.explained for part in failed)} of "
+            f"{len(failed)}",
+            "crash bundles of other parts": sum(len(part.causes) for part in self.parts if part not in failed),
             "hangs past the deadline": sum(part.hung for part in self.parts),
             f"samples lost, doubled or else not the undisturbed run's ({compared} compared)": len(different),
             "leftovers (processes with their ports, shared memory, scratch folders)": sum(
@@ -317,6 +346,14 @@ def setting() -> str:
         f"{os.environ.get('SLIME_LIKE_DEADLINE_FACTOR', '1')}. Commit {git.stdout.strip()}. Versions: {packages}, Python "
         f"{platform.python_version()}. Machine: {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GB, no GPU."
     )
+
+
+def _code(part: Part) -> str:
+    return f"{part.code}{' (before it had taken signals over)' * (part.early and part.code < 0)}"
+
+
+def _first_line(path: Path) -> str:
+    return (path.read_text().splitlines() or [""])[0].replace("|", "/") if path.exists() else f"no {path.name}"
 
 
 def _summary(kind: str, here: list[tuple[Part, tuple[str, str, str]]]) -> str:
