@@ -6,17 +6,20 @@
     python scripts/bench_gdn.py --end-to-end +recipe=quickstart_gdn      # runs of --rollouts steps, one per backend
 
 A shape is T,H,HV,D (tokens, key heads, value heads, head size), or NxT,... for N packed sequences. Parity: output, final
-state and every gradient against the recurrence, token by token in float64 (tests/gdn/recurrence.py), relative to the largest
-value of each. Times: medians over rounds in which all arms take turns, of device time on a GPU and of the process's CPU time
-(one thread) on a CPU; ratios: medians of each round's. The first call, in which kernels are compiled and tuned, is told
-apart. Exit code 1 where parity fails.
+state and every gradient, that of the initial state included, against the recurrence, token by token in float64
+(tests/gdn/recurrence.py), relative to the largest value of each. Times: medians over rounds in which all arms take turns, of
+device time on a GPU and of the process's CPU time (one thread) on a CPU; ratios: medians of each round's. The first call, in
+which kernels are compiled and tuned, is told apart. Exit code 1 where parity fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+import re
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,6 +37,7 @@ SHAPES = ("2048,4,4,64", "2048,8,8,128", "2048,4,16,128", "512,16,16,128", "64x3
 LONG = (512, 1024, 2048, 4096, 8192)  # tokens, of the plot
 LONG_SHAPE = (4, 4, 64)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+PARTS = ("out", "final", "dq", "dk", "dv", "dg", "dbeta", "dinitial")  # as recurrence.errors has them
 PARITY = {"one sequence": (200,), "packed": (130, 1, 0, 61)}
 
 
@@ -47,17 +51,18 @@ def shape_of(text: str) -> Shape:
 def parity(arms: list[Arm], options: argparse.Namespace) -> tuple[list[str], bool]:
     """A table, and whether every error is within the tolerance of the dtype."""
     dim = 128 if options.device == "cuda" else 64
-    rows, fine = ["| case | arm | " + " | ".join(("out", "final", "dq", "dk", "dv", "dg", "dbeta")) + " |"], True
-    rows.append("|---|---|" + "---|" * 7)
+    rows, fine = ["| case | arm | " + " | ".join(PARTS) + " |"], True
+    rows.append("|---|---|" + "---|" * len(PARTS))
     for case_name, lengths in PARITY.items():
-        shape = recurrence.Shape(lengths, heads=2, groups=2, key=dim, value=dim, state=False)
+        shape = recurrence.Shape(lengths, heads=2, groups=2, key=dim, value=dim)
         case = recurrence.make_case(shape, decay=0.1)
         right = recurrence.oracle(case)
         for arm in arms:
             if len(lengths) > 1 and not arm.packs:
                 continue
-            mine = case.to(getattr(torch, options.dtype), options.device)
+            mine = case.to(getattr(torch, options.dtype), options.device, wide=recurrence.LAYER_F32)
             found = recurrence.errors(recurrence.of_backend(arm.rule, mine), right)
+            assert len(found) == len(PARTS)
             fine &= max(found.values()) <= TOLERANCE[options.dtype]
             rows.append(
                 f"| {case_name} | {arm.name} | " + " | ".join(f"{error:.0e}" for error in found.values()) + " |"
@@ -119,13 +124,13 @@ def page(arms: list[Arm], missing: dict[str, str], options: argparse.Namespace) 
     ]
     parity_rows, fine = parity(arms, options)
     growth_rows, picture = growth(arms, options)
-    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU, one thread"
     lines = [
         "# Kernels of Gated DeltaNet",
         "",
         f"`python scripts/bench_gdn.py {' '.join(sys.argv[1:])}`",
         "",
-        f"torch {torch.__version__}, {options.dtype}, {where}; medians of {options.rounds} rounds in which the arms take turns.",
+        f"Commit {commit()}, torch {torch.__version__}, {options.dtype}, {machine(options.device)}; medians of "
+        f"{options.rounds} rounds in which the arms take turns.",
         f"Ratios are medians over the rounds of `{arms[0].name}` to the arm: above 1 the arm is faster.",
         "",
         "## What ran",
@@ -142,6 +147,24 @@ def page(arms: list[Arm], missing: dict[str, str], options: argparse.Namespace) 
         *growth_rows,
     ]
     return "\n".join([*lines, ""]), picture, fine
+
+
+def machine(device: str) -> str:
+    """The GPU, or the model of the CPU, of which one thread computes."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    path = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    return f"{os.cpu_count()} cores of {model[1] if model else platform.machine()}, one thread"
+
+
+def commit() -> str:
+    """What git calls this version of the repository, with ``+`` where files differ from it."""
+    try:
+        command = ["git", "describe", "--always", "--dirty=+"]
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown (no git here)"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -165,7 +165,7 @@ class Call:
 
 
 def make_call(arm: Arm, shape: Shape, device: str, dtype: torch.dtype) -> Call:
-    """Random inputs, the same for every arm."""
+    """Random inputs, the same for every arm; g and beta in float32, as the layer passes them."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -174,7 +174,7 @@ def make_call(arm: Arm, shape: Shape, device: str, dtype: torch.dtype) -> Call:
     keys, values = (1, shape.tokens, shape.heads, shape.dim), (1, shape.tokens, shape.value_heads, shape.dim)
     q, k, v = normal(*keys), normal(*keys), normal(*values)
     g = (-torch.rand(values[:3], generator=generator) * 0.2).to(device).requires_grad_()
-    beta = torch.rand(values[:3], generator=generator).to(device, dtype).requires_grad_()
+    beta = torch.rand(values[:3], generator=generator).to(device).requires_grad_()
     bounds = torch.tensor([0, *accumulate(shape.lengths)], dtype=torch.int32)
     return Call(arm, (q, k, v, g, beta), bounds.to(device), bounds, torch.ones_like(v))
 

@@ -71,7 +71,7 @@ DEFAULTS: tuple[SlimeDefault, ...] = (
         "fla",
         "model.gdn.backend",
         None,
-        "here the fastest that is installed and fits the device",
+        "here fla on a GPU and torch on a CPU; another one has to be asked for",
         needs="--spec",
     ),
     SlimeDefault("--label-key", "none", "data.label_key", None, "here the column `label` is read where a row has it"),

@@ -13,15 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
+from slime_like.deadline import Deadline
 from tests.e2e import checks
 from tests.e2e.conftest import Warm, begin_warm_start
 from tests.e2e.conftest import warmed as warm_started
 from tests.e2e.runs import REPOSITORY, metrics, train
-from tests.e2e.test_colocated import is_of_run
 from tests.e2e.vision import add_vision, carried
 
 pytestmark = pytest.mark.e2e
@@ -104,24 +103,44 @@ def test_a_hybrid_model_learns(name: str, warm_models: Mapping[str, Warm], tmp_p
         assert all(torch.equal(found[name], tensor) for name, tensor in kept.items())
 
 
+REFUSED = ("+recipe=quickstart_gdn", "--qwen-gdn-backend", "flashqla")
+REFUSED_S = 7.5  # it takes half a second; a first rollout, engine and trainer before it, more than ten
+AUDITED = """
+import runpy, sys
+
+def note(event, args):
+    if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"):
+        print(event, args[1][0] if event == "subprocess.Popen" else "", flush=True)
+
+sys.addaudithook(note)
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print(*sorted(sys.modules.keys() & {"ray", "sglang", "torch", "multiprocessing"}), "loaded")
+"""
+
+
 def test_kernels_that_cannot_run_here_end_the_run_before_it_starts(tmp_path: Path) -> None:
-    command = [
-        "+recipe=quickstart_gdn",
-        "--qwen-gdn-backend",
-        "flashqla",
-        "placement.device=cpu",
-        f"run.dir={tmp_path}",
-    ]
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "train.py"), *command],
-        cwd=REPOSITORY,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    """In a folder of its own: one message soon, nothing written, and no process but the question to the GPU's driver."""
+    command = [str(REPOSITORY / "train.py"), *REFUSED]
+    plain, audited = (
+        subprocess.run(
+            [sys.executable, *how, *command],
+            cwd=tmp_path,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=Deadline("test", "a refusal", REFUSED_S).limit,
+            check=False,
+        )
+        for how in ((), ("-c", AUDITED))
     )
-    assert done.returncode == 2, done.stdout + done.stderr
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    assert len(lines) == 1 and "model.gdn.backend=flashqla" in lines[0], lines
-    assert not [p for p in psutil.process_iter() if is_of_run(p, tmp_path)]
+    for done in (plain, audited):
+        assert done.returncode == 2, done.stdout + done.stderr
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("ConfigError: model.gdn.backend=flashqla on a CPU: "), line
+        assert "--qwen-gdn-backend torch" in line
+    assert plain.stdout == ""
+    assert audited.stdout.splitlines() == ["subprocess.Popen nvidia-smi", "loaded"]
+    assert list(tmp_path.iterdir()) == []

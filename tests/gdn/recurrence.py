@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 
@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime_like_plugins.qwen_gdn.backend import NORM_EPS, GDNBackend
+
+LAYER_F32 = ("g", "beta", "initial")
+"""Inputs of a rule that the Gated DeltaNet layer passes in float32 whatever the dtype of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,13 @@ class Case:
         found = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "cu_seqlens"}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def to(self, dtype: torch.dtype, device: str = "cpu") -> Case:
-        """The same numbers in ``dtype``, as fresh leaves; g stays in at least float32."""
-        moved = {name: t.detach().to(device, dtype) for name, t in self.leaves().items()}
-        moved["g"] = self.g.detach().to(device, torch.promote_types(dtype, torch.float32))
+    def to(self, dtype: torch.dtype, device: str = "cpu", *, wide: Collection[str] = ("g",)) -> Case:
+        """The same numbers in ``dtype``, as fresh leaves; those named in ``wide`` in at least float32."""
+        at_least_f32 = torch.promote_types(dtype, torch.float32)
+        moved = {
+            name: tensor.detach().to(device, at_least_f32 if name in wide else dtype)
+            for name, tensor in self.leaves().items()
+        }
         return replace(self, **{name: tensor.requires_grad_() for name, tensor in moved.items()})
 
 
@@ -112,13 +118,18 @@ def recurrence(case: Case) -> tuple[Tensor, Tensor]:
     return out.unsqueeze(0), torch.stack(finals)
 
 
-def answer(case: Case, result: tuple[Tensor, Tensor], seed: int = 1) -> Answer:
-    """Gradients of ``case`` for random gradients of both results, the same for the same seed and shapes."""
+def weights_of(result: tuple[Tensor, Tensor], seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Random gradients of both results in float64, the same for the same seed and shapes."""
     generator = torch.Generator().manual_seed(seed)
+    out, final = (torch.randn(part.shape, generator=generator, dtype=torch.float64) for part in result)
+    return out, final
+
+
+def answer(case: Case, result: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor] | None = None) -> Answer:
+    """Gradients of ``case`` for the gradients ``weights`` of both results; None: those of ``weights_of``."""
     total = torch.zeros((), dtype=torch.float64, requires_grad=True)  # so that nothing at all has a gradient, too
-    for part in result:
-        weights = torch.randn(part.shape, generator=generator, dtype=torch.float64)
-        total = total + (part.double().cpu() * weights).sum()
+    for part, weight in zip(result, weights or weights_of(result), strict=True):
+        total = total + (part.double().cpu() * weight).sum()
     total.backward()
     none = {name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in case.leaves().items()}
     return Answer(result[0].detach(), result[1].detach(), none)

@@ -15,7 +15,7 @@ from slime_like.config.hf import GDNShape
 from slime_like.errors import ConfigError
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
 from slime_like_plugins.qwen_gdn.select import resolve
-from tests.gdn.recurrence import Shape, conv_errors, errors, make_case, make_conv, of_backend, oracle
+from tests.gdn.recurrence import LAYER_F32, Shape, conv_errors, errors, make_case, make_conv, of_backend, oracle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 HEADS = GDNShape(key_heads=2, value_heads=4, key_dim=128, value_dim=128, conv_width=4)
@@ -35,11 +35,12 @@ def backend_or_skip(name: str) -> GDNBackend:
 
 @pytest.mark.parametrize("name", ["torch", "fla", "flashqla"])
 @pytest.mark.parametrize("decay", [0.01, 0.3, 8.0])
-def test_parity(name: str, decay: float) -> None:
+@pytest.mark.parametrize("wide", [LAYER_F32, ("g",)], ids=["as the layer calls", "beta and state of 16 bits"])
+def test_parity(name: str, decay: float, wide: tuple[str, ...]) -> None:
     backend = backend_or_skip(name)
     shape = Shape((200, 1, 0, 70), heads=2, groups=2, key=128, value=128, tail=5)
     case = make_case(shape, decay=decay)
-    found = errors(of_backend(backend, case.to(torch.bfloat16, "cuda")), oracle(case))
+    found = errors(of_backend(backend, case.to(torch.bfloat16, "cuda", wide=wide)), oracle(case))
     assert max(found.values()) <= BFLOAT16, found
 
 
@@ -51,7 +52,8 @@ def test_convolution(name: str) -> None:
 
 def test_flashqla_without_splitting_has_the_same_bits_with_and_without_gradient() -> None:
     backend = backend_or_skip("flashqla")
-    case = make_case(Shape((4096,), heads=2, key=128, value=128, state=False), decay=0.3).to(torch.bfloat16, "cuda")
+    case = make_case(Shape((4096,), heads=2, key=128, value=128, state=False), decay=0.3)
+    case = case.to(torch.bfloat16, "cuda", wide=LAYER_F32)
     bounds = case.bounds.cuda()
     arguments = (case.q, case.k, case.v, case.g, case.beta)
     update = backend.chunk_rule(*arguments, cu_seqlens=bounds, cu_seqlens_cpu=case.bounds)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,7 +15,19 @@ from torch import Tensor
 from slime_like_plugins.qwen_gdn import chunk_backward, chunk_forward, packing, torch_chunk
 from slime_like_plugins.qwen_gdn.chunk_forward import Inputs
 from slime_like_plugins.qwen_gdn.torch_chunk import CHUNK, TorchGDN
-from tests.gdn.recurrence import Case, Shape, errors, make_case, of_backend, oracle, recurrence
+from tests.gdn.recurrence import (
+    LAYER_F32,
+    Answer,
+    Case,
+    Shape,
+    answer,
+    errors,
+    make_case,
+    of_backend,
+    oracle,
+    recurrence,
+    weights_of,
+)
 
 EXACT = 1e-12
 TORCH = TorchGDN()
@@ -65,9 +78,12 @@ def test_strong_decay() -> None:
     assert_equals_recurrence(make_case(Shape((2 * CHUNK + 3, 5)), decay=16.0), tolerance=1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
-def test_lower_precision_keeps_its_dtypes(dtype: torch.dtype, tolerance: float) -> None:
-    case = make_case(Shape((130, 0, 3), groups=2, key=32, value=16), decay=0.3).to(dtype)
+@pytest.mark.parametrize(
+    ("dtype", "wide", "tolerance"),
+    [(torch.float32, ("g",), 2e-5), (torch.bfloat16, ("g",), 3e-2), (torch.bfloat16, LAYER_F32, 3e-2)],
+)
+def test_lower_precision_keeps_its_dtypes(dtype: torch.dtype, wide: tuple[str, ...], tolerance: float) -> None:
+    case = make_case(Shape((130, 0, 3), groups=2, key=32, value=16), decay=0.3).to(dtype, wide=wide)
     found = of_backend(TORCH, case)
     assert found.out.dtype == dtype
     assert found.final.dtype == torch.float32
@@ -92,15 +108,22 @@ def test_gradients_by_finite_differences() -> None:
 
 
 def test_packing_is_invisible() -> None:
-    whole = make_case(Shape((70, 1, 0, 129), tail=4))
+    """Values and every gradient of a sequence are those of the sequence alone."""
+    whole = make_case(Shape((70, 1, 0, 129), groups=2, tail=4))
     together = of_backend(TORCH, whole)
-    for n, (start, stop) in enumerate(zip(whole.cu_seqlens[:-1], whole.cu_seqlens[1:], strict=True)):
-        rows = {name: t[:, start:stop] for name, t in whole.leaves().items() if name != "initial"}
-        assert whole.initial is not None
-        alone = replace(whole, **rows, initial=whole.initial[n : n + 1], cu_seqlens=(0, stop - start)).to(torch.float64)
-        out, final = recurrence(alone)
-        torch.testing.assert_close(together.out[:, start:stop], out.detach(), rtol=EXACT, atol=EXACT)
-        torch.testing.assert_close(together.final[n : n + 1], final.detach(), rtol=EXACT, atol=EXACT)
+    weights = weights_of((together.out, together.final))
+    for n, (start, stop) in enumerate(itertools.pairwise(whole.cu_seqlens)):
+
+        def own(name: str, tensor: Tensor, n: int = n, start: int = start, stop: int = stop) -> Tensor:
+            return tensor[n : n + 1] if name in ("initial", "final") else tensor[:, start:stop]
+
+        rows = {name: own(name, tensor) for name, tensor in whole.leaves().items()}
+        alone = replace(whole, **rows, cu_seqlens=(0, stop - start)).to(torch.float64)
+        right = answer(alone, recurrence(alone), (own("out", weights[0]), own("final", weights[1])))
+        grads = {name: own(name, grad) for name, grad in together.grads.items()}
+        found = errors(Answer(own("out", together.out), own("final", together.final), grads), right)
+        assert found.keys() == {"out", "final", *whole.leaves()}
+        assert max(found.values()) <= EXACT, (n, found)
 
 
 @settings(max_examples=10)
