@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime_like.config.base import key, within
-from slime_like.config.policy import AGGREGATIONS, KL_TYPES, AlgoConfig, PolicyConfig, PolicyGradientConfig
+from slime_like.config.policy import (
+    AGGREGATIONS,
+    KL_TYPES,
+    AlgoConfig,
+    PolicyConfig,
+    PolicyGradientConfig,
+    refuse_idle_kl,
+)
 from slime_like.errors import ConfigError
 
 
@@ -87,6 +94,7 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
     def check(self, prefix: str) -> None:
         super().check(prefix)
         within(prefix, self, 0.0, 1.0, "gamma")
+        refuse_idle_kl(prefix, self, "kl_coef", "kl_reward_type")
 
 
 @dataclass(kw_only=True)
@@ -98,6 +106,10 @@ class ReinforcePlusPlusBaselineConfig(PolicyGradientConfig):
     token_advantage: str | None = key("reinforce_pp_baseline", "Advantage per token, computed on the ranks.")
     kl_coef: float = key(0.0, "Weight of the KL to the reference taken off the advantage of each token.")
     kl_reward_type: str = key("k1", "KL estimator in the advantage.", choices=KL_TYPES)
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        refuse_idle_kl(prefix, self, "kl_coef", "kl_reward_type")
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from slime_like.config.base import MISSING, Config, key, positive
 from slime_like.config.gdn import GDNConfig
+from slime_like.config.unread import refuse_unread
 
 
 @dataclass(kw_only=True)
@@ -59,6 +60,9 @@ class ModelConfig(Config):
     def check(self, prefix: str) -> None:
         super().check(prefix)
         positive(prefix, self, "logits_chunk", "recompute_num_layers")
+        if self.recompute != "full":
+            setting = f"{prefix}recompute={self.recompute}"
+            refuse_unread(prefix, self, ("recompute_method",), setting, f"{prefix}recompute=full")
 
 
 @dataclass(kw_only=True)
@@ -129,3 +133,9 @@ class OptimConfig(Config):
     def check(self, prefix: str) -> None:
         super().check(prefix)
         positive(prefix, self, "eps", "decay_steps", "wsd_decay_steps", "cpu_offload_fraction")
+        if self.schedule != "wsd":
+            setting = f"{prefix}schedule={self.schedule}"
+            refuse_unread(prefix, self, ("wsd_decay_style",), setting, f"{prefix}schedule=wsd")
+        if not self.cpu_offload:
+            setting = f"{prefix}cpu_offload=false"
+            refuse_unread(prefix, self, ("cpu_offload_fraction",), setting, f"{prefix}cpu_offload=true")

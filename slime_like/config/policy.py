@@ -9,6 +9,7 @@ from slime_like.config.unread import refuse_unread
 from slime_like.errors import ConfigError
 
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
+K3 = ("k3", "low_var_kl")  # two names of one estimator
 AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
 REJECTIONS = ("none", "product", "geometric")
 
@@ -65,6 +66,8 @@ class PolicyConfig(AlgoConfig):
         within(prefix, self, 1.0, 1e30, "rejection_high")
         _unread(prefix, self, "use_tis", "tis_clip", "tis_clip_low")
         _unread(prefix, self, "use_mis", "mis_low", "mis_high")
+        if self.kl_loss_type not in K3:
+            refuse_idle_kl(prefix, self, "kl_loss_coef", "kl_loss_type")
         self._check_corrections(prefix)
 
     def _check_corrections(self, prefix: str) -> None:
@@ -113,6 +116,12 @@ class PolicyGradientConfig(PolicyConfig):
             raise ConfigError(
                 f"{prefix}eps_clip_c={self.eps_clip_c!r} must be above 1: it bounds the ratio from above, such as 3"
             )
+
+
+def refuse_idle_kl(prefix: str, config: Config, coef: str, kind: str) -> None:
+    """Raise ``ConfigError`` where the KL estimator ``kind`` was changed though the weight ``coef`` of that KL is 0."""
+    if getattr(config, coef) == 0:
+        refuse_unread(prefix, config, (kind,), f"{prefix}{coef}=0", f"{prefix}{coef} above 0")
 
 
 def _unread(prefix: str, config: Config, switch: str, *names: str) -> None:

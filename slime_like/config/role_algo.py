@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime_like.config.base import key, within
-from slime_like.config.policy import KL_TYPES, PolicyGradientConfig
+from slime_like.config.policy import KL_TYPES, PolicyGradientConfig, refuse_idle_kl
 
 
 @dataclass(kw_only=True)
@@ -23,6 +23,7 @@ class PpoConfig(PolicyGradientConfig):
     def check(self, prefix: str) -> None:
         super().check(prefix)
         within(prefix, self, 0.0, 1.0, "gamma", "lambd")
+        refuse_idle_kl(prefix, self, "kl_coef", "kl_reward_type")
 
 
 @dataclass(kw_only=True)

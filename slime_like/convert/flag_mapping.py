@@ -12,6 +12,7 @@ from slime_like.config.flag_defaults import DEFAULTS, SlimeDefault
 from slime_like.config.flag_table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES, dotted
 from slime_like.config.flags import translate
 from slime_like.config.load import load_config
+from slime_like.config.policy import K3
 from slime_like.config.reward_names import split_prefix
 from slime_like.config.root import TrainConfig
 from slime_like.convert.shell_values import Value
@@ -224,6 +225,8 @@ def _without_effect(item: _Given, given: Sequence[_Given]) -> str:
     present = {other.flag: other.text for other in given}
     if item.flag in ("--kl-loss-coef", "--kl-loss-type") and "--use-kl-loss" not in present:
         return "has no effect without --use-kl-loss, in slime as well"
+    if item.flag == "--kl-loss-type" and item.text not in K3 and not _positive(present, "--kl-loss-coef"):
+        return "has no effect without --kl-loss-coef above 0, in slime as well"
     if item.flag == "--ref-load" and not _has_kl(present):
         return "no KL to a reference is asked for; the policy starts from --hf-checkpoint, which holds the same weights"
     if item.flag in ("--tis-clip", "--tis-clip-low") and "--use-tis" not in present:
@@ -248,13 +251,14 @@ def _missing_code(path: str) -> str:
 
 
 def _has_kl(present: dict[str, str]) -> bool:
-    def positive(flag: str) -> bool:
-        try:
-            return float(present.get(flag, "0")) > 0
-        except ValueError:
-            return True
+    return ("--use-kl-loss" in present and _positive(present, "--kl-loss-coef")) or _positive(present, "--kl-coef")
 
-    return ("--use-kl-loss" in present and positive("--kl-loss-coef")) or positive("--kl-coef")
+
+def _positive(present: dict[str, str], flag: str) -> bool:
+    try:
+        return float(present.get(flag, "0")) > 0
+    except ValueError:
+        return True
 
 
 def _note(item: _Given, given: Sequence[_Given]) -> str:
@@ -279,6 +283,8 @@ def _defaults(present: set[str], cfg: TrainConfig) -> Iterator[SlimeDefault]:
         if not hasattr(owner, name) or _equal(getattr(owner, name), _value(default.override, cfg)):
             continue
         if default.key == "algo.aggregation" and cfg.algo.name in ("dr_grpo", "gspo"):
+            continue
+        if default.key == "algo.kl_loss_type" and getattr(cfg.algo, "kl_loss_coef", 0) == 0:
             continue
         yield replace(default, override=flags.render(_value(default.override, cfg)))
 

@@ -109,6 +109,19 @@ RULES = {
     ),
     "tis_clip alone": ("algo.tis_clip=3", "algo.tis_clip=3.0", "algo.use_tis=true"),
     "mis_low alone": ("algo.mis_low=0.1", "algo.mis_low=0.1", "algo.use_mis=true"),
+    "KL estimator of no KL": (
+        "algo.kl_loss_type=k1",
+        "algo.kl_loss_type='k1' has no effect with algo.kl_loss_coef=0",
+        "set algo.kl_loss_coef above 0",
+    ),
+    **{
+        f"KL estimator of no KL in the rewards of {algo}": (
+            f"algo={algo} algo.kl_reward_type=k2",
+            "algo.kl_reward_type='k2' has no effect with algo.kl_coef=0",
+            "set algo.kl_coef above 0",
+        )
+        for algo in ("ppo", "reinforce_pp", "reinforce_pp_baseline")
+    },
     "rejection bound alone": ("algo.rejection_low=0.5", "algo.rejection_low=0.5", "algo.rejection=geometric"),
     "rejection without bounds": ("algo.rejection=product", "algo.rejection=product", "algo.rejection_high"),
     "rejection word": ("algo.rejection=sequence", "algo.rejection='sequence'", "geometric"),
@@ -293,6 +306,21 @@ RULES = {
         "optim.wsd_decay_steps=5",
         "by optim.schedule wsd only",
     ),
+    "wsd shape that nothing reads": (
+        "optim.schedule=cosine optim.wsd_decay_style=linear",
+        "optim.wsd_decay_style='linear' has no effect with optim.schedule=cosine",
+        "set optim.schedule=wsd",
+    ),
+    "share of no offload": (
+        "optim.cpu_offload_fraction=0.5",
+        "optim.cpu_offload_fraction=0.5 has no effect with optim.cpu_offload=false",
+        "set optim.cpu_offload=true",
+    ),
+    "method of no recompute": (
+        "model.recompute=selective model.recompute_method=block",
+        "model.recompute_method='block' has no effect with model.recompute=selective",
+        "set model.recompute=full",
+    ),
     "layers of no recompute": (
         "model.recompute_num_layers=2",
         "model.recompute_num_layers=2",
@@ -357,6 +385,24 @@ def test_what_does_not_fit_the_files(case: tuple[str, ...], argv: list[str]) -> 
     extra, *words = case
     text = message(argv, extra, files=True, error=SlimeLikeError)
     assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize("name", ["k3", "low_var_kl"])
+def test_either_name_of_the_default_estimator_stands_without_its_kl(name: str, argv: list[str]) -> None:
+    assert load_config([*argv, f"algo.kl_loss_type={name}"], files=False).algo.name == "grpo"
+
+
+def test_an_option_counts_with_what_reads_it(argv: list[str]) -> None:
+    """Each that is refused above stands where its switch is on."""
+    for extra in (
+        "algo.kl_loss_type=k1 algo.kl_loss_coef=0.1",
+        *(f"algo={name} algo.kl_reward_type=k2 algo.kl_coef=0.1" for name in ("ppo", "reinforce_pp")),
+        "algo=reinforce_pp_baseline algo.kl_reward_type=k2 algo.kl_coef=0.1",
+        "optim.schedule=wsd optim.wsd_decay_style=linear",
+        "optim.cpu_offload=true optim.cpu_offload_fraction=0.5",
+        "model.recompute=full model.recompute_method=block",
+    ):
+        load_config([*argv, *extra.split()], files=False)
 
 
 def test_missing_keys_are_named_with_their_flags() -> None:

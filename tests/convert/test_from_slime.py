@@ -113,6 +113,12 @@ ROWS = {
     "--lr 1e-5 --lr 2e-5": ("--lr", "dropped", "given again at"),
     "--kl-loss-coef 0.1": ("--kl-loss-coef", "dropped", "without --use-kl-loss"),
     "--use-kl-loss --kl-loss-coef 0.1 --ref-load r": ("--ref-load", "mapped", ""),
+    "--use-kl-loss --kl-loss-coef 0.00 --kl-loss-type k1": (
+        "--kl-loss-type",
+        "dropped",
+        "without --kl-loss-coef above 0",
+    ),
+    "--use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl": ("--kl-loss-type", "mapped", ""),
     "--ref-load r": ("--ref-load", "dropped", "no KL"),
     "--rm-type nonesuch": ("--rm-type", "dropped", "no reward of this name"),
     "--rm-type boxed_math": ("--rm-type", "mapped", ""),
@@ -142,6 +148,8 @@ def test_defaults_of_slime_are_kept(tmp_path: Path) -> None:
     assert (cfg.evaluation.temperature, cfg.algo.aggregation) == (0.7, "sequence_mean")
     gspo = mapped(tmp_path, "--advantage-estimator gspo --eps-clip 3e-4").config
     assert (getattr(gspo.algo, "eps_clip_high", 0), gspo.algo.aggregation) == (None, "sequence_mean")
+    kinds = [mapped(tmp_path, f"--use-kl-loss {coef}").config.algo for coef in ("", "--kl-loss-coef 0.1")]
+    assert [getattr(algo, "kl_loss_type", "") for algo in kinds] == ["k3", "k1"], "slime's where there is a KL"
     assert mapped(tmp_path, "--rollout-num-gpus 1", asynchronous=True).config.loop.max_staleness == 1
     assert {item.key for item in DEFAULTS} - set(known_keys()) <= {"model"}
 
