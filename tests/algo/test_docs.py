@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,37 @@ from slime_like.config.policy import AGGREGATIONS, REJECTIONS
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 NAMED = set(re.findall(r"`([^`\n]+)`", TEXT))
 TABLES = [ALGORITHMS, LOSSES, GROUP_ADVANTAGES, TOKEN_ADVANTAGES, KL_ESTIMATORS, FILTERS, AGGREGATIONS, REJECTIONS]
+
+
+def tables(text: str) -> Iterator[list[list[str]]]:
+    """Cells of the rows of every table, and of every stretch of lines that look like rows; its head and rule come first."""
+    for block in re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE):
+        yield [re.split(r"(?<!\\)\|", line)[1:-1] for line in block.splitlines()]
+
+
+def is_table(rows: list[list[str]]) -> bool:
+    """Whether GitHub shows it as one: a rule below its head, and as many cells in each row."""
+    return len(rows) > 2 and set("".join(rows[1])) == {"-"} and len({len(row) for row in rows}) == 1
+
+
+def test_every_row_belongs_to_a_table() -> None:
+    assert [rows[0] for rows in tables(TEXT) if not is_table(rows)] == []
+    cut = TEXT.replace("\n| `gae` |", "\n\n| `gae` |")
+    assert [rows[0][0] for rows in tables(cut) if not is_table(rows)] == [" `gae` "]
+
+
+@pytest.mark.parametrize(
+    ("head", "names"),
+    [
+        ("`algo=`", set(ALGORITHMS)),
+        ("name", {*GROUP_ADVANTAGES, *TOKEN_ADVANTAGES}),
+        ("name", set(LOSSES)),
+    ],
+    ids=["algorithms", "advantages", "losses"],
+)
+def test_one_table_has_a_row_for_each(head: str, names: set[str]) -> None:
+    found = [{row[0].strip(" `") for row in rows[2:]} for rows in tables(TEXT) if rows[0][0].strip() == head]
+    assert names in found
 
 
 @pytest.mark.parametrize("name", sorted({name for table in TABLES for name in table}))
