@@ -18,6 +18,7 @@ from slime_like.checkpoint_files import (
     write_text,
 )
 from slime_like.cluster.checkpoints import remove_leftovers
+from slime_like.cluster.launch import launch
 from slime_like.cluster.resume import first_rollout
 from slime_like.cluster.rollouts import read_state
 from slime_like.config.algo import GrpoConfig
@@ -28,8 +29,8 @@ from slime_like.config.root import TrainConfig
 from slime_like.config.run import LoopConfig, RunConfig
 from slime_like.data.dump import save_groups
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
-
-HF = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 250}
+from tests.config.model_folder import SHAPE, write_model
+from tests.unchanged import unchanged
 
 
 def config(run_dir: Path, *, resume: str = "auto", lr: float = 1e-3, num_rollout: int = 10) -> TrainConfig:
@@ -55,12 +56,12 @@ def used_folder(run_dir: Path, latest: str = "4") -> Path:
         folder.mkdir(parents=True)
         (folder / "__0_0.distcp").write_bytes(b"x" * 100)
         (folder / "metadata.json").write_text("{}")
-        write_manifest(folder, Manifest(iteration, iteration, iteration, 1e-3, 0.0, True, {"tp": 1}, HF))
+        model: dict[str, Scalar] = {**SHAPE, "padded_vocabulary": 128}
+        write_manifest(folder, Manifest(iteration, iteration, iteration, 1e-3, 0.0, True, {"tp": 1}, model))
         write_text(checkpoints / "rollout" / f"state_{iteration}.json", "{}")
     (checkpoints / LATEST).write_text(latest)
     (run_dir / "config.yaml").write_text(to_yaml(config(run_dir)))
-    (run_dir / "model").mkdir()
-    (run_dir / "model" / "config.json").write_text(json.dumps(HF))
+    write_model(run_dir / "model")
     return run_dir
 
 
@@ -129,12 +130,19 @@ def manifest(run_dir: Path) -> Path:
 
 
 def change_model(run_dir: Path) -> None:
-    (run_dir / "model" / "config.json").write_text(json.dumps({**HF, "num_hidden_layers": 6}))
+    write_model(run_dir / "model", num_hidden_layers=6)
 
 
 def change_format(run_dir: Path) -> None:
     values = json.loads(manifest(run_dir).read_text())
     manifest(run_dir).write_text(json.dumps({**values, "format": 99}))
+
+
+def change_padding(run_dir: Path) -> None:
+    """What tp=3 makes of it."""
+    values = json.loads(manifest(run_dir).read_text())
+    values["model"]["padded_vocabulary"] = 384
+    manifest(run_dir).write_text(json.dumps(values))
 
 
 def rename_away(run_dir: Path) -> None:
@@ -152,6 +160,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another trainer's": (lambda d: manifest(d).unlink(), r"another trainer .* model\.megatron_checkpoint"),
     "folder lost": (rename_away, r"iter_0000004: missing, though .* names it"),
     "another model": (change_model, r"num_hidden_layers is 4 there and 6 in model\.hf_checkpoint"),
+    "another padding": (
+        change_padding,
+        r"iter_0000004: its vocabulary is padded to 384 rows, tp=1 pads it to 128: resume with the tp it was saved with",
+    ),
     "rollout side lost": (
         lambda d: (d / "checkpoints" / "rollout" / "state_4.json").unlink(),
         r"state_4\.json cannot be read",
@@ -164,8 +176,9 @@ def test_a_damaged_checkpoint_is_named_before_anything_starts(name: str, tmp_pat
     run_dir = used_folder(tmp_path / "run")
     damage, message = DAMAGES[name]
     damage(run_dir)
-    with pytest.raises(CheckpointError, match=message) as raised:
-        first_rollout(config(run_dir), run_dir)
+    with unchanged(tmp_path), pytest.raises(CheckpointError, match=message) as raised, launch(config(run_dir)):
+        pass
+    assert "\n" not in str(raised.value)
     if name in ("shard cut", "shard lost", "folder lost"):
         assert "write an earlier iteration (2)" in str(raised.value)
         (run_dir / "checkpoints" / LATEST).write_text("2")  # as the message says
@@ -186,7 +199,7 @@ def with_critic(run_dir: Path, content: dict[str, Scalar]) -> TrainConfig:
     """A run of PPO whose checkpoint of iteration 4 holds a critic with ``content``."""
     folder = iteration_folder(run_dir / "checkpoints" / "critic", 4)
     folder.mkdir(parents=True)
-    write_manifest(folder, Manifest(4, 4, 4, 1e-3, 0.0, True, {"tp": 1}, {**HF, "head": "value", **content}))
+    write_manifest(folder, Manifest(4, 4, 4, 1e-3, 0.0, True, {"tp": 1}, {**SHAPE, "head": "value", **content}))
     cfg = replace(config(run_dir), algo=PpoConfig())
     (run_dir / "config.yaml").write_text(to_yaml(cfg))
     return cfg
@@ -200,7 +213,9 @@ def test_a_critic_of_another_model_is_named_with_the_critics_key(tmp_path: Path)
     ):
         first_rollout(cfg, run_dir)
     (run_dir / "small").mkdir()
-    (run_dir / "small" / "config.json").write_text(json.dumps({**HF, "hidden_size": 32, "tie_word_embeddings": True}))
+    (run_dir / "small" / "config.json").write_text(
+        json.dumps({**SHAPE, "hidden_size": 32, "tie_word_embeddings": True})
+    )
     cfg = replace(cfg, critic=replace(cfg.critic, hf_checkpoint=str(run_dir / "small")))
     (run_dir / "config.yaml").write_text(to_yaml(cfg))
     assert first_rollout(cfg, run_dir) == 4
