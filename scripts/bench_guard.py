@@ -12,9 +12,10 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY)]
@@ -31,7 +32,7 @@ from slime_like.distributed import calls as calls_module  # noqa: E402
 from slime_like.distributed import install  # noqa: E402
 from slime_like.distributed import wrapper as wrapper_module  # noqa: E402
 
-CALLS, ROUNDS = 50, 60
+CALLS, ROUNDS, STEPS = 50, 60, 10
 CPU = torch.device("cpu")
 # The imagined trainer: calls per step of a pipeline stage with tensor and sequence parallelism, and its computation.
 LAYERS, MICRO_BATCHES, COMPUTE_S, OP_S, QUESTION_S = 28, 8, 8.0, 100e-6, 0.008
@@ -112,22 +113,48 @@ def microseconds(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) / CALLS * 1e6
 
 
-# What is compared with torch alone: guard.checks, and whether the hot path is the one in C.
-ARMS = {"never": ("never", True), "auto": ("auto", True), "never, in Python": ("never", False)}
+# What is compared with torch alone: what is installed, and whether the hot path is the one in C.
+ARMS = {
+    "off": (GuardSpec(wrap=False), True),
+    "never": (GuardSpec(wrap=True, default=Policy(checks="never")), True),
+    "auto": (GuardSpec(wrap=True, default=Policy(checks="auto")), True),
+    "never, in Python": (GuardSpec(wrap=True, default=Policy(checks="never")), False),
+}
 
 
-def cost() -> Iterator[str]:
+def wrapped_calls(call: Callable[[], object]) -> int:
+    """How often ``call`` passes the wrapper, waiting included."""
+    wrapper = install.install(GuardSpec(wrap=True), CPU, 0)
+    assert wrapper is not None
+    works: Any = dist.Work
+    passed, waited = works.wait, list[object]()
+
+    def counted(work: object) -> object:
+        waited.append(work)
+        return passed(work)
+
+    works.wait = counted
+    try:
+        call()
+    finally:
+        works.wait = passed
+    calls = sum(counter.calls for counter in wrapper.counters())
+    install.remove()
+    return calls + len(waited)
+
+
+def cost(rounds: int) -> Iterator[str]:
     """Medians over rounds that take turns; and of the quickest rounds, as other work on the machine only adds."""
-    heads = ["op", "raw us", *(f"{arm}, over raw" for arm in ARMS)]
-    yield "| " + " | ".join([*heads, "quickest: raw us", *heads[2:]]) + " |"
-    yield "|---" * (2 * len(heads) - 1) + "|"
+    heads = ["raw us", *(f"{arm}, over raw" for arm in ARMS)]
+    yield "| " + " | ".join(["op", "wrapped calls", *heads, "quickest: raw us", *heads[1:]]) + " |"
+    yield "|---" * (2 + 2 * len(heads)) + "|"
     for name, call in ops().items():
         found: dict[str, list[float]] = {"raw": [], **{arm: [] for arm in ARMS}}
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for arm, values in found.items():
                 if arm != "raw":
-                    checks, in_c = ARMS[arm]
-                    install.install(GuardSpec(wrap=True, default=Policy(checks=checks)), CPU, 0, in_c=in_c)
+                    spec, in_c = ARMS[arm]
+                    install.install(spec, CPU, 0, in_c=in_c)
                 call()
                 values.append(microseconds(call))
                 install.remove()
@@ -135,7 +162,7 @@ def cost() -> Iterator[str]:
         over = [statistics.median(a - b for a, b in zip(found[arm], raw, strict=True)) for arm in ARMS]
         least = [min(found[arm]) - min(raw) for arm in ARMS]
         figures = (statistics.median(raw), *over, min(raw), *least)
-        yield f"| {name} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |"
+        yield f"| {name} | {wrapped_calls(call)} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |"
 
 
 def simulate(steps: int) -> Iterator[str]:
@@ -183,18 +210,31 @@ def imagined(clock: Clock) -> Generator[None]:
         calls_module.clock = wrapper_module.clock = time.perf_counter_ns = stock
 
 
-def main() -> None:
+@contextlib.contextmanager
+def world() -> Generator[None]:
+    """A world of two ranks in which nothing is communicated."""
+    stock = FakeWork.wait
+    del FakeWork.wait  # it hides the one of all works, by which those of gloo and NCCL are waited for
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        FakeWork.wait = stock
+
+
+def main(argv: Sequence[str]) -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("cost", "simulate"))
-    parser.add_argument("--steps", type=int, default=20)
-    given = parser.parse_args()
-    del FakeWork.wait  # it hides the one of all works, by which those of gloo and NCCL are waited for
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    for line in cost() if given.what == "cost" else simulate(given.steps):
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the imagined trainer")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of {CALLS} calls of each op")
+    given = parser.parse_args(argv)
+    with world():
+        for line in cost(given.rounds) if given.what == "cost" else simulate(given.steps):
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

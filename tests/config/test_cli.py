@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
+from slime_like.config.collectives import OPS, SLIME_SKIPS, canonical
 from slime_like.errors import SlimeLikeError, WorkerError
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +66,28 @@ def test_what_only_prints_exits_with_0(
     out, err = capsys.readouterr()
     assert words in out
     assert err == ""
+
+
+def test_the_plan_shows_every_op_under_its_policy(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--plan", "+recipe=quickstart", "guard=slime", "guard.groups.tp={checks: below, action: raise}"]
+    assert main(argv) == 0
+    told = capsys.readouterr().out
+    lines = told[told.index("guard      ") :].splitlines()
+    assert lines[0].startswith("guard      auto memory, deadline ")
+    policies: dict[str, list[str]] = {}
+    for line in takewhile(lambda line: line.startswith("  "), lines[1:]):
+        if line.startswith("    "):
+            policies[next(reversed(policies))] += line.strip().rstrip(",").split(", ")
+        else:
+            policies[line.strip()] = []
+    skipped = [canonical("", name).name for name in SLIME_SKIPS]
+    assert {policy: sorted(ops) for policy, ops in policies.items()} == {
+        "always: clear below 3 GiB": sorted(op.name for op in OPS if op.name not in skipped),
+        "never": sorted(skipped),
+        "below: raise below 3 GiB": ["tp: every op"],
+    }
 
 
 @pytest.mark.parametrize(
