@@ -21,6 +21,7 @@ from slime_like.interfaces import Completion
 from slime_like.types import I32
 from tests.engine.conftest import Engine, Models, launch, prompt, sampled
 from tests.engine.hybrid_models import FAMILIES, build
+from tests.engine.in_flight import by_version, over_two_pushes
 
 pytestmark = pytest.mark.engine
 TOLERANCE = 1e-4
@@ -110,20 +111,8 @@ def test_requests_in_flight_go_on_under_new_weights(served: Mapping[str, tuple[M
     """Keys, values and delta rule states of what was there are computed again: each token is of its version's weights."""
     models, engine = served["qwen3_next"]
     ids = prompt(20, seed=9)
-
-    async def push_in_flight() -> list[Completion]:
-        request = asyncio.create_task(engine.client.generate(ids, [1, 2, 3], sampled(tokens=150)))
-        for version in (3, 4):
-            await engine.client.generate(ids, [9], sampled(tokens=8))  # by then the others have tokens too
-            await engine.push(models.tensors("AB"[version % 2]), version)
-        return await request
-
-    for completion in engine.run(push_in_flight()):
-        assert [version for *_, version in completion.versions][-2:] == [3, 4]
-        whole, new = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
-        by_name = {name: models.logprobs(name, whole, 1.0)[-new:] for name in "AB"}
-        expected = np.concatenate([by_name["BA"[v % 2 == 0]][start:stop] for start, stop, v in completion.versions])
-        np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+    for completion in over_two_pushes(engine, models, ids, 150):
+        np.testing.assert_allclose(completion.logprobs, by_version(models, ids, completion), atol=TOLERANCE)
 
 
 MISSING = {

@@ -13,13 +13,13 @@ import torch
 
 from slime_like.config.resolved import TransportSpec
 from slime_like.errors import EngineError
-from slime_like.interfaces import Bucket, Completion, TensorMeta
+from slime_like.interfaces import Bucket, TensorMeta
 from slime_like.rollout.client import EngineClient
-from slime_like.types import F32, I32
 from slime_like.weights.broadcast import BroadcastSender
 from slime_like.weights.shared import Region
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Engine, Models, payload, prompt, sampled
+from tests.engine.in_flight import by_version, over_two_pushes
 
 pytestmark = pytest.mark.engine
 IDS = prompt(40, seed=5)
@@ -157,26 +157,10 @@ def test_an_update_needs_a_paused_engine(engine: Engine) -> None:
         engine.run(engine.client.begin_update())
 
 
-def by_version(models: Models, ids: I32, completion: Completion) -> F32:
-    """Logprobs of sampled tokens, of each under the weights of its version: A is even, B is odd."""
-    whole, new = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
-    of = {name: models.logprobs(name, whole, 1.0)[-new:] for name in "AB"}
-    return np.concatenate([of["AB"[version % 2]][start:stop] for start, stop, version in completion.versions])
-
-
 def test_requests_in_flight_go_on_under_new_weights(engine: Engine, models: Models) -> None:
     """Each token is of the weights its span names, and so is the KV of the whole prefix it was sampled after."""
     ids = prompt(20, seed=9)
-
-    async def push_in_flight() -> list[Completion]:
-        request = asyncio.create_task(engine.client.generate(ids, [1, 2, 3], sampled(tokens=480)))
-        for version in (1, 2):
-            await engine.client.generate(ids, [9], sampled(tokens=8))  # by then the others have tokens too
-            await engine.push(models.tensors("AB"[version % 2]), version)
-        return await request
-
-    for completion in engine.run(push_in_flight()):
-        assert [version for *_, version in completion.versions] == [0, 1, 2]
+    for completion in over_two_pushes(engine, models, ids, 480):
         assert_close(completion.logprobs, by_version(models, ids, completion))
 
 
