@@ -57,11 +57,31 @@ class Guard:
                 counter.due = 0 if self._looks else NEVER
             case "every_n" if (counter.calls - 1) % policy.every:
                 return
-            case "auto" if now < (due := self._pace(policy).due):
-                counter.due = 0 if self._looks else due
+            case "auto" if not self._is_time(counter, self._pace(policy), now):
                 return
             case _:
                 self._ask(counter, policy)
+
+    def _is_time(self, counter: Counter, pace: Pace, now: int) -> bool:
+        """Whether ``auto`` asks now; it may look at what this process holds first."""
+        if pace.due <= now < pace.question:
+            started = time.perf_counter_ns()
+            held = self.source.held()
+            pace.glance(started, time.perf_counter_ns() - started, held)
+            self._share(counter.policy, pace)
+            counter.check_ns += time.perf_counter_ns() - started
+        if now < pace.question:
+            counter.due = 0 if self._looks else pace.due
+            return False
+        return True
+
+    def _share(self, policy: Policy, pace: Pace) -> None:
+        """All counters of a policy are due when the next is."""
+        started = time.perf_counter_ns()
+        for other in () if self._looks else self._counters:
+            if other.policy is policy or other.policy == policy:
+                other.due = pace.due
+        pace.spend(time.perf_counter_ns() - started)
 
     def _pace(self, policy: Policy) -> Pace:
         pace = self._paces.get(policy)
@@ -74,13 +94,12 @@ class Guard:
         free, threshold = self.source.free(), policy.threshold.of(self.source.total)
         short = free < threshold
         if policy.checks == "auto":
-            pace = self._pace(policy)
+            pace, asked = self._pace(policy), time.perf_counter_ns()
             held = self.source.held()
-            pace.learn(started, time.perf_counter_ns() - started, free, held, threshold)
+            done = time.perf_counter_ns()
+            pace.learn(started, done - started, free, held, threshold, done - asked)
             short = short or pace.too_late
-            for other in () if self._looks else self._counters:
-                if other.policy is policy or other.policy == policy:
-                    other.due = pace.due
+            self._share(policy, pace)
         self.last = free
         self.lowest = free if self.lowest is None else min(self.lowest, free)
         counter.checks += 1

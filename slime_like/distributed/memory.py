@@ -51,8 +51,8 @@ class CudaDriver:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def held(self) -> int:
-        """Reserved by torch's allocator."""
-        return int(torch.cuda.memory_reserved(self._device))
+        """Reserved by torch's allocator (as ``torch.cuda.memory_reserved``, which flattens and sorts all statistics first)."""
+        return int(torch.cuda.memory_stats_as_nested_dict(self._device)["reserved_bytes"]["all"]["current"])
 
     def trim(self) -> None:
         """Cached blocks go back to the driver."""
