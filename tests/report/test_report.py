@@ -42,6 +42,8 @@ HOSTILE = (
 ROW = {
     "rollout/raw_reward": 0.5,
     "rollout/log_probs": -0.75,
+    "rollout/response_len/mean": 37.25,
+    "train/kl_loss": 0.0625,
     "train/train_rollout_logprob_abs_diff": 1e-3,
     "train/train_rollout_logprob_abs_diff_p99": 2e-3,
     "train/off_policy_token_ratio": 0.25,
@@ -148,6 +150,32 @@ def test_every_token_says_all_that_is_known_of_it(run: Path) -> None:
     assert sources == ["prompt"] * 3 + ["model"] * 2 + ["tool"] + ["model"] * 3
     assert "version 6" in titles[3][2] and "version 7" in titles[8][2] and "advantage 1.5" in titles[3][2]
     assert titles[3][1] == "2" and titles[0][1] == "0", "0.25 nats apart is the second colour"
+
+
+HEADINGS = [
+    *("Reward", "KL and entropy", "Lengths", "Evaluation", "Trainer and engine", "Where the difference comes from"),
+    *("Time", "Memory", "Sampled tokens", "All metrics", "Configuration"),
+]
+CURVES = {  # title of a chart -> where its line ends
+    "reward": "raw_reward at 3: 0.5",
+    "KL to the reference": "kl_loss at 3: 0.0625",
+    "entropy": "entropy at 3: 0.75",
+    "response length": "response_len/mean at 3: 37.25",
+    "sums": "sums at 3: 0.5",
+    "|trainer - engine|, mean": "train_rollout_logprob_abs_diff at 3: 0.001",
+    "time of each phase": "train at 3: 3.0",
+    "peak of the reporting trainer rank by phase": "step at 3: 2.0",
+}
+
+
+def test_every_part_has_its_heading_and_every_curve_its_line(run: Path) -> None:
+    html = page_of(run)
+    assert [title for title in re.findall(r"<h[23]>(.*?)</h[23]>", html) if title in HEADINGS] == HEADINGS
+    figures = {
+        re.sub(" <small>.*", "", title): figure
+        for figure, title in re.findall(r"<figure>(<figcaption>(.*?)</figcaption>.*?)</figure>", html)
+    }
+    assert {title: end in figures[title] for title, end in CURVES.items()} == dict.fromkeys(CURVES, True)
 
 
 def test_curves_time_memory_and_attribution_are_there(run: Path) -> None:
