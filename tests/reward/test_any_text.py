@@ -65,10 +65,10 @@ PIECES = [*LATEX.split(), *WORDS.split(), *CHARACTERS]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=24).map("".join) | st.text(st.characters(), max_size=40)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(
     label=TEXTS,
-    texts=st.lists(TEXTS | TEXTS.map(lambda text: rf"</think>Answer: \boxed{{{text}}}"), min_size=4, max_size=6),
+    texts=st.lists(TEXTS | TEXTS.map(lambda text: rf"</think>Answer: \boxed{{{text}}}"), min_size=1, max_size=2),
 )
 def test_any_text_is_scored(scorer: Scorer, label: str, texts: list[str]) -> None:
     scorer.assert_scores(label, texts)
