@@ -81,7 +81,6 @@ def test_the_flashqla_run_composes_and_plans(tmp_path: Path) -> None:
     assert cfg.algo.aggregation == "sequence_mean", "slime's default, written out"
     assert cfg.evaluation.temperature == 1.0, "slime samples held-out prompts as it samples others"
     for text in (
-        "--my-own-flag 7",
         "--use-dynamic-batch-size",
         "--calculate-per-token-loss off",
         "+recipe=flashqla --plan",
@@ -102,11 +101,19 @@ def test_every_flag_of_a_script_has_one_row() -> None:
     flags = [value.text for value in launch.arguments if value.text.startswith("--")]
     rows = [row for row in found.rows if row.where]
     assert sorted(row.flag for row in rows) == sorted(flags)
-    verdicts = {name: sum(row.verdict == name for row in found.rows) for name in ("unknown", "default")}
-    assert verdicts["unknown"] == 1 and row(found, "--my-own-flag").verdict == "unknown"
+    assert [row.flag for row in found.rows if row.verdict == "unknown"] == []
     assert row(found, "--moe-layer-freq").given == "?", "computed by the script, and not needed"
     assert all(item.keys or item.note for item in found.rows)
     assert {item.verdict for item in rows if item.flag in ("--swiglu", "--num-layers", "--spec")} == {"dropped"}
+
+
+def test_a_flag_of_ones_own_is_unknown_and_shown(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"OWN=(--my-own-flag 7)\npython3 train.py {NEEDED} ${{OWN[@]}}")
+    launch = read_launch(script, given={})
+    found = map_arguments(launch.arguments, run_name="a", asynchronous=False)
+    assert [row.flag for row in found.rows if row.verdict == "unknown"] == ["--my-own-flag"]
+    assert "--my-own-flag 7" in write_recipe(launch, tmp_path / "recipe" / "own.yaml")
 
 
 ROWS = {
