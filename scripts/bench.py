@@ -2,6 +2,7 @@
 
 python scripts/bench.py trl       our recipe and TRL's GRPOTrainer on the same work, alternating
 python scripts/bench.py startup   from command to first rollout, beside a bare import of the libraries
+python scripts/bench.py spin      our recipe with engines whose threads spin for several numbers of turns, alternating
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.metadata
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,13 +20,14 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 
-from scripts import bench_arms, bench_startup  # noqa: E402
+from scripts import bench_arms, bench_spin, bench_startup  # noqa: E402
 from scripts.bench_arms import Record  # noqa: E402
 from scripts.bench_inputs import NEW_TOKENS, PROMPTS, SAMPLES, SHAPES, TOKENS, write_inputs  # noqa: E402
 from slime_like.cluster.machine import cpu_count, memory_bytes  # noqa: E402
 
 PAGES = REPOSITORY / "docs" / "measurements"
 STEPS = {"tiny": 25, "20m": 12}
+SPIN_STEPS = 15
 GOALS = {"tiny": 1.2, "20m": 1.8}
 QUIET_LOAD = 0.5
 DTYPES = ("float32", "bfloat16")
@@ -41,15 +44,19 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(
             f"load average {load:.1f}: other processes run, and threads that spin (TRL's) suffer most of it\n"
         )
+    where, command, sizes = machine(load), f"python scripts/bench.py {' '.join(argv)}", args.sizes.split(",")
     if args.what == "startup":
-        page, text = "startup.md", bench_startup.report(bench_startup.measure(args.rounds, work), machine(load))
+        page, text = "startup.md", bench_startup.report(bench_startup.measure(args.rounds, work), where, command)
+    elif args.what == "spin":
+        turns = [int(count) for count in args.turns.split(",")]
+        tables = bench_spin.measure(sizes, turns, args.rounds, args.steps or SPIN_STEPS, work)
+        page, text = None, "\n".join([where, "", f"Command: `{command}`.", "", tables])
     else:
-        sizes = args.sizes.split(",")
         python = bench_arms.trl_python(Path(args.trl_env).resolve())
         tables = [compare(size, args, work, python) for size in sizes]
-        page, text = "bench_trl.md", _page(tables, machine(load), argv)
+        page, text = "bench_trl.md", _page(tables, where, command)
     sys.stdout.write(text)
-    if args.write:
+    if args.write and page is not None:
         write(PAGES / page, text)
     if not args.work:
         shutil.rmtree(work)
@@ -58,12 +65,13 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("trl", "startup"))
+    parser.add_argument("what", choices=("trl", "startup", "spin"))
     parser.add_argument("--rounds", type=int, default=2, help="how often each arm runs")
-    parser.add_argument("--write", action="store_true", help="write the page in docs/measurements")
+    parser.add_argument("--write", action="store_true", help="write the page in docs/measurements (not of spin)")
     parser.add_argument("--work", help="folder of models and runs; default: a temporary one")
     parser.add_argument("--sizes", default="tiny,20m", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--steps", type=int, help=f"per run; default {STEPS}")
+    parser.add_argument("--steps", type=int, help=f"per run; default {STEPS}, of spin {SPIN_STEPS}")
+    parser.add_argument("--turns", default="0,2000,5000", help="of spin: numbers of turns")
     parser.add_argument("--trl-env", default="runs/bench/trl-env", help="TRL's environment; made when missing")
     parser.add_argument("--override", action="append", default=[], help="an override of train.py, for our arms")
     return parser
@@ -115,13 +123,13 @@ def table(size: str, parameters: int, steps: int, rounds: int, records: dict[tup
     return "\n".join([*lines, ""])
 
 
-def _page(tables: list[str], where: str, argv: list[str]) -> str:
+def _page(tables: list[str], where: str, command: str) -> str:
     head = [
         "# Against TRL's GRPOTrainer, measured",
         "",
         where,
         "",
-        f"Command: `python scripts/bench.py {' '.join(argv)}`. Both sides in one run, alternating, on the same random model "
+        f"Command: `{command}`. Both sides in one run, alternating, on the same random model "
         f"and rows: {PROMPTS} prompts x {SAMPLES} samples x exactly {NEW_TOKENS} tokens (the end token lies outside the "
         "model's vocabulary), one AdamW update per step, no KL term, all cores. The script ends with an error unless every "
         f"step of both sides sampled {TOKENS} tokens and every one of ours trained on them. Ours is train.py with its "
@@ -133,8 +141,21 @@ def _page(tables: list[str], where: str, argv: list[str]) -> str:
     return "\n".join([*head, *tables])
 
 
+def commit() -> str:
+    """The commit that is measured, and whether files differ from it."""
+    try:
+        asked = [["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]]
+        head, changed = (
+            subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
+            for words in asked
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "Commit unknown (no git checkout)."
+    return f"Commit {head}{', with changes that are not committed' if changed else ''}."
+
+
 def machine(load: float) -> str:
-    """Where this ran, and on what."""
+    """Where this ran, and what."""
     found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     flags = Path("/proc/cpuinfo").read_text()
     features = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in flags]
@@ -142,7 +163,7 @@ def machine(load: float) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return (
         f"Machine: {cpu_count()} cores of {found[1] if found else 'unknown'} ({', '.join(features) or 'no avx512'}), "
-        f"{memory_bytes() / 2**30:.0f} GiB; load average {load:.1f} before the run. {versions}."
+        f"{memory_bytes() / 2**30:.0f} GiB; load average {load:.1f} before the run. {versions}. {commit()}"
     )
 
 

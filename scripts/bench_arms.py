@@ -94,8 +94,8 @@ def _memory(pid: int) -> float:
     return total / 1024
 
 
-def ours(record: Record, inputs: Inputs, dtype: str, steps: int, work: Path, extra: Sequence[str]) -> None:
-    """train.py as it is: Ray, SGLang engine and Megatron trainer on the same model, rows and sizes."""
+def ours(record: Record, inputs: Inputs, dtype: str, steps: int, work: Path, extra: Sequence[str]) -> Path:
+    """train.py as it is: Ray, SGLang engine and Megatron trainer on the same model, rows and sizes. Returns its folder."""
     run_dir = work / f"ours-{dtype}-{len(record.runs)}"
     overrides = [
         f"run.dir={run_dir}",
@@ -129,6 +129,7 @@ def ours(record: Record, inputs: Inputs, dtype: str, steps: int, work: Path, ext
         whole - sum(found[name] for name in parts) for whole, found in zip(took, spans, strict=True)
     ]  # rewards, assembly, logging, messages between processes
     record.add(took, parts, [row["rollout/raw_reward"] for row in rows])
+    return run_dir
 
 
 def check_ours(rows: Sequence[dict[str, Any]], steps: int) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 BARE = "import torch, sglang, megatron.core, ray"
 GOAL = 2.5
+WARM_START = re.compile(r"^\w[\w-]*: warm start: ")  # of the line that says that one is made
 LINE = re.compile(r"^\w[\w-]*: (?P<what>.+?) after \d+ s")
 
 
@@ -26,6 +27,7 @@ class Round:
     bare: float
     lines: dict[str, float]
     first_rollout: float  # its first request goes out: engines serve the trainer's weights
+    warm_started: bool  # it made the warm start, which later ones find
 
     @property
     def ratio(self) -> float:
@@ -34,8 +36,8 @@ class Round:
 
 
 def measure(rounds: int, work: Path) -> list[Round]:
-    """Alternate bare import and start; the first pair, which warms the file cache, is left out."""
-    return [_round(work / f"run{index}") for index in range(rounds + 1)][1:]
+    """Alternate bare import and start, once more than ``rounds``: the first pair warms the file cache."""
+    return [_round(work / f"run{index}") for index in range(rounds + 1)]
 
 
 def _round(run_dir: Path) -> Round:
@@ -60,7 +62,9 @@ def _round(run_dir: Path) -> Round:
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines: dict[str, float] = {}
+    warm_started = False
     for line in process.stdout:
+        warm_started = warm_started or WARM_START.match(line) is not None
         if found := LINE.match(line):
             lines[found["what"]] = time.time() - started
         elif ": starting " in line:
@@ -69,14 +73,24 @@ def _round(run_dir: Path) -> Round:
         raise SystemExit(f"the run in {run_dir} ended with exit code {process.returncode}")
     rows = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
     first = next(row for row in rows if row["step"] == 1)
-    return Round(bare, lines, first["spans"]["rollout"][0] - started)
+    return Round(bare, lines, first["spans"]["rollout"][0] - started, warm_started)
 
 
-def report(rounds: Sequence[Round], machine: str) -> str:
-    """Markdown: the ratio, each round, and the split of the median one."""
+def _warm_start(first: Round, rounds: Sequence[Round]) -> str:
+    """Where the model that the recipe starts from came from: making it takes a minute."""
+    made = [str(index) for index, round_ in enumerate(rounds, 1) if round_.warm_started]
+    if made:
+        return f"The warm start was made in round {', '.join(made)}, which took that much longer."
+    origin = "made in the pair that is left out" if first.warm_started else "there before the first pair"
+    return f"The warm start was cached: {origin}, and found by every round."
+
+
+def report(measured: Sequence[Round], machine: str, command: str) -> str:
+    """Markdown: the ratio, each round but the first, and the split of the median one."""
+    first, *rounds = measured
     ratio = statistics.median(round_.ratio for round_ in rounds)
     middle = min(rounds, key=lambda round_: abs(round_.ratio - ratio))
-    out = ["# Start-up, measured", "", machine, "", "Command: `python scripts/bench.py startup`.", ""]
+    out = ["# Start-up, measured", "", machine, "", f"Command: `{command}`. {_warm_start(first, rounds)}", ""]
     out += [
         f"From command to first rollout: **{ratio:.2f} times** a bare `{BARE}` (median of {len(rounds)} rounds, "
         f"alternating; goal at most {GOAL}).",

@@ -44,6 +44,7 @@ SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project, as is
 # regions per token, a few microseconds apart; to wake a thread for each costs more than two threads gain. Longer, and
 # they would hold the core that the scheduler, the detokenizer and the server take turns on.
 SPIN_COUNT = "2000"
+SPIN = "SLIME_LIKE_ENGINE_SPIN_COUNT"  # another number of turns, to measure it (scripts/bench.py spin)
 THREADS = "SLIME_LIKE_ENGINE_THREADS"  # the number of threads of a model on a CPU
 CPU_KERNELS = "SLIME_LIKE_CPU_KERNELS"
 DECODE_LINE = "slime_like decodes with "
@@ -195,7 +196,7 @@ def child_environment(spec: EngineSpec, scratch: str) -> dict[str, str]:
         # One thread up to the workers' start, so that they can be forked; the model's worker then takes what was meant.
         environment[THREADS] = environment.get("OMP_NUM_THREADS", "1")
         environment["OMP_NUM_THREADS"] = "1"
-        environment["GOMP_SPINCOUNT"] = SPIN_COUNT
+        environment["GOMP_SPINCOUNT"] = spin_count()
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one engine are on one machine
     environment |= {
         SEAMS: ",".join(seams),
@@ -208,6 +209,14 @@ def child_environment(spec: EngineSpec, scratch: str) -> dict[str, str]:
     if os.path.isdir(spec.model_path):
         environment |= {"HF_HUB_OFFLINE": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models(spec.model_path))}
     return environment
+
+
+def spin_count() -> str:
+    """Turns an engine's threads spin. Raises ``EngineError`` on a setting that is no number: libgomp would ignore it."""
+    turns = os.environ.get(SPIN, SPIN_COUNT)
+    if not turns.isdecimal():
+        raise EngineError(f"{SPIN}={turns!r} is not a number of turns: give one, such as {SPIN_COUNT}, or unset it")
+    return turns
 
 
 def server_arguments(launch: Launch) -> dict[str, Any]:

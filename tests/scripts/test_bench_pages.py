@@ -1,0 +1,59 @@
+"""What the benchmarks' pages say of themselves: how they were made, of which commit, and from which lines of a log."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+bench: Any = importlib.import_module("scripts.bench")
+bench_spin: Any = importlib.import_module("scripts.bench_spin")
+bench_startup: Any = importlib.import_module("scripts.bench_startup")
+
+COMMAND = "python scripts/bench.py startup --rounds 2 --write"
+DECODE = (
+    "[2026-11-21 22:00:00] Decode batch, #running-req: {}, #token: 4096, token usage: 0.06, cpu graph: False, "
+    "gen throughput (token/s): {}, #queue-req: 0\n"
+)
+
+
+def started(bare: float, first: float, *, warm: bool = False) -> Any:
+    return bench_startup.Round(bare, {"ready": first - 1}, first, warm)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "said"),
+    [
+        ([started(9, 99), started(10, 15), started(10, 17)], "there before the first pair, and found by every round"),
+        ([started(9, 99, warm=True), started(10, 15), started(10, 17)], "made in the pair that is left out"),
+        ([started(9, 99), started(10, 15), started(10, 17, warm=True)], "was made in round 2"),
+    ],
+)
+def test_a_page_of_starts_says_how_it_was_made(rounds: list[Any], said: str) -> None:
+    text = bench_startup.report(rounds, "Machine: this one.", COMMAND)
+    assert f"Command: `{COMMAND}`. The warm start" in text and said in text
+    assert "**1.60 times**" in text and "median of 2 rounds" in text and "99" not in text
+
+
+def test_pages_name_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
+    assert bench.commit() == "Commit unknown (no git checkout)."
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    (tmp_path / "file").write_text("1")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout
+    assert bench.commit() == f"Commit {head.strip()}."
+    assert bench.machine(0.5).endswith(bench.commit())
+    (tmp_path / "file").write_text("2")
+    assert bench.commit() == f"Commit {head.strip()}, with changes that are not committed."
+
+
+def test_decode_steps_are_read_from_the_engines_log() -> None:
+    log = "".join(DECODE.format(running, rate) for running, rate in ((64, "12800.00"), (7, "100.00"), (64, "6400.00")))
+    assert bench_spin.decode_seconds(log) == [0.005, 0.01]
+    with pytest.raises(SystemExit, match="names no decode batch of all samples"):
+        bench_spin.decode_seconds(DECODE.format(7, "100.00"))
