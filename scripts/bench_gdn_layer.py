@@ -1,9 +1,11 @@
-"""What one Gated DeltaNet layer costs each rank of the trainer: parameters, activations kept for backward, CPU time.
+"""What one Gated DeltaNet layer costs each rank of the trainer: parameters, activations kept for backward, bytes, CPU time.
 
     python scripts/bench_gdn_layer.py --tokens 2048 --layouts tp1 tp2 tp2-sp cp2 tp2-cp2 tp4 cp4
+    python scripts/bench_gdn_layer.py --tokens 8192 --sequences 1 --layouts tp1 cp2 cp2-state cp4 cp4-state
 
 Ranks are processes of this machine over gloo, one thread each. Bytes are exact: parameters of the layer, and every storage
-that autograd keeps between forward and backward, counted once, parameters left out. Time is the CPU time of a rank's
+that autograd keeps between forward and backward, counted once, parameters left out; what collectives were given is what
+the trainer's own wrapper counted, forward and backward, the part that stays on the rank included. Time is the CPU time of a rank's
 process in forward and backward (all-to-alls included), the least of the repeats; other ranks take turns with it on few
 cores, which its own CPU time does not see. A layer that every rank computes in full costs each what ``tp1`` costs.
 """
@@ -15,14 +17,16 @@ import os
 import pickle
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
-from slime_like.config.resolved import Layout
+from slime_like.config.gdn import GDNConfig
+from slime_like.config.guard_policy import GuardSpec
+from slime_like.config.resolved import ActorSpec, Layout
 from slime_like.ports import PortLease
 from slime_like.train.megatron.convert import untrained_spec
 
@@ -34,7 +38,10 @@ LAYOUTS = {
     "tp2-cp2": Layout(tp=2, cp=2, sequence_parallel=True),
     "tp4": Layout(tp=4, sequence_parallel=True),
     "cp4": Layout(cp=4),
+    "cp2-state": Layout(cp=2),
+    "cp4-state": Layout(cp=4),
 }
+STATE = "-state"  # model.gdn.cp_mode=state, elsewhere it is head
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +50,32 @@ class Cost:
 
     parameters: int  # bytes
     activations: int  # bytes
+    collectives: int  # bytes
     seconds: float  # CPU time of forward and backward
 
 
-def run_rank(rank: int, port: int, layout: Layout, args: argparse.Namespace, folder: str) -> None:
+FIELDS = tuple(field.name for field in fields(Cost))
+
+
+def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: str) -> None:
     """Measure, and leave the costs in ``folder``."""
     torch.set_num_threads(1)
     from slime_like.train.megatron import groups
 
-    place = groups.enter(
-        untrained_spec("none", layout, args.dtype), rank=rank, world_size=layout.world_size, master=("127.0.0.1", port)
-    )
-    layer, hidden, packed = build(place, layout, args)
+    layout = LAYOUTS[name]
+    spec = untrained_spec("none", layout, args.dtype)
+    mode = GDNConfig(cp_mode="state" if name.endswith(STATE) else "head")
+    spec = replace(spec, model=replace(spec.model, gdn=mode), guard=GuardSpec(wrap=True))
+    place = groups.enter(spec, rank=rank, world_size=layout.world_size, master=("127.0.0.1", port))
+    layer, hidden, packed = build(place, spec, args)
     parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
-    activations, seconds = measure(layer, hidden, packed, args.repeats)
-    Path(folder, str(rank)).write_bytes(pickle.dumps(Cost(parameters, activations, seconds)))
+    activations, collectives, seconds = measure(layer, hidden, packed, args.repeats)
+    Path(folder, str(rank)).write_bytes(pickle.dumps(Cost(parameters, activations, collectives, seconds)))
     torch.distributed.barrier()
     os._exit(0)  # gloo's threads do not always let an interpreter go
 
 
-def build(place: Any, layout: Layout, args: argparse.Namespace) -> tuple[Any, torch.Tensor, Any]:
+def build(place: Any, spec: ActorSpec, args: argparse.Namespace) -> tuple[Any, torch.Tensor, Any]:
     """The layer, its input on this rank, and what goes with packed rows."""
     import numpy as np
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -86,7 +99,7 @@ def build(place: Any, layout: Layout, args: argparse.Namespace) -> tuple[Any, to
         linear_key_head_dim=args.head_dim,
         linear_value_head_dim=args.head_dim,
     )
-    spec = untrained_spec("none", layout, args.dtype)
+    layout = spec.layout
     family = Qwen35(hf, layout.tp)
     config = transformer_config(spec, family)
     parts: Any = layer_parts(config, family, place, spec.model).mixers["G"].submodules
@@ -114,10 +127,12 @@ def build(place: Any, layout: Layout, args: argparse.Namespace) -> tuple[Any, to
     return layer, hidden, micro.packed
 
 
-def measure(layer: Any, hidden: torch.Tensor, packed: Any, repeats: int) -> tuple[int, float]:
-    """Bytes that forward keeps for backward beside the parameters, and the least CPU time of the two."""
+def measure(layer: Any, hidden: torch.Tensor, packed: Any, repeats: int) -> tuple[int, int, float]:
+    """Bytes that forward keeps for backward beside the parameters, that collectives are given, and the least CPU time."""
+    from slime_like.distributed import install
+
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    best, kept = float("inf"), 0
+    best, kept, given = float("inf"), 0, 0
     for _ in range(repeats):
         storages: dict[int, int] = {}
 
@@ -128,13 +143,15 @@ def measure(layer: Any, hidden: torch.Tensor, packed: Any, repeats: int) -> tupl
             return tensor
 
         torch.distributed.barrier()
+        install.drain()  # counts begin anew
         start = time.process_time()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             out, _ = layer(hidden, packed_seq_params=packed)
         out.backward(torch.ones_like(out))
         best = min(best, time.process_time() - start)
         kept = sum(storages.values())
-    return kept, best
+        given = sum(int(m.value) for m in install.drain() if m.name.endswith("/bytes"))
+    return kept, given, best
 
 
 def main() -> None:
@@ -149,20 +166,21 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    print("| layout | ranks | parameters per rank | activations per rank | CPU time per rank |")
-    print("|---|---|---|---|---|")
+    print("| layout | ranks | parameters per rank | activations per rank | to collectives | CPU time per rank |")
+    print("|---|---|---|---|---|---|")
     first: Cost | None = None
     for name in args.layouts:
         layout = LAYOUTS[name]
         with tempfile.TemporaryDirectory() as folder, PortLease("127.0.0.1") as port:
-            job = (port, layout, args, folder)
+            job = (port, name, args, folder)
             mp.spawn(run_rank, job, nprocs=layout.world_size)
             costs = [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(layout.world_size)]  # noqa: S301
-        worst = Cost(*(max(getattr(c, field) for c in costs) for field in ("parameters", "activations", "seconds")))
+        worst = Cost(*(max(getattr(c, field) for c in costs) for field in FIELDS))
         first = first or worst
         cells = (
             f"{worst.parameters / 2**20:.2f} MiB ({worst.parameters / first.parameters:.2f})",
             f"{worst.activations / 2**20:.1f} MiB ({worst.activations / first.activations:.2f})",
+            f"{worst.collectives / 2**20:.1f} MiB",
             f"{1000 * worst.seconds:.0f} ms ({worst.seconds / first.seconds:.2f})",
         )
         print(f"| {name} | {layout.world_size} | {' | '.join(cells)} |", flush=True)

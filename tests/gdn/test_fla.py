@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.train.state_passing import HV, K, V
+
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "scripts" / "requirements" / "fla_interpreter.lock"
 PREPARED = Path(sys.prefix) / "fla_interpreter"  # made by scripts/setup.sh
@@ -58,6 +60,21 @@ def test_convolution(found: dict[str, Any]) -> None:
     assert len(found["conv"]) == 2
     for name, parts in found["conv"].items():
         assert max(parts) <= FLOAT32, (name, parts)
+
+
+def test_ranks_share_a_stream_by_flas_own_context_parallelism(found: dict[str, Any]) -> None:
+    assert len(found["ranks"]) == 2
+    for rank in found["ranks"]:
+        assert len(rank["errors"]) == 3
+        for name, parts in rank["errors"].items():
+            assert parts.keys() == {"out", "x", "gates", "weight"}
+            assert max(parts.values()) <= FLOAT32, (name, parts)
+        assert rank["numbers"] == [HV * K * (K + V)] * 2 * len(rank["errors"])  # one gather forward, one backward
+
+
+def test_a_gradient_that_stops_at_the_border_of_a_rank_is_seen(found: dict[str, Any]) -> None:
+    faults = [rank["fault"] for rank in found["ranks"]]
+    assert max(fault["out"] for fault in faults) <= FLOAT32 and max(fault["x"] for fault in faults) > 0.01, faults
 
 
 def test_fla_is_fla_and_not_flashqla(found: dict[str, Any]) -> None:

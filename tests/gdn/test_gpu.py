@@ -16,10 +16,13 @@ from slime_like.errors import ConfigError
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
 from slime_like_plugins.qwen_gdn.select import resolve
 from tests.gdn.recurrence import LAYER_F32, Shape, conv_errors, errors, make_case, make_conv, of_backend, oracle
+from tests.train.ranks import run_ranks
+from tests.train.state_passing import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 HEADS = GDNShape(key_heads=2, value_heads=4, key_dim=128, value_dim=128, conv_width=4)
 BFLOAT16 = 3e-2
+TF32 = 1e-2
 HOPPER = (9, 0)
 FASTER = 1.5  # FlashQLA's authors report about twice fla's speed on H200 at this shape
 LONG = (32_768, 16, 32, 128)  # tokens of one sequence, key heads, value heads, head size
@@ -48,6 +51,15 @@ def test_parity(name: str, decay: float, wide: tuple[str, ...]) -> None:
 def test_convolution(name: str) -> None:
     case = make_conv((70, 1, 0, 9), 4, tail=3, halo=True, channels=64).to(torch.float64, "cuda")
     assert max(conv_errors(backend_or_skip(name), case, torch.bfloat16)) <= BFLOAT16
+
+
+def test_two_gpus_share_a_stream_by_flas_own_context_parallelism() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    backend_or_skip("fla")
+    streams = [Case((5, 150, 6), 4.0), Case((700,), 0.01)]
+    for found in run_ranks("tests.train.state_passing:on_gpus", 2, streams):
+        assert max(error for errors in found for error in errors.values()) <= TF32, found
 
 
 def test_flashqla_without_splitting_has_the_same_bits_with_and_without_gradient() -> None:

@@ -26,6 +26,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama tied": make_model(folder / "llama_tied", "llama", tied=True, seed=3),
         "qwen2": make_model(folder / "qwen2", "qwen2", tied=True, seed=4),
         "qwen3_5": make_model(folder / "qwen3_5", "qwen3_5_text", tied=True, seed=5),
+        "qwen3_5 two key heads": make_model(
+            folder / "qwen3_5_two", "qwen3_5_text", tied=True, seed=10, changes={"linear_num_key_heads": 2}
+        ),
         "qwen3_next": make_model(folder / "qwen3_next", "qwen3_next", tied=False, seed=6),
         "qwen3_5_moe": make_model(folder / "qwen3_5_moe", "qwen3_5_moe_text", tied=True, seed=8),
         "qwen3_next experts": make_model(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from slime_like.config.gdn import GDNConfig
 from slime_like.config.resolved import Layout
 from slime_like.train.megatron.families.base import Weight
 from tests.gdn.recurrence import Case, conv_reference, recurrence
@@ -22,7 +23,7 @@ from tests.train.jobs import Shared
 from tests.train.models import make_rows, make_spec
 from tests.train.ranks import World
 
-HIDDEN, KEY_HEADS, VALUE_HEADS, KEY, VALUE, WIDTH = 24, 4, 8, 8, 6, 4
+HIDDEN, VALUE_HEADS, KEY, VALUE, WIDTH = 24, 8, 8, 6, 4
 LENGTHS = (37, 1, 5, 60, 2)
 NOT_READ = Path("no checkpoint")
 NET = "model.layers.0.linear_attn"
@@ -36,6 +37,7 @@ class LayerCase:
     mode: str = "head"
     decay: float = 1.0
     fault: str | None = None
+    key_heads: int = 4
 
 
 def errors(world: World, shared: Shared, cases: Sequence[LayerCase]) -> list[dict[str, float]]:
@@ -69,7 +71,7 @@ def _errors(world: World, case: LayerCase) -> dict[str, float]:
     if sizes.sequence_parallel:
         mine = mine.chunk(sizes.tp)[place.tp_rank]
     hidden, upstream = _normal(1, int(bounds[-1]), HIDDEN), _normal(2, int(bounds[-1]), HIDDEN)
-    expected = layer_reference(hidden.requires_grad_(), full, bounds, layer.out_norm.eps)
+    expected = layer_reference(hidden.requires_grad_(), full, bounds, layer.out_norm.eps, case.key_heads)
     (expected * upstream).sum().backward()
     local = hidden.detach()[mine].requires_grad_()
     out = layer(local[:, None], packed_seq_params=micro.packed)[0][:, 0]
@@ -94,26 +96,24 @@ def _layer(place: Any, case: LayerCase) -> tuple[Any, Mapping[str, Weight]]:
 
     from slime_like.train.megatron.families.qwen3_5 import Qwen35
     from slime_like.train.megatron.transformer_config import transformer_config
-    from slime_like_plugins.qwen_gdn.head_wise import HeadWise
-    from slime_like_plugins.qwen_gdn.layer import layer_spec
-    from slime_like_plugins.qwen_gdn.state_passing import StatePassing
-    from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
+    from slime_like_plugins.qwen_gdn.spec import layer_spec
 
     hf = Qwen3_5TextConfig(
         hidden_size=HIDDEN,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
-        linear_num_key_heads=KEY_HEADS,
+        linear_num_key_heads=case.key_heads,
         linear_num_value_heads=VALUE_HEADS,
         linear_key_head_dim=KEY,
         linear_value_head_dim=VALUE,
         linear_conv_kernel_dim=WIDTH,
     )
     family = Qwen35(hf, place.layout.tp)
-    config = transformer_config(make_spec(NOT_READ, place.layout), family)
+    asked = make_spec(NOT_READ, place.layout, model={"gdn": GDNConfig(cp_mode=case.mode)})
+    config = transformer_config(asked, family)
     config.params_dtype = torch.float64
-    spec: Any = layer_spec(TorchGDN(), {"head": HeadWise, "state": StatePassing}[case.mode])
+    spec: Any = layer_spec(config, asked.model, place)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layer: Any = build_module(spec.submodules.self_attention, config, layer_number=1, pg_collection=groups)
     start = "blocks.0.self_attention."
@@ -132,15 +132,17 @@ def _weights(table: Mapping[str, Weight], decay: float) -> dict[str, Tensor]:
     return out
 
 
-def layer_reference(hidden_TD: Tensor, full: Mapping[str, Tensor], bounds: np.ndarray, eps: float) -> Tensor:
+def layer_reference(
+    hidden_TD: Tensor, full: Mapping[str, Tensor], bounds: np.ndarray, eps: float, key_heads: int
+) -> Tensor:
     """Qwen3.5's layer by its definition: projections, convolution, the recurrence token by token, gated norm, projection."""
     part = {name.removeprefix(f"{NET}.").removesuffix(".weight"): tensor for name, tensor in full.items()}
     edges = tuple(int(b) for b in bounds)
     qkv, z, b, a = (hidden_TD @ part[f"in_proj_{name}"].T for name in ("qkv", "z", "b", "a"))
     mixed = conv_reference(qkv[None], part["conv1d"][:, 0], edges, None, True)[0]
-    q, k, v = mixed.split((KEY_HEADS * KEY, KEY_HEADS * KEY, VALUE_HEADS * VALUE), -1)
+    q, k, v = mixed.split((key_heads * KEY, key_heads * KEY, VALUE_HEADS * VALUE), -1)
     decay = -part["A_log"].exp() * F.softplus(a + part["dt_bias"])
-    heads = {"q": q.unflatten(-1, (KEY_HEADS, KEY)), "k": k.unflatten(-1, (KEY_HEADS, KEY))}
+    heads = {"q": q.unflatten(-1, (key_heads, KEY)), "k": k.unflatten(-1, (key_heads, KEY))}
     heads["v"] = v.unflatten(-1, (VALUE_HEADS, VALUE))
     rule = Case(
         **{n: t[None] for n, t in heads.items()}, g=decay[None], beta=b.sigmoid()[None], initial=None, cu_seqlens=edges

@@ -164,9 +164,9 @@ def convolution_across_borders() -> Any:
 
 def gradient_of_own_range() -> Any:
     """Where states are passed on, backward keeps what a rank's own tokens say of them, as if no other rank had read any."""
-    from slime_like_plugins.qwen_gdn import state_passing
+    from slime_like_plugins.qwen_gdn import ranges
 
-    return replaced(state_passing, "gather_from_sequence_parallel_region", _Kept.of)
+    return replaced(ranges, "gather_from_sequence_parallel_region", _Kept.of)
 
 
 class _Kept(torch.autograd.Function):

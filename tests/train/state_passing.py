@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.train.megatron.layout import token_layout
-from slime_like.train.megatron.stream import stream_part
 from tests.train.jobs import Shared
 from tests.train.ranks import World
 
-H, HV, K, V, W = 2, 4, 8, 6, 4
+H, HV, K, V, W = 2, 4, 16, 12, 4
 D = 2 * H * K + HV * V
 
 
@@ -30,37 +29,96 @@ class Case:
 def errors(world: World, shared: Shared, cases: list[Case]) -> list[dict[str, float]]:
     """Per case the largest error of outputs and of each gradient, relative to its largest entry; all ranks share the stream."""
     del shared
+    meet(world)
+    return [range_errors(world, case, _backend(), torch.float64) for case in cases]
+
+
+def on_gpus(world: World, cases: list[Case]) -> list[dict[str, float]]:
+    """As ``errors``, each rank on a GPU of its own: fla, in float32."""
+    from slime_like_plugins.qwen_gdn.fla import FlaGDN
+
+    torch.cuda.set_device(world.rank)
+    meet(world, "nccl")
+    backend = FlaGDN()
+    return [range_errors(world, case, backend, torch.float32, "cuda") for case in cases]
+
+
+def meet(world: World, carrier: str = "gloo") -> None:
+    """Let the ranks be one group."""
     if not dist.is_initialized():
         meeting = f"tcp://{world.host}:{world.port}"
-        dist.init_process_group("gloo", init_method=meeting, rank=world.rank, world_size=world.size)
-    return [_errors(world, world.size, case) for case in cases]
+        dist.init_process_group(carrier, init_method=meeting, rank=world.rank, world_size=world.size)
 
 
-def _errors(world: World, cp: int, case: Case) -> dict[str, float]:
-    from slime_like_plugins.qwen_gdn import state_passing
+def kept_bounds(world: World, shared: Shared) -> list[int]:
+    """How many bounds of sequences a backend has been given after each of: two layers of a micro-batch, two of the next."""
+    from slime_like.train.megatron.layers import PackedRows
+    from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Heads
+    from slime_like_plugins.qwen_gdn.state_passing import StatePassing
 
+    del shared
+    meet(world)
+    backend, heads = _recording(), Heads(H, HV, K, V)
+    counts: list[int] = []
+    for bounds in ((0, 24, 64), (0, 40, 64)):
+        packed = PackedRows(cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32))
+        size = bounds[-1] // world.size
+        for _ in range(2):
+            layer = StatePassing(backend, heads, dist.group.WORLD)
+            shapes = (size, D), (size, HV), (size, HV), (D, W), (HV,), (HV,)
+            qkv, beta, alpha, weight, decay, bias = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+            layer(DeltaInputs(qkv, beta, alpha, weight, decay, bias), packed)
+            counts.append(len({id(tensor) for tensor in backend.seen}))
+    return counts
+
+
+def _recording() -> Any:
+    """The torch backend, with every tensor of bounds it has been given."""
+    from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
+
+    class Recording(TorchGDN):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Tensor] = []
+
+        def chunk_rule(self, *args: Any, **kwargs: Any) -> Any:
+            self.seen += [kwargs["cu_seqlens"], kwargs["cu_seqlens_cpu"]]
+            return super().chunk_rule(*args, **kwargs)
+
+        def causal_conv(self, *args: Any, **kwargs: Any) -> Any:
+            self.seen += [kwargs["cu_seqlens"], kwargs["cu_seqlens_cpu"]]
+            return super().causal_conv(*args, **kwargs)
+
+    return Recording()
+
+
+def range_errors(world: World, case: Case, backend: Any, dtype: torch.dtype, device: str = "cpu") -> dict[str, float]:
+    """As ``errors``, of one case by any backend; the whole stream is computed by torch in float64."""
+    from slime_like_plugins.qwen_gdn import ranges, state_passing
+
+    cp = world.size
     rows = np.concatenate([[0], np.cumsum(case.lengths)]).astype(np.int32)
     layout = token_layout(rows, cp=cp, cp_rank=world.rank)
     whole = _inputs(int(layout.padded_cu_seqlens[-1]), case.gate)
     expected = _whole(whole, layout.padded_cu_seqlens)
     mine = torch.from_numpy(layout.local_index)
-    local = [x.detach()[mine].requires_grad_() if x.shape[0] == len(whole[0]) else _leaf(x) for x in whole]
-    part = stream_part(layout.padded_cu_seqlens, cp=cp, cp_rank=world.rank)
-    here = state_passing.Range.on_device(part, world.rank, dist.group.WORLD, torch.device("cpu"))
+    local = [_leaf(x[mine] if x.shape[0] == len(whole[0]) else x, dtype, device) for x in whole]
+    bounds = tuple(layout.padded_cu_seqlens.tolist())
+    here = ranges.range_of(bounds, dist.group.WORLD, local[0].device, backend)
     x, gates, weight = local
     stream = here.to_stream(torch.cat((x, gates), 1))
-    mixed = state_passing.causal_conv(_backend(), stream[:, :D], weight, here, "silu")
+    mixed = state_passing.causal_conv(backend, stream[:, :D], weight, here, "silu")
     q, k, v, g, beta = _columns(mixed, stream[:, D:])
-    out = state_passing.gated_delta_rule(_backend(), q, k, v, g, beta, here)
+    out = state_passing.gated_delta_rule(backend, q, k, v, g, beta, here)
     back = here.to_rows(out[0])
-    (back * _upstream(int(layout.padded_cu_seqlens[-1]))[mine]).sum().backward()
+    (back * _upstream(int(layout.padded_cu_seqlens[-1]))[mine].to(device)).sum().backward()
     dist.all_reduce(_grad(weight))
     got = [back, *map(_grad, local)]
     wanted = [expected[0][mine], expected[1][mine], expected[2][mine], expected[3]]
     scales = [float(t.abs().max()) for t in expected]
     names = ("out", "x", "gates", "weight")
     return {
-        name: float((a.detach() - b).abs().max()) / scale
+        name: float((a.detach().cpu() - b).abs().max()) / scale
         for name, a, b, scale in zip(names, got, wanted, scales, strict=True)
     }
 
@@ -80,8 +138,8 @@ def _inputs(size: int, gate: float) -> list[Tensor]:
     return [_leaf(t) for t in (x, torch.cat((decay, beta), 1), weight)]
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_()
+def _leaf(tensor: Tensor, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
+    return tensor.detach().to(device, dtype, copy=True).requires_grad_()
 
 
 def _grad(tensor: Tensor) -> Tensor:

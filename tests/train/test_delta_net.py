@@ -1,7 +1,7 @@
 """A Gated DeltaNet layer on many ranks equals the recurrence, token by token in float64: output and every gradient.
 
-Tensor parallel with and without sequence parallelism, both modes of context parallelism at two and four ranks, decays that
-forget within a token and decays that remember a whole sequence.
+Tensor parallel with and without sequence parallelism, both modes of context parallelism at two and four ranks, key heads that
+these do not divide, decays that forget within a token and decays that remember a whole sequence.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ CASES = {
     size: [LayerCase(layout, mode, decay) for layout, mode in layouts.values() for decay in DECAYS]
     for size, layouts in LAYOUTS.items()
 }
+CASES[4] += [
+    LayerCase(layout, "auto", 0.01, key_heads=2) for layout in (Layout(cp=4), Layout(cp=2, **SP))
+]  # indivisible
 FAULTS = {
     "out_norm.weight": LayerCase(Layout(tp=2), fault="unsummed_head_norm"),
     "out": LayerCase(Layout(cp=2), fault="unordered_ranks"),

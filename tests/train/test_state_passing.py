@@ -5,6 +5,8 @@ And in a whole model equal to transformers, as the layers that give every rank a
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from slime_like.config.gdn import GDNConfig
@@ -25,15 +27,21 @@ SHAPES = (
     (150, 70),  # several chunks of the kernel per range
 )
 STREAMS = [Case(lengths, gate) for lengths in SHAPES for gate in (4.0, 0.01)]
-CASES = {
-    2: {"state cp2": ("qwen3_5", Layout(cp=2)), "state cp2 qwen3_next": ("qwen3_next", Layout(cp=2))},
-    4: {"state cp4": ("qwen3_5", Layout(cp=4)), "state tp2 cp2 sp": ("qwen3_5", Layout(cp=2, **SP))},
+STATE: dict[str, Any] = {"gdn": GDNConfig(cp_mode="state")}
+CASES: dict[int, dict[str, tuple[str, Layout, dict[str, Any]]]] = {
+    2: {"state cp2": ("qwen3_5", Layout(cp=2), STATE), "state cp2 qwen3_next": ("qwen3_next", Layout(cp=2), STATE)},
+    4: {
+        "state cp4": ("qwen3_5", Layout(cp=4), STATE),
+        "state tp2 cp2 sp": ("qwen3_5", Layout(cp=2, **SP), STATE),
+        "auto cp4, two key heads": ("qwen3_5 two key heads", Layout(cp=4), {}),  # which have to be four for head-wise
+    },
 }
-MODEL = {"gdn": GDNConfig(cp_mode="state")}
+BOUNDS = "bounds of a micro-batch"
 JOBS = {
     size: [
         Job(f"stream over {size} ranks", "tests.train.state_passing:errors", (STREAMS,)),
-        *(Job(name, "tests.train.parity:compare", (*case, MODEL, None)) for name, case in cases.items()),
+        *([Job(BOUNDS, "tests.train.state_passing:kept_bounds")] if size == 2 else []),
+        *(Job(name, "tests.train.parity:compare", (*case, None)) for name, case in cases.items()),
     ]
     for size, cases in CASES.items()
 }
@@ -54,3 +62,8 @@ def test_equals_one_rank(cp: int, results: Results) -> None:
     for rank, errors in enumerate(found):
         for case, result in zip(STREAMS, errors, strict=True):
             assert max(result.values()) < EXACT, f"rank {rank} of {cp}: {case}: {result}"
+
+
+def test_bounds_are_made_once_per_micro_batch(results: Results) -> None:
+    for first, second, other, last in results[BOUNDS]:
+        assert 0 < first == second < other == last

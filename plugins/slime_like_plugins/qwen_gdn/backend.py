@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 NORM_EPS = 1e-6
 """Added to the sum of squares when queries and keys are normalised; what the models were trained with."""
+
+
+class RangeRule(Protocol):
+    """The gated delta rule over a stream of packed sequences of which each rank of a group holds consecutive tokens."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """This rank's L tokens, as ``GDNBackend.chunk_rule`` takes them -> [1, L, HV, V]; states and their gradients cross
+        ranks in collectives of the group, one forward and one backward."""
+        ...
 
 
 class GDNBackend(Protocol):
@@ -59,6 +68,13 @@ class GDNBackend(Protocol):
 
         ``x`` [1, T, D]; ``weight`` [D, W], whose last column meets the current token. ``halo`` [N, W-1, D] are the
         inputs before each sequence (oldest first), zero where None. Returns [1, T, D]. Differentiable in all three.
+        """
+        ...
+
+    def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> RangeRule | None:
+        """The backend's own way of passing states on over the ranks of ``group``; None: it has none that is used.
+
+        The bounds are those of the whole stream, whose P tokens the ranks share in equal parts. Called once per micro-batch.
         """
         ...
 

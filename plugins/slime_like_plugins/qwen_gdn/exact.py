@@ -17,6 +17,8 @@ from slime_like_plugins.qwen_gdn.layer import GatedDeltaNetLayer
 from slime_like_plugins.qwen_gdn.mixing import DeltaInputs
 from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
 
+EXACT = TorchGDN()
+
 
 def delta_net(model: nn.Module, stack: ExitStack) -> int:
     """Convolution, decay and delta rule of every layer by the torch backend in float64, which is exact to 1e-12.
@@ -32,7 +34,7 @@ def delta_net(model: nn.Module, stack: ExitStack) -> int:
 def exact_mixing(mixing: Any) -> Callable[[DeltaInputs, PackedRows], Tensor]:
     """``mixing`` with other kernels, of wide inputs; the result is rounded once."""
     exact = copy.copy(mixing)
-    exact.backend = TorchGDN()
+    exact.backend = EXACT
 
     def mixed(inputs: DeltaInputs, packed: PackedRows) -> Tensor:
         wide = DeltaInputs(*(converted(getattr(inputs, f.name), torch.float64) for f in fields(inputs)))

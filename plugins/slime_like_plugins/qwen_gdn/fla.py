@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slime_like.config.gdn import GDNConfig
 from slime_like.errors import ConfigError
+from slime_like_plugins.qwen_gdn.backend import RangeRule
 from slime_like_plugins.qwen_gdn.packing import num_tokens, padded
 
 FLASH_QLA_SWITCH = "FLA_FLASH_QLA"  # read by fla at every call
@@ -34,6 +35,7 @@ class FlaGDN:
         os.environ[FLASH_QLA_SWITCH] = "0"
         self._rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
         self._conv: Any = import_module("fla.modules.causal_conv1d").causal_conv1d
+        self._shared: Any = import_module("fla.ops.cp").build_cp_context
         if (other := active_dispatch("gated_delta_rule")) is not None:
             raise ConfigError(
                 f"model.gdn.backend=fla, but fla would hand its calls to {other}: unset the variables FLA_* that ask for it"
@@ -97,6 +99,16 @@ class FlaGDN:
             cu_seqlens_cpu=cu_seqlens_cpu,
         )
         return padded(out, rows)
+
+    def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> RangeRule | None:
+        """See ``backend.GDNBackend.range_rule``: fla's ``cp_context``, one gather of states and decays each way."""
+        context = self._shared(cu_seqlens, group, cu_seqlens_cpu=cu_seqlens_cpu)
+
+        def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            columns = (part.contiguous() for part in (q, k, v, g, beta))
+            return self._rule(*columns, use_qk_l2norm_in_kernel=True, cp_context=context)[0]
+
+        return rule
 
     def kernels(self) -> str:
         """See ``backend.GDNBackend.kernels``; the parts that fla has handed to other packages so far are named."""

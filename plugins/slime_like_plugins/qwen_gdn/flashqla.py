@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from slime_like.config.gdn import GDNConfig
+from slime_like_plugins.qwen_gdn.backend import RangeRule
 from slime_like_plugins.qwen_gdn.fla import FlaGDN
 
 
@@ -31,6 +32,11 @@ class FlashQLAGDN(FlaGDN):
 
     def _options(self, cu_seqlens_cpu: Tensor) -> dict[str, Any]:
         return {"auto_cp": self._auto_cp}
+
+    def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> RangeRule | None:
+        """See ``backend.GDNBackend.range_rule``. The package shares a stream among GPUs, too, but does not export how, and
+        nothing of it runs without a GPU: gradients across ranks would be taken on trust."""
+        return None
 
     def kernels(self) -> str:
         """See ``backend.GDNBackend.kernels``."""

@@ -44,9 +44,10 @@ class GatedDeltaNetLayer(GatedDeltaNet):
         *,
         backend: GDNBackend,
         make_mixing: MakeMixing = HeadWise,
+        remark: str = "",
         **kwargs: Any,
     ) -> None:
-        self.backend = backend
+        self.backend, self.remark = backend, remark
         super().__init__(config, submodules, **kwargs)
         for name in ("A_log", "dt_bias"):
             setattr(self, name, _in_f32(getattr(self, name)))
@@ -74,7 +75,7 @@ class GatedDeltaNetLayer(GatedDeltaNet):
 
     def kernels(self) -> str:
         """Which kernels this layer has called, or will call."""
-        return f"Gated DeltaNet ran on {self.backend.name}: {self.backend.kernels()}"
+        return f"Gated DeltaNet ran on {self.backend.name}: {self.backend.kernels()}{self.remark}"
 
     def _conv_weight(self) -> Tensor:
         """[C, W]."""
@@ -102,12 +103,12 @@ def _in_f32(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return wide
 
 
-def layer_spec(backend: GDNBackend, make_mixing: MakeMixing = HeadWise) -> ModuleSpec:
-    """A layer of the hybrid stack: norm, Gated DeltaNet, residual."""
+def layer_spec(backend: GDNBackend, make_mixing: MakeMixing = HeadWise, remark: str = "") -> ModuleSpec:
+    """A layer of the hybrid stack: norm, Gated DeltaNet, residual. ``remark`` ends what ``kernels`` says."""
     residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
     mixer = ModuleSpec(
         GatedDeltaNetLayer,
-        params={"backend": backend, "make_mixing": make_mixing},
+        params={"backend": backend, "make_mixing": make_mixing, "remark": remark},
         submodules=GatedDeltaNetSubmodules(
             in_proj=ColumnParallelLinear, out_norm=GatedHeadNorm, out_proj=RowParallelLinear
         ),

@@ -27,6 +27,9 @@ def layer_spec(config: TransformerConfig, model: ModelConfig, place: Place) -> M
         conv_width=sizes.linear_conv_kernel_dim,
     )
     tp, cp = place.layout.tp, place.layout.cp
-    mode, _ = gdn_cp_mode(model.gdn.cp_mode, shape.key_heads, shape.value_heads, tp=tp, cp=cp)
+    mode, why = gdn_cp_mode(model.gdn.cp_mode, shape.key_heads, shape.value_heads, tp=tp, cp=cp)
     backend = select.resolve(model.gdn, place.device.type, model.dtype, shape)
-    return layer.layer_spec(backend, StatePassing if mode == "state" and cp > 1 else HeadWise)
+    if cp == 1:  # nothing was to be chosen
+        return layer.layer_spec(backend)
+    remark = f"; model.gdn.cp_mode={mode}{f' ({why})' if why else ''}"
+    return layer.layer_spec(backend, StatePassing if mode == "state" else HeadWise, remark)

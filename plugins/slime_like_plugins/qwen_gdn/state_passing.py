@@ -14,19 +14,16 @@ Axes: L local tokens, T tokens of a piece, H query and key heads, Hv value heads
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from slime_like.train.megatron.layers import PackedRows
-from slime_like.train.megatron.stream import StreamPart, stream_part
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
 from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Heads, rule_inputs
+from slime_like_plugins.qwen_gdn.ranges import Bounds, Range, range_of
 
 
 class StatePassing:
@@ -38,7 +35,7 @@ class StatePassing:
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
         """This rank's L tokens and all of its heads -> [L, HV, V]."""
         assert packed.cu_seqlens_q is not None
-        here = _range(tuple(packed.cu_seqlens_q.tolist()), self.group, inputs.qkv.device)
+        here = range_of(tuple(packed.cu_seqlens_q.tolist()), self.group, inputs.qkv.device, self.backend)
         stream = here.to_stream(torch.cat((inputs.qkv, inputs.beta, inputs.alpha), -1))
         qkv, beta, alpha = stream.split((sum(self.heads.channels), self.heads.values, self.heads.values), -1)
         mixed = causal_conv(self.backend, qkv, inputs.conv_weight, here, "silu")
@@ -47,56 +44,18 @@ class StatePassing:
         return here.to_rows(out[0])
 
 
-@functools.lru_cache(maxsize=16)
-def _range(bounds: tuple[int, ...], group: Any, device: torch.device) -> Range:
-    """Kept for the next layers of the same micro-batch."""
-    part = stream_part(np.array(bounds, np.int32), cp=group.size(), cp_rank=group.rank())
-    return Range.on_device(part, group.rank(), group, device)
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """A rank's ``StreamPart`` where kernels read it."""
-
-    part: StreamPart
-    rank: int
-    group: Any  # the context parallel group
-    order: Tensor  # [L]
-    inverse: Tensor  # [L]
-
-    @classmethod
-    def on_device(cls, part: StreamPart, rank: int, group: Any, device: torch.device) -> Range:
-        """Move the index arrays, once per micro-batch."""
-        order = torch.from_numpy(part.order).to(device, non_blocking=True)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
-        return cls(part, rank, group, order, inverse)
-
-    def to_stream(self, rows: Tensor) -> Tensor:
-        """Local tokens of attention's layout [L, ...] -> those of this rank's range, in the stream's order."""
-        return all_to_all(self.group, rows, list(self.part.receive), list(self.part.send)).index_select(0, self.order)
-
-    def to_rows(self, stream: Tensor) -> Tensor:
-        """The inverse of ``to_stream``."""
-        back = stream.index_select(0, self.inverse)
-        return all_to_all(self.group, back, list(self.part.send), list(self.part.receive))
-
-    def gather(self, local: Tensor) -> Tensor:
-        """[...] of every rank, stacked by rank [cp, ...]; backward sums every rank's gradient of it."""
-        return gather_from_sequence_parallel_region(local[None], group=self.group)
-
-
 def causal_conv(backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, here: Range, activation: str) -> Tensor:
     """The convolution of the whole stream, at this range: [L, D] -> [L, D]."""
     part, reach = here.part, weight_DW.shape[1] - 1
     if not part.is_cut or reach == 0:
-        return _convolved(backend, x_LD, weight_DW, bounds(part.cu_seqlens.tolist()), activation)
+        return _convolved(backend, x_LD, weight_DW, here.pieces, activation)
     tails = here.gather(x_LD[-reach:])
     earlier = tails[: here.rank].flatten(0, 1)  # where ranges are shorter than the reach, tails are whole ranges
     seen = min(reach, part.history)
     halo = x_LD.new_zeros(len(part.cu_seqlens) - 1, reach, x_LD.shape[1])
     if seen:
         halo[0, reach - seen :] = earlier[len(earlier) - seen :]
-    out = _convolved(backend, x_LD, weight_DW, bounds(part.cu_seqlens.tolist()), activation, halo)
+    out = _convolved(backend, x_LD, weight_DW, here.pieces, activation, halo)
     return _Joined.apply(out, tails)
 
 
@@ -110,17 +69,19 @@ def gated_delta_rule(
     part, columns = here.part, (q, k, v, g, beta)
     edges = part.cu_seqlens.tolist()
     if not part.is_cut:
-        return _run(backend, columns, edges)[0]
+        return _run(backend, columns, here.pieces)[0]
+    if here.rule is not None:
+        return here.rule(*columns)
     last = edges[-2]
-    out, state = _run(backend, tuple(x[:, last:] for x in columns), [0, edges[-1] - last], final=True)
+    out, state = _run(backend, tuple(x[:, last:] for x in columns), here.last, final=True)
     if last:  # the pieces before it need no final state
-        out = torch.cat((_run(backend, tuple(x[:, :last] for x in columns), edges[:-1])[0], out), 1)
+        out = torch.cat((_run(backend, tuple(x[:, :last] for x in columns), here.earlier)[0], out), 1)
     assert state is not None
     size = k.shape[-1]
     product = state.new_zeros(*state.shape[:-1], size)
     rows: Tensor | None = None
     if part.chain:
-        rows, product = _products(backend, tuple(x[:, : edges[1]] for x in columns), state.dtype)
+        rows, product = _products(backend, tuple(x[:, : edges[1]] for x in columns), here.first, state.dtype)
     ends = here.gather(torch.cat((state, product), -1)[0])  # [cp, Hv, K, V + K]
     out = _Joined.apply(out, ends)
     if rows is None:
@@ -132,18 +93,15 @@ def gated_delta_rule(
     return torch.cat((out[:, : edges[1]] + rest.to(out.dtype), out[:, edges[1] :]), 1)
 
 
-def bounds(edges: list[int]) -> Tensor:
-    """Host bounds as kernels take them."""
-    return torch.tensor(edges, dtype=torch.int32)
-
-
-def _products(backend: GDNBackend, columns: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _products(
+    backend: GDNBackend, columns: tuple[Tensor, ...], bounds: Bounds, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Rows ``q_t A_t ... A_1`` [1, T, Hv, K] and the product of all A [1, Hv, K, K] of one piece."""
     q, k, v, g, beta = columns
     size, heads = k.shape[-1], v.shape[2]
     identity = torch.eye(size, dtype=dtype, device=q.device).expand(1, heads, size, size)
     nothing = v.new_zeros(*v.shape[:-1], size)
-    rows, product = _run(backend, (q, k, nothing, g, beta), [0, q.shape[1]], initial=identity, final=True)
+    rows, product = _run(backend, (q, k, nothing, g, beta), bounds, initial=identity, final=True)
     assert product is not None
     return rows, product
 
@@ -151,27 +109,29 @@ def _products(backend: GDNBackend, columns: tuple[Tensor, ...], dtype: torch.dty
 def _run(
     backend: GDNBackend,
     columns: tuple[Tensor, ...],
-    edges: list[int],
+    bounds: Bounds,
     initial: Tensor | None = None,
     final: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    q, k, v, g, beta = columns
-    host = bounds(edges)
     return backend.chunk_rule(
-        *(q, k, v, g, beta),
-        cu_seqlens=host.to(q.device, non_blocking=True),
-        cu_seqlens_cpu=host,
+        *columns,
+        cu_seqlens=bounds.device,
+        cu_seqlens_cpu=bounds.host,
         initial_state=initial,
         output_final_state=final,
     )
 
 
 def _convolved(
-    backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, host: Tensor, activation: str, halo: Tensor | None = None
+    backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, bounds: Bounds, activation: str, halo: Tensor | None = None
 ) -> Tensor:
-    device = host.to(x_LD.device, non_blocking=True)
     out = backend.causal_conv(
-        x_LD[None], weight_DW, cu_seqlens=device, cu_seqlens_cpu=host, activation=activation, halo=halo
+        x_LD[None],
+        weight_DW,
+        cu_seqlens=bounds.device,
+        cu_seqlens_cpu=bounds.host,
+        activation=activation,
+        halo=halo,
     )
     return out[0]
 

@@ -64,6 +64,9 @@ class TorchGDN:
         del cu_seqlens
         return causal_conv.causal_conv(x, weight, cu_seqlens_cpu=cu_seqlens_cpu, activation=activation, halo=halo)
 
+    def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> None:
+        """See ``backend.GDNBackend.range_rule``."""
+
     def kernels(self) -> str:
         """See ``backend.GDNBackend.kernels``."""
         return f"torch {torch.__version__}: chunks of at most {CHUNK}, batched matrix products, backward by hand"
