@@ -18,6 +18,7 @@ import pickle
 import tempfile
 import time
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from slime_like.config.gdn import GDNConfig
 from slime_like.config.guard_policy import GuardSpec
 from slime_like.config.resolved import ActorSpec, Layout
 from slime_like.ports import PortLease
+from slime_like.train.megatron import host
 from slime_like.train.megatron.convert import untrained_spec
 
 LAYOUTS = {
@@ -166,6 +168,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    host.install("cpu")
+    for name in ("train.megatron.actor", "train.megatron.families.qwen3_5"):
+        import_module(f"slime_like.{name}")  # once, for all ranks
+    import_module("slime_like_plugins.qwen_gdn.state_passing")
     print("| layout | ranks | parameters per rank | activations per rank | to collectives | CPU time per rank |")
     print("|---|---|---|---|---|---|")
     first: Cost | None = None
@@ -173,7 +179,7 @@ def main() -> None:
         layout = LAYOUTS[name]
         with tempfile.TemporaryDirectory() as folder, PortLease("127.0.0.1") as port:
             job = (port, name, args, folder)
-            mp.spawn(run_rank, job, nprocs=layout.world_size)
+            mp.start_processes(run_rank, job, layout.world_size, start_method="fork")
             costs = [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(layout.world_size)]  # noqa: S301
         worst = Cost(*(max(getattr(c, field) for c in costs) for field in FIELDS))
         first = first or worst

@@ -88,6 +88,8 @@ def test_a_hybrid_model_learns(name: str, warm_models: Mapping[str, Warm], tmp_p
     )
     assert done.code == 0, done.output
     assert f"Gated DeltaNet ran on torch: torch {torch.__version__}" in done.output
+    shared = "; model.gdn.cp_mode=head (tp 1 * cp 2 divides"  # what the trainer says, beside the plan
+    assert (shared in done.output) == ("parallel.cp=2" in case.layout)
     rows = metrics(run_dir)
     checks.check_consistency(rows)
     checks.check_documented(rows)
