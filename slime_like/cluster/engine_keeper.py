@@ -48,14 +48,14 @@ class EngineKeeper:
         try:
             async with asyncio.timeout(deadline.remaining(name)):
                 return await getattr(self._actor, verb).remote()
-        except TimeoutError as error:
-            raise deadline.exceeded(name) from error
-        except RayTaskError as error:
+        except RayTaskError as error:  # first: where the actor met a deadline of its own, this is a TimeoutError too
             cause = error.cause
             raise (
                 type(cause)(str(cause))
                 if isinstance(cause, SlimeLikeError)
                 else EngineError(f"{name}: {one_line(cause)}")
             ) from error
+        except TimeoutError as error:
+            raise deadline.exceeded(name) from error
         except RayActorError as error:
             raise EngineError(f"{name} died: {one_line(error)}") from error

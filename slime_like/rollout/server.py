@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -36,6 +37,7 @@ from slime_like.rollout.model_config import joined, override_args
 from slime_like.rollout.startup import other_models
 
 POLL_S = 0.05
+ANSWER_S = 5.0  # longest wait for one answer of a server that starts
 DYING_S = 8.0  # SGLang looks at its workers for five seconds before it exits
 LAST_WORDS_S = 1.0
 SCRATCH_PREFIX = "slime_like-engine-"
@@ -112,10 +114,10 @@ class EngineServer:
         ``spec.start_deadline_s``.
         """
         deadline = Deadline("rollout", "engine start", self._spec.start_deadline_s)
-        while not self._answers():
+        waits_for = f"engine at {self.url} (log: {self._spec.log_path})"
+        while not self._answers(min(ANSWER_S, deadline.remaining(waits_for))):
             if not self.alive():
                 raise EngineError(f"engine did not start: {self.cause_of_death()}")
-            deadline.remaining(f"engine at {self.url} (log: {self._spec.log_path})")
             time.sleep(POLL_S)
         self.segments = segments.mapped(self.pid)
 
@@ -174,11 +176,11 @@ class EngineServer:
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _answers(self) -> bool:
+    def _answers(self, seconds: float) -> bool:
         try:
-            with urlopen(f"{self.url}/health", timeout=5) as reply:
+            with urlopen(f"{self.url}/health", timeout=seconds) as reply:
                 return reply.status == 200
-        except (URLError, OSError):
+        except (URLError, OSError, HTTPException):
             return False
 
 

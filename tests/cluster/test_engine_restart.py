@@ -1,0 +1,117 @@
+"""An engine that is to come back and does not: each try ends at its deadline and is counted, and the last ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from slime_like.cluster.engine_actor import EngineActor
+from slime_like.cluster.engine_keeper import EngineKeeper
+from slime_like.cluster.trainer_worker import EngineAddress
+from slime_like.config.faults import HealthConfig
+from slime_like.config.resolved import EngineSpec
+from slime_like.config.rollout import RolloutConfig
+from slime_like.deadline import scale
+from slime_like.errors import EngineError, EngineLost
+from slime_like.rollout import server
+from slime_like.rollout.fleet import DEAD, Fleet
+
+START_S = 0.5
+# Stands where the interpreter of an engine's server does: a process that never listens, or that listens and never answers.
+SILENT = """#!{python} -IS
+import json, socket, sys
+
+with open(__file__ + ".listens") as file:
+    listens = file.read() == "True"
+launch = json.loads(sys.stdin.readline())
+if listens:
+    listener = socket.create_server((launch["host"], launch["port"]))
+    listener.settimeout(60)
+    connection, _ = listener.accept()
+    print("was asked", flush=True)
+sys.stdin.read()
+"""
+
+
+class Handle:
+    """Ray's handle of an engine's actor, without the process between: answers and errors come as Ray brings them.
+
+    What it starts first never listens, what it starts then listens and never answers.
+    """
+
+    def __init__(self, actor: EngineActor, listens: Path) -> None:
+        self._actor, self._listens = actor, listens
+        self.tries = 0
+        self.restart = self
+
+    async def _answer(self) -> Any:
+        self.tries += 1
+        self._listens.write_text(str(self.tries > 1))
+        try:
+            return await asyncio.to_thread(self._actor.restart)
+        except Exception as error:
+            raise RayTaskError("restart", "", error).as_instanceof_cause() from error
+
+    def remote(self) -> Coroutine[Any, Any, Any]:
+        return self._answer()
+
+
+def spec(folder: Path) -> EngineSpec:
+    return EngineSpec(
+        model_path="none",
+        device="cpu",
+        dtype="float32",
+        tp=1,
+        context_length=8,
+        seed=0,
+        log_path=str(folder / "engine.log"),
+        start_deadline_s=START_S,
+        request_deadline_s=1,
+    )
+
+
+def test_an_engine_that_never_answers_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text(SILENT.replace("{python}", sys.executable))
+    script.chmod(0o700)
+    (listens := tmp_path / "python.listens").write_text("False")
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(server, "ANSWER_S", 60.0)  # one answer may take longer than the start: the start ends it
+    monkeypatch.setattr(server, "LAST_WORDS_S", 0.01)
+    actor = EngineActor("engine 0", spec(tmp_path), "key", str(tmp_path / "stacks"), {})
+
+    async def lost() -> EngineError:
+        address = EngineAddress("engine 0", "http://nowhere", "key", 1)
+        handle = Handle(actor, listens)
+        keeper = EngineKeeper(handle, address, RolloutConfig(start_deadline_s=START_S))
+        fleet = Fleet([keeper], HealthConfig(max_restarts=2), pushed=True)
+        fleet.lose(fleet.seats[0], DEAD, EngineLost("engine 0: connection broke"))
+        with pytest.raises(EngineError) as found:
+            await fleet.joinable()
+        assert handle.tries == 2
+        assert fleet.seats[0].down
+        await fleet.stop()
+        return found.value
+
+    try:
+        message = str(asyncio.run(lost()))
+        log = (tmp_path / "engine.log").read_text()
+        assert actor._server.alive(), "it is there until the run is taken down"
+    finally:
+        actor.stop()
+    limit = START_S * scale()
+    assert "engine 0 was lost once more than health.max_restarts=2 within a rollout, the last time by" in message
+    found = re.search(
+        r"rollout waited (\d+) s for engine at http://\S+ \(log: \S+engine.log\) in phase 'engine start'", message
+    )
+    assert found is not None, message
+    assert int(found[1]) < limit + 30
+    assert f"(limit {limit:.0f} s" in message
+    assert log.count("was asked") == 1
