@@ -18,6 +18,10 @@ LOCK = ROOT / "scripts" / "requirements" / "fla_interpreter.lock"
 PREPARED = Path(sys.prefix) / "fla_interpreter"  # made by scripts/setup.sh
 FLOAT32, FLOAT16 = 2e-5, 5e-3
 SECONDS = 300
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+}  # it forks ranks
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.gdn.interpreted", str(folder)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "plugins")])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "plugins")]), **ONE_THREAD},
         capture_output=True,
         text=True,
         timeout=SECONDS,

@@ -72,6 +72,18 @@ def kept_bounds(world: World, shared: Shared) -> list[int]:
     return counts
 
 
+def moved(world: World, shared: Shared) -> list[bool]:
+    """Whether hidden states go to the range and not what is projected of them: Qwen3-Next's layer, and with parts of tokens,
+    and with so many tensor parallel ranks that a rank's heads are narrower."""
+    from slime_like_plugins.qwen_gdn.mixing import Heads
+    from slime_like_plugins.qwen_gdn.state_passing import StatePassing
+
+    del shared
+    meet(world)
+    layers = (Heads(16, 32, 128, 128), 2048), (Heads(16, 32, 128, 128), 0), (Heads(4, 8, 128, 128), 2048)
+    return [StatePassing(_backend(), heads, dist.group.WORLD, hidden).moves_hidden for heads, hidden in layers]
+
+
 def _recording() -> Any:
     """The torch backend, with every tensor of bounds it has been given."""
     from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN

@@ -36,11 +36,12 @@ CASES: dict[int, dict[str, tuple[str, Layout, dict[str, Any]]]] = {
         "auto cp4, two key heads": ("qwen3_5 two key heads", Layout(cp=4), {}),  # which have to be four for head-wise
     },
 }
-BOUNDS = "bounds of a micro-batch"
+BOUNDS, MOVED = "bounds of a micro-batch", "what goes to a range"
+RANKS = "tests.train.state_passing"
 JOBS = {
     size: [
-        Job(f"stream over {size} ranks", "tests.train.state_passing:errors", (STREAMS,)),
-        *([Job(BOUNDS, "tests.train.state_passing:kept_bounds")] if size == 2 else []),
+        Job(f"stream over {size} ranks", f"{RANKS}:errors", (STREAMS,)),
+        *([Job(BOUNDS, f"{RANKS}:kept_bounds"), Job(MOVED, f"{RANKS}:moved")] if size == 2 else []),
         *(Job(name, "tests.train.parity:compare", (*case, None)) for name, case in cases.items()),
     ]
     for size, cases in CASES.items()
@@ -67,3 +68,7 @@ def test_equals_one_rank(cp: int, results: Results) -> None:
 def test_bounds_are_made_once_per_micro_batch(results: Results) -> None:
     for first, second, other, last in results[BOUNDS]:
         assert 0 < first == second < other == last
+
+
+def test_the_narrower_of_hidden_states_and_projections_moves(results: Results) -> None:
+    assert results[MOVED] == [[True, False, False]] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
@@ -27,17 +26,19 @@ def delta_net(model: nn.Module, stack: ExitStack) -> int:
     """
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNetLayer)]
     for layer in layers:
-        stack.enter_context(replaced(layer, "mixing", exact_mixing(layer.mixing)))
+        stack.enter_context(replaced(layer, "mixing", ExactMixing(layer.mixing)))
     return len(layers)
 
 
-def exact_mixing(mixing: Any) -> Callable[[DeltaInputs, PackedRows], Tensor]:
+class ExactMixing:
     """``mixing`` with other kernels, of wide inputs; the result is rounded once."""
-    exact = copy.copy(mixing)
-    exact.backend = EXACT
 
-    def mixed(inputs: DeltaInputs, packed: PackedRows) -> Tensor:
+    def __init__(self, mixing: Any) -> None:
+        self._exact = copy.copy(mixing)
+        self._exact.backend = EXACT
+        self.enter, self.leave = mixing.enter, mixing.leave
+
+    def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
+        """See ``mixing.Mixing``."""
         wide = DeltaInputs(*(converted(getattr(inputs, f.name), torch.float64) for f in fields(inputs)))
-        return exact(wide, packed).to(inputs.qkv.dtype)
-
-    return mixed
+        return self._exact(wide, packed).to(inputs.qkv.dtype)

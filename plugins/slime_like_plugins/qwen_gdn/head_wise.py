@@ -22,7 +22,8 @@ from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Heads, delta_rule
 class HeadWise:
     """``Mixing`` for head counts that the ranks of ``group`` divide; of one rank it is the rule and nothing else."""
 
-    def __init__(self, backend: GDNBackend, heads: Heads, group: Any) -> None:
+    def __init__(self, backend: GDNBackend, heads: Heads, group: Any, hidden: int = 0) -> None:
+        del hidden  # projections are of attention's tokens
         self.backend = backend
         self.group = group
         self.size: int = group.size()
@@ -38,6 +39,14 @@ class HeadWise:
         mine = self._to_heads(inputs, packed)
         out = delta_rule(self.backend, mine, self.heads, cu_seqlens, cu_seqlens_cpu)
         return self._to_tokens(out, packed)
+
+    def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
+        """See ``Mixing.enter``."""
+        return hidden
+
+    def leave(self, hidden: Tensor, packed: PackedRows) -> Tensor:
+        """See ``Mixing.leave``."""
+        return hidden
 
     def _to_heads(self, inputs: DeltaInputs, packed: PackedRows) -> DeltaInputs:
         """Some tokens and all heads -> all tokens, in the order of their sequences, and some heads."""

@@ -25,8 +25,9 @@ from slime_like_plugins.qwen_gdn.backend import GDNBackend
 from slime_like_plugins.qwen_gdn.head_wise import HeadWise
 from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Heads, Mixing
 
-MakeMixing = Callable[[GDNBackend, Heads, Any], Mixing]
-"""(backend, this tensor parallel rank's heads, context parallel group) -> how they are mixed."""
+MakeMixing = Callable[[GDNBackend, Heads, Any, int], Mixing]
+"""(backend, this tensor parallel rank's heads, context parallel group, channels of the hidden states, 0 where sequence
+parallelism gives a rank a part of its tokens) -> how they are mixed."""
 
 
 class GatedDeltaNetLayer(GatedDeltaNet):
@@ -52,7 +53,8 @@ class GatedDeltaNetLayer(GatedDeltaNet):
         for name in ("A_log", "dt_bias"):
             setattr(self, name, _in_f32(getattr(self, name)))
         self.heads = _heads(config, self.tp_size)
-        self.mixing = make_mixing(backend, self.heads, self.pg_collection.cp)
+        hidden = 0 if config.sequence_parallel else config.hidden_size
+        self.mixing = make_mixing(backend, self.heads, self.pg_collection.cp, hidden)
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
@@ -64,14 +66,16 @@ class GatedDeltaNetLayer(GatedDeltaNet):
     ) -> tuple[Tensor, Tensor | None]:
         """[L, 1, hidden] (with sequence parallelism L / tp) -> the same shape, and no bias."""
         assert isinstance(packed_seq_params, PackedRows) and attention_mask is None
-        projected: Tensor = self.in_proj(hidden_states)[0][:, 0]
+        entered = self.mixing.enter(hidden_states, packed_seq_params)
+        projected: Tensor = self.in_proj(entered)[0][:, 0]
         heads = self.heads
         widths = (sum(heads.channels), heads.channels[2], heads.values, heads.values)
         qkv, gate, beta, alpha = projected.split(widths, -1)
         inputs = DeltaInputs(qkv, beta, alpha, self._conv_weight(), self.A_log, self.dt_bias)
         read = self.mixing(inputs, packed_seq_params)
         out: Tensor = self.out_norm(read, gate.unflatten(-1, (heads.values, heads.value_dim)))
-        return self.out_proj(out.flatten(1)[:, None])
+        result, bias = self.out_proj(out.flatten(1)[:, None])
+        return self.mixing.leave(result, packed_seq_params), bias
 
     def kernels(self) -> str:
         """Which kernels this layer has called, or will call."""

@@ -72,6 +72,14 @@ class Mixing(Protocol):
         """``inputs`` of this rank's L tokens and all of its heads -> [L, HV, V]."""
         ...
 
+    def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
+        """[L, 1, hidden] in attention's layout -> those of the tokens that this rank projects and mixes."""
+        ...
+
+    def leave(self, hidden: Tensor, packed: PackedRows) -> Tensor:
+        """The inverse of ``enter``."""
+        ...
+
 
 def decay_and_strength(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
     """Log decay ``g`` <= 0 and write strength ``beta`` of each token and value head [T, HV], in float32 at least."""

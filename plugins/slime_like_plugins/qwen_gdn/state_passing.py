@@ -7,6 +7,9 @@ its final state is the product ``A``. One all-gather of (S, A) then gives every 
 with. It needs nothing of a kernel but ``initial_state`` and the final state, and what crosses ranks per layer does not
 grow with the length of the sequences: H * K * (K + V) numbers, and the W - 1 tokens a convolution of width W looks back.
 
+What does grow is the way from attention's tokens to the range and back. Hidden states are narrower than what is projected from
+them and read out, a third in Qwen3-Next: they go, before the projections, unless sequence parallelism has them in parts.
+
 Linearity of the recurrence: S. Yang, J. Kautz, A. Hatamizadeh, Gated Delta Networks (https://arxiv.org/abs/2412.06464).
 
 Axes: L local tokens, T tokens of a piece, H query and key heads, Hv value heads, K and V their dimensions, D channels.
@@ -27,21 +30,39 @@ from slime_like_plugins.qwen_gdn.ranges import Bounds, Range, range_of
 
 
 class StatePassing:
-    """``Mixing`` for any number of heads: this rank's range of the stream, all of its heads."""
+    """``Mixing`` for any number of heads: this rank's range of the stream, all of its heads.
 
-    def __init__(self, backend: GDNBackend, heads: Heads, group: Any) -> None:
+    ``hidden``: channels of the layer's input where a rank has whole tokens of it, 0 where it does not.
+    """
+
+    def __init__(self, backend: GDNBackend, heads: Heads, group: Any, hidden: int = 0) -> None:
         self.backend, self.heads, self.group = backend, heads, group
+        inside = sum(heads.channels) + 2 * heads.values + heads.channels[2]  # projected, and read out
+        self.moves_hidden = 0 < 2 * hidden < inside
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
         """This rank's L tokens and all of its heads -> [L, HV, V]."""
+        here = self._range(packed, inputs.qkv.device)
+        if not self.moves_hidden:
+            stream = here.to_stream(torch.cat((inputs.qkv, inputs.beta, inputs.alpha), -1))
+            qkv, beta, alpha = stream.split((sum(self.heads.channels), self.heads.values, self.heads.values), -1)
+            inputs = replace(inputs, qkv=qkv, beta=beta, alpha=alpha)
+        mixed = causal_conv(self.backend, inputs.qkv, inputs.conv_weight, here, "silu")
+        rule = rule_inputs(mixed, inputs, self.heads)
+        out = gated_delta_rule(self.backend, rule.q, rule.k, rule.v, rule.g, rule.beta, here)[0]
+        return out if self.moves_hidden else here.to_rows(out)
+
+    def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
+        """See ``Mixing.enter``."""
+        return self._range(packed, hidden.device).to_stream(hidden) if self.moves_hidden else hidden
+
+    def leave(self, hidden: Tensor, packed: PackedRows) -> Tensor:
+        """See ``Mixing.leave``."""
+        return self._range(packed, hidden.device).to_rows(hidden) if self.moves_hidden else hidden
+
+    def _range(self, packed: PackedRows, device: torch.device) -> Range:
         assert packed.cu_seqlens_q is not None
-        here = range_of(tuple(packed.cu_seqlens_q.tolist()), self.group, inputs.qkv.device, self.backend)
-        stream = here.to_stream(torch.cat((inputs.qkv, inputs.beta, inputs.alpha), -1))
-        qkv, beta, alpha = stream.split((sum(self.heads.channels), self.heads.values, self.heads.values), -1)
-        mixed = causal_conv(self.backend, qkv, inputs.conv_weight, here, "silu")
-        rule = rule_inputs(mixed, replace(inputs, qkv=qkv, beta=beta, alpha=alpha), self.heads)
-        out = gated_delta_rule(self.backend, rule.q, rule.k, rule.v, rule.g, rule.beta, here)
-        return here.to_rows(out[0])
+        return range_of(tuple(packed.cu_seqlens_q.tolist()), self.group, device, self.backend)
 
 
 def causal_conv(backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, here: Range, activation: str) -> Tensor:
