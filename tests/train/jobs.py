@@ -32,6 +32,7 @@ class Job:
     name: str
     target: str  # module:function
     args: tuple[Any, ...] = ()
+    late: bool = False  # after all jobs that are not: it reads what more ranks have saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,12 @@ def run_pools(world: World, shared: Shared, by_size: dict[int, list[Job]]) -> di
     assert world.size == 1
     prepare([job for jobs in by_size.values() for job in jobs])
     out: dict[str, list[Any]] = {}
-    for size, jobs in sorted(by_size.items()):  # what one rank saved, two may read
+    rounds = [
+        (size, [job for job in jobs if job.late == late])
+        for late in (False, True)
+        for size, jobs in sorted(by_size.items())  # what one rank saved, two may read
+    ]
+    for size, jobs in (pool for pool in rounds if pool[1]):
         ranks = fork_ranks(run_jobs, size, shared, jobs, seconds=60 + SECONDS_PER_JOB * len(jobs))
         out |= {job.name: [rank[job.name] for rank in ranks] for job in jobs}
     return out

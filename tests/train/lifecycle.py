@@ -21,6 +21,7 @@ from slime_like.metrics.types import reduce_metrics
 from tests.train.jobs import Shared, make_actor
 from tests.train.models import count_tokens, make_rows, normalised
 from tests.train.ranks import World
+from tests.unchanged import unchanged
 
 
 def batch(seed: int, version: int = 0) -> list[Rows]:
@@ -55,14 +56,18 @@ def digest(actor: Any) -> str:
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-def save_then_continue(world: World, shared: Shared, layout: Layout, kind: str = "tied", **spec: Any) -> dict[str, Any]:
-    """Two steps, a save, two more: what a resumed run must repeat."""
-    actor = make_actor(world, shared.models[kind], layout, algo=SftConfig(), **spec)
+def save_then_continue(
+    world: World, shared: Shared, layout: Layout, kind: str = "tied", export: bool = False
+) -> dict[str, Any]:
+    """Two steps, a save, two more: what a resumed run must repeat. ``export``: to hf as well, what was saved."""
+    actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
     for seed in (1, 2):
         train(actor, layout, seed)
     actor.save(shared.scratch, 2)
     drawn = float(torch.rand(()))
     children = [child.name for child in multiprocessing.active_children()]
+    if export:
+        actor.export_hf(shared.scratch / "hf")
     losses = [train(actor, layout, seed).get("train/loss") for seed in (3, 4)]
     return {"losses": losses, "weights": digest(actor), "children": children, "drawn": drawn}
 
@@ -124,7 +129,7 @@ DAMAGES = ("nothing there", "latest is not a number", "metadata lost", "shard cu
 
 
 def load_damaged(world: World, shared: Shared, saved_by: str) -> dict[str, str]:
-    """Load a damaged or foreign copy of a checkpoint of each kind: the error's class and message."""
+    """Load a damaged or foreign copy of a checkpoint of each kind: the error's class and message. The copies stay as they are."""
     source = shared.scratch.with_name(saved_by.replace(" ", "_"))
     out: dict[str, str] = {}
     for name in DAMAGES:
@@ -135,7 +140,8 @@ def load_damaged(world: World, shared: Shared, saved_by: str) -> dict[str, str]:
         model = shared.models["untied" if name == "other model" else "tied"]
         layout = Layout(distributed_optimizer=name != "plain optimizer")
         actor = make_actor(world, model, layout, algo=SftConfig())
-        out[name] = _error(lambda a=actor, f=folder: a.load(f))
+        with unchanged(folder):
+            out[name] = _error(lambda a=actor, f=folder: a.load(f))
     return out
 
 

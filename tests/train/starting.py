@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch, digest, train
 from tests.train.ranks import World
+from tests.unchanged import unchanged
 
 PADDED = 384  # another multiple than our own 256
 VOCABULARY = 250
@@ -141,7 +143,7 @@ def own_weights(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:
 
 
 def bad_starts(world: World, shared: Shared, gpt: str) -> dict[str, str]:
-    """What a trainer says to a folder of another model, one cut short and one that is none."""
+    """What a trainer says to a folder of another model, one cut short and one that is none; they stay as they are."""
     source = shared.scratch.with_name(gpt)
     cut = shared.scratch / "cut"
     shutil.copytree(source, cut)
@@ -153,11 +155,25 @@ def bad_starts(world: World, shared: Shared, gpt: str) -> dict[str, str]:
     out: dict[str, str] = {}
     cases = {"other family": ("llama", source), "cut": ("untied", cut), "garbled": ("untied", garbled)}
     for name, (kind, folder) in cases.items():
-        try:
-            make_actor(world, shared.models[kind], Layout(), model={"megatron_checkpoint": str(folder)})
-        except SlimeLikeError as error:
-            out[name] = f"{type(error).__name__}: {error}"
+        with unchanged(folder):
+            try:
+                make_actor(world, shared.models[kind], Layout(), model={"megatron_checkpoint": str(folder)})
+            except SlimeLikeError as error:
+                out[name] = f"{type(error).__name__}: {error}"
     return out
+
+
+def export_each(world: World, shared: Shared, sources: Sequence[str], kind: str = "tied") -> dict[str, Path]:
+    """What the export script makes, in a process group of one, of checkpoints that other layouts have saved."""
+    from slime_like.checkpoint_files import megatron_folder
+    from slime_like.train.megatron.convert import export_checkpoint as export
+
+    assert dist.get_world_size() == 1
+    for name in sources:
+        source = megatron_folder(shared.scratch.with_name(f"reshard_from_{name}".replace(" ", "_")))
+        assert source is not None
+        export(source, str(shared.models[kind]), shared.scratch / name, dtype="float32", max_bytes=2**30)
+    return {name: shared.scratch / name for name in sources}
 
 
 def export_checkpoint(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:

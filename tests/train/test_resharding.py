@@ -1,11 +1,15 @@
-"""A checkpoint of any layout goes on in any other, optimizer included: the next two losses are those of the run that saved it."""
+"""A checkpoint of any layout goes on in any other, optimizer included: the next two losses are those of the run that saved it;
+and any of them leaves as a model in HF format."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from slime_like.config.resolved import Layout
 from tests.train.jobs import SP, Job, Results
+from tests.train.weights import assert_same_tensors
 
 pytestmark = pytest.mark.ranks
 
@@ -19,10 +23,14 @@ LAYOUTS = {
 SOURCES = ("single", *LAYOUTS)
 DETERMINISTIC = ("dp2", "pp2")
 JOBS = {
-    1: [Job("reshard from single", "tests.train.lifecycle:save_then_continue", (Layout(),))],
+    1: [
+        Job("reshard from single", "tests.train.lifecycle:save_then_continue", (Layout(),)),
+        Job("reshard to single", "tests.train.lifecycle:resume_from_each", (SOURCES, Layout()), late=True),
+        Job("export each", "tests.train.starting:export_each", (tuple(LAYOUTS),), late=True),
+    ],
     2: [
         *(
-            Job(f"reshard from {name}", "tests.train.lifecycle:save_then_continue", (layout,))
+            Job(f"reshard from {name}", "tests.train.lifecycle:save_then_continue", (layout, "tied", True))
             for name, layout in LAYOUTS.items()
         ),
         *(
@@ -34,13 +42,18 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("target", SOURCES)
 @pytest.mark.parametrize("source", SOURCES)
 def test_another_layout_continues_the_run(source: str, target: str, results: Results) -> None:
     (expected,) = [r["losses"] for r in results[f"reshard from {source}"] if r["losses"][0] is not None]
     (found,) = [r[source] for r in results[f"reshard to {target}"] if r[source][0] is not None]
     assert found == pytest.approx(expected, rel=1e-6)
     assert expected[0] != pytest.approx(expected[1], rel=1e-3)  # two steps that differ
+
+
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_a_checkpoint_becomes_the_model_that_its_ranks_exported(source: str, results: Results, scratch: Path) -> None:
+    assert_same_tensors(results["export each"][0][source], scratch / f"reshard_from_{source}" / "hf")
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
