@@ -12,11 +12,15 @@ import torch
 
 from slime_like.config.algo import SftConfig
 from slime_like.config.gdn import GDNConfig
+from slime_like.config.gdn_rules import check_runtime
+from slime_like.config.gdn_runtime import runtime
+from slime_like.config.hf import GDNShape
 from slime_like.config.resolved import Layout
+from slime_like.errors import ConfigError
 from slime_like.metrics.types import reduce_metrics
 from tests.train import parity
 from tests.train.lifecycle import batch, train
-from tests.train.models import count_tokens, make_spec
+from tests.train.models import count_tokens, make_model, make_spec
 from tests.train.ranks import World, run_ranks
 
 pytestmark = [
@@ -24,13 +28,23 @@ pytestmark = [
     pytest.mark.ranks,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
+WIDE: dict[str, Any] = {  # FlashQLA takes heads of 128 alone
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 
 
 def actor_on_gpu(world: World, folder: Path, **spec: Any) -> Any:
+    return actor_on("cuda", world, folder, **spec)
+
+
+def actor_on(device: str, world: World, folder: Path, **spec: Any) -> Any:
     from slime_like.train.megatron.actor import MegatronActor
 
     return MegatronActor(
-        make_spec(folder, Layout(), device="cuda", **spec),
+        make_spec(folder, Layout(), device=device, **spec),
         rank=world.rank,
         world_size=world.size,
         master_addr=world.host,
@@ -121,34 +135,58 @@ def test_one_gpu(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
     assert found["export"] < 0.1, found
 
 
-def hybrid_on_gpu(world: World, folder: Path, backends: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """A model with Gated DeltaNet in bfloat16 on each backend against HF in float32: scores, gradients but of decays."""
+def hybrid_on_gpu(
+    world: World, folder: Path, backends: tuple[str, ...], device: str = "cuda"
+) -> dict[str, dict[str, float]]:
+    """A model with Gated DeltaNet in bfloat16 on each backend against HF in float32: scores, gradients but of decays.
+
+    Keys say which kernels ran.
+    """
     from slime_like.train.megatron.forward import make_micro
 
     ref, rows = parity.reference(folder), parity.batch()
-    grads = {name: grad.cuda() for name, grad in ref.grads.items()}
+    grads = {name: grad.to(device) for name, grad in ref.grads.items()}
     out: dict[str, dict[str, float]] = {}
     for name in backends:
         spec: dict[str, Any] = {"dtype": "bfloat16", "algo": parity.ALGO, "temperature": parity.TEMPERATURE}
-        actor = actor_on_gpu(world, folder, model={"gdn": GDNConfig(backend=name)}, **spec)
+        actor = actor_on(device, world, folder, model={"gdn": GDNConfig(backend=name)}, **spec)
         scores = [actor.score(r) for r in rows]
         micros = [make_micro(r, actor.trainer.place) for r in rows]
         actor.trainer.annotate(micros)
         actor.trainer.optimizer_step.backward(micros, count_tokens(rows), 0)
         errors = parity.gradient_errors(actor.trainer, grads)
-        out[name] = {
+        (kernels,) = actor.kernels()
+        out[kernels] = {
             "score": max(float(np.abs(s - e).max()) for s, e in zip(scores, ref.logprobs, strict=True)),
             "grad": max(error for key, error in errors.items() if not key.endswith(parity.DECAYS)),
         }
     return out
 
 
+def assert_backends_agree(found: dict[str, dict[str, float]], backends: tuple[str, ...]) -> None:
+    assert [kernels.partition(":")[0] for kernels in found] == [f"Gated DeltaNet ran on {name}" for name in backends]
+    for errors in found.values():
+        assert errors["score"] < 0.3 and errors["grad"] < 0.1, found
+
+
 def test_gated_delta_net_on_one_gpu(models: dict[str, Path]) -> None:
     backends = ("torch", "fla") if importlib.util.find_spec("fla") else ("torch",)
     (found,) = run_ranks("tests.train.test_gpu:hybrid_on_gpu", 1, models["qwen3_5"], backends)
-    assert found.keys() == set(backends)
-    for errors in found.values():
-        assert errors["score"] < 0.3 and errors["grad"] < 0.1, found
+    assert_backends_agree(found, backends)
+
+
+def test_gated_delta_net_by_flashqla_on_one_gpu(tmp_path: Path) -> None:
+    shape = GDNShape(key_heads=2, value_heads=4, key_dim=128, value_dim=128, conv_width=4)
+    here = runtime("cuda", torch.cuda.get_device_capability())
+    try:
+        check_runtime(GDNConfig(backend="flashqla"), here, "bfloat16", shape)
+    except ConfigError as refused:
+        pytest.skip(str(refused))
+    folder = make_model(tmp_path / "wide", "qwen3_5_text", tied=True, seed=5, changes=WIDE)
+    backends = ("fla", "flashqla")
+    (found,) = run_ranks("tests.train.test_gpu:hybrid_on_gpu", 1, folder, backends)
+    assert_backends_agree(found, backends)
+    assert ["flash-qla" in kernels for kernels in found] == [False, True]
 
 
 def same_bits(world: World, folder: Path) -> list[list[bytes]]:
