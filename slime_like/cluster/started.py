@@ -112,7 +112,8 @@ class Cluster:
         critic, teacher = self._role("critic", self.plan.critic), self._role("teacher", self.plan.teacher)
         groups = [(actor, self.plan.actor), (critic, self.plan.critic), (teacher, self.plan.teacher)]
         started = [(group, spec) for group, spec in groups if group is not None]
-        connect(started, actor.deadline("connect"), self.progress.waiting)
+        seconds = max(self.cfg.rollout.start_deadline_s, self.cfg.loop.step_deadline_s)
+        connect(started, actor.deadline("connect", seconds), self.progress.waiting)
         self.progress.ready("trainer is up", "engines" if self.engines else "")
         self.actor = actor
         trainer = self._ensemble(actor, critic, teacher)

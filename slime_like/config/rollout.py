@@ -52,7 +52,9 @@ class RolloutConfig(Config):
         "would exceed it. null: loop.max_staleness + 4.",
     )
     max_running_requests: int | None = key(None, "Requests an engine decodes together; null: SGLang chooses.")
-    start_deadline_s: float = key(600.0, "Longest wait for an engine to start.")
+    start_deadline_s: float = key(
+        600.0, "Longest wait for an engine to start; ranks have loop.step_deadline_s where that is longer."
+    )
     request_deadline_s: float = key(1800.0, "Longest wait for one group's answers.")
     cpu_kernels: str = key(
         "auto",

@@ -1,9 +1,10 @@
 """``run.deterministic=true``: engine and trainer agree in every bit, and a run ends as one that nothing happened to though
-its driver, a rank and its engine were killed, and the engine stopped, each in the midst of something."""
+its driver, a rank and its engine were killed, and rank and engine stopped, each in the midst of something."""
 
 from __future__ import annotations
 
 import random
+import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.data.faults import read
+from slime_like.deadline import scale
 from tests.e2e.runs import Finished, Training, metrics, train
 from tests.e2e.same_run import DRIFT, PROBE, differences, weight_differences, write_inputs
 
@@ -18,6 +20,8 @@ pytestmark = pytest.mark.e2e
 PHASES = ("collect", "step", "push", "save")
 ROLLOUTS = 5
 SEED = 1
+STEP_S = 2.5  # deadline of a phase where a rank is stopped
+NOTICED_S = 5.0  # longest until a rank's death is known, and from a deadline's end to the crash bundle
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +46,35 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     faults = (
         f"kill_driver:{first}:1:{rng.uniform(0, 0.1):.3f}",
         f"kill_engine:collect:2:0.05,kill_rank:{second}:3:{rng.uniform(0, 0.1):.3f}",
+        "slow_engine:collect:3,stop_rank:step:3",
         "stop_engine:collect:4",
     )
-    health = ("health.interval_s=0.5", "health.timeout_s=5", "health.first_wait_s=0")
+    health = ("health.interval_s=0.5", "health.timeout_s=3", "health.first_wait_s=0", "chaos.slow_s=0.5")
+    short = (f"loop.step_deadline_s={STEP_S}", f"weights.push_deadline_s={STEP_S}")
+    settings = {2: (*health, *short)}
     parts = tuple(
-        train(*job, *health, f"run.dir={killed}", f"chaos.faults=[{planted}]", log=folder / f"part{i}.log")
+        train(
+            *(*job, *settings.get(i, health)),
+            *(f"run.dir={killed}", f"chaos.faults=[{planted}]"),
+            log=folder / f"part{i}.log",
+        )
         for i, planted in enumerate(faults)
     )
     return Pair(whole, killed, folder / "inputs", job, parts)
 
 
 def test_each_fault_ends_the_run_or_is_survived(pair: Pair) -> None:
-    assert [part.code for part in pair.parts] == [-9, 1, 0], [part.output[-2000:] for part in pair.parts]
-    _, rank, last = (part.output for part in pair.parts)
+    assert [part.code for part in pair.parts] == [-9, 1, 1, 0], [part.output[-2000:] for part in pair.parts]
+    _, rank, slow, last = (part.output for part in pair.parts)
     assert "trainer rank 0 died in phase" in rank
-    (bundle,) = pair.killed.glob("crash-*")
-    assert "trainer rank 0 died in phase" in (bundle / "cause.txt").read_text()
+    assert "slow_engine:collect:3:0 on engine 0: no engine was lost" in slow
     assert "kill_engine:collect:2:0.05 on engine 0: noticed after" in rank
     assert "stop_engine:collect:4:0 on engine 0: noticed after" in last
     strikes, recoveries = read(pair.killed)
     assert [strike.fault.split(":")[0] for strike in strikes] == [
         "kill_driver",
         *("kill_engine", "kill_rank"),
+        *("slow_engine", "stop_rank"),
         "stop_engine",
     ]
     assert [lost.joined > lost.up > lost.noticed for lost in recoveries] == [True] * 2
@@ -74,6 +85,16 @@ def test_each_fault_ends_the_run_or_is_survived(pair: Pair) -> None:
     assert sum(restarts) >= 1  # rollouts of a part that ended before their checkpoint were made again
     html = (pair.killed / "report.html").read_text()
     assert "stop_engine:collect:4:0" in html
+
+
+def test_a_rank_that_dies_or_stops_is_told_within_its_deadline(pair: Pair) -> None:
+    struck = [strike.time for strike in read(pair.killed)[0] if "_rank" in strike.fault]
+    causes = [bundle / "cause.txt" for bundle in sorted(pair.killed.glob("crash-*"))]
+    died, stopped = (cause.read_text() for cause in causes)
+    assert "WorkerError: trainer rank 0 died in phase" in died
+    assert re.search(r"DeadlineExceeded: driver waited \d+ s for trainer rank 0 in phase", stopped)
+    for since, cause, deadline in zip(struck, causes, (0.0, STEP_S), strict=True):
+        assert cause.stat().st_mtime - since < (deadline + NOTICED_S) * scale()
 
 
 def test_every_token_of_every_step_has_the_same_bits_on_both_sides(pair: Pair) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from slime_like.config.faults import HealthConfig
 from slime_like.config.resolved import EngineSpec, TransportSpec
 from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.deadline import Deadline
-from slime_like.interfaces import Completion, Sampling
+from slime_like.interfaces import Bucket, Completion, Sampling
 from slime_like.rollout import processes
 from slime_like.rollout.client import EngineClient
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
@@ -47,13 +49,29 @@ def at_answer(name: str, number: int, what: Callable[[], object]) -> None:
     _answered[:] = [*_answered, count]
 
 
+def answers() -> list[str]:
+    """Receives the engine's name at each further answer."""
+    found: list[str] = []
+    _answered.append(found.append)
+    return found
+
+
 def forget() -> None:
     """No further fault."""
     _answered.clear()
 
 
 class Told(EngineClient):
-    """Tells of its answers."""
+    """Tells of its answers, and whether a health check waits for one."""
+
+    num_waiting_checks = 0
+
+    async def health(self, seconds: float | None = None, *, decodes: bool = False) -> bool:
+        self.num_waiting_checks += 1
+        try:
+            return await super().health(seconds, decodes=decodes)
+        finally:
+            self.num_waiting_checks -= 1
 
     async def extend(
         self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
@@ -62,6 +80,20 @@ class Told(EngineClient):
         for told in _answered:
             told(self.name)
         return found
+
+
+class Interrupted(Source):
+    """Weights between whose first two buckets something happens."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], happens: Callable[[], object]) -> None:
+        super().__init__(tensors)
+        self._happens = happens
+
+    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        for number, bucket in enumerate(super().buckets(max_bytes)):
+            if number == 1:
+                self._happens()
+            yield bucket
 
 
 class LocalKeeper:
@@ -130,7 +162,7 @@ class Pair:
 
     def manager(self, engines: int = 2, **health: Any) -> RolloutManager:
         """A fresh manager of rollouts of ``GROUPS`` groups on the first engines as they are."""
-        settings: dict[str, Any] = {"interval_s": 1.0, "timeout_s": 4.0, "first_wait_s": 0.0} | health
+        settings: dict[str, Any] = {"interval_s": 0.5, "timeout_s": 3.0, "first_wait_s": 0.0} | health
         spec = ManagerSpec(
             rollout=RolloutConfig(
                 batch_size=GROUPS,
@@ -155,14 +187,16 @@ class Pair:
         )
         return RolloutManager(spec, source(self._data), {}, self.keepers[:engines])
 
-    async def send(self, names: Sequence[str], model: str, *, broadcast: bool = False) -> None:
-        """The middle of a push, over connections of its own: the sender closes them."""
+    async def send(
+        self, names: Sequence[str], model: str, *, broadcast: bool = False, happens: Callable[[], object] = lambda: None
+    ) -> None:
+        """The middle of a push, over connections of its own: the sender closes them. In its midst something happens."""
         engines = [keeper for keeper in self.keepers if keeper.client.name in names]
         clients = [EngineClient(e.server.url, admin_key=KEY, name=e.client.name, deadline_s=120) for e in engines]
         name, make = ("broadcast", BroadcastSender) if broadcast else ("tensor", TensorSender)
         sender = make(clients, transport=TransportSpec(name, "gloo", 1 << 16, 60.0), group_name="faults", host=HERE)
         try:
-            await sender.send(Source(self.models.tensors(model)))
+            await sender.send(Interrupted(self.models.tensors(model), happens))
         finally:
             await sender.close()
 

@@ -10,11 +10,13 @@ import pytest
 
 from slime_like.errors import EngineError, EngineLost
 from slime_like.rollout.manager import Collected
+from slime_like.rollout.processes import stopped
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Models
-from tests.engine.faulty import GROUPS, SAMPLES, TOKENS, Pair, at_answer, forget, until
+from tests.engine.faulty import GROUPS, SAMPLES, TOKENS, Pair, Told, answers, at_answer, forget, until
 
 pytestmark = pytest.mark.engine
+RECOVERY_METRICS = ("rollout/engine_restarts", "rollout/remade_groups")
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,40 @@ def test_a_stopped_engine_is_waited_for_where_the_config_says_so(pair: Pair) -> 
     pair.loop.run_until_complete(scenario())
 
 
+def test_an_engine_that_is_slow_is_waited_for_by_the_default(pair: Pair) -> None:
+    """It is stopped for less than a health check waits: nothing is lost, restarted or made again."""
+
+    async def scenario() -> None:
+        manager = pair.manager(interval_s=0.1, timeout_s=60.0)
+        await pair.push(manager, "A")
+        pids = [keeper.server.pid for keeper in pair.keepers]
+        slow, answered = pair.keepers[0], answers()
+        client = slow.client
+        assert isinstance(client, Told)
+
+        def stop() -> None:
+            slow.hurt(signal.SIGSTOP)
+            answered.clear()
+
+        at_answer("engine 0", 1, stop)
+        collecting = asyncio.ensure_future(manager.collect(0))
+        await until(lambda: stopped(slow.server.pid) and "engine 1" in answered and client.num_waiting_checks)
+        assert not collecting.done()
+        answered.clear()
+        slow.hurt(signal.SIGCONT)
+        collected = await collecting
+        check_whole(collected, 0, pair.models, "A", pair.version)
+        assert "engine 0" in answered  # what it was at work on when it was stopped
+        assert {m.name: m.value for m in collected.metrics if m.name in RECOVERY_METRICS} == dict.fromkeys(
+            RECOVERY_METRICS, 0
+        )
+        assert (collected.recovered, collected.warnings, manager.last_recoveries()) == ((), (), ())
+        assert [keeper.server.pid for keeper in pair.keepers] == pids
+        await manager.stop()
+
+    pair.loop.run_until_complete(scenario())
+
+
 def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pair) -> None:
     """The second goes on alone; when none is left, the first to come back gets weights, and ends the rollout."""
 
@@ -109,22 +145,42 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
     pair.loop.run_until_complete(scenario())
 
 
-def test_an_engine_that_dies_within_a_push_is_left_out_of_it(pair: Pair) -> None:
+def test_an_engine_that_dies_between_two_buckets_is_left_out_of_the_push_and_joins_the_next(pair: Pair) -> None:
     async def scenario() -> None:
         manager = pair.manager()
         before = await manager.begin_push()
-        pair.keepers[1].hurt(signal.SIGKILL)
-        with pytest.raises(EngineLost, match="engine 1"):
-            await pair.send(before, "A", broadcast=True)  # the other waits to meet it
+        with pytest.raises(EngineLost, match=r"engine 1|an engine left the broadcast"):
+            await pair.send(before, "A", broadcast=True, happens=lambda: pair.keepers[1].hurt(signal.SIGKILL))
         after = await manager.begin_push()
         assert after == ("engine 0",)
         await pair.send(after, "A", broadcast=True)
         pair.version += 1
         await manager.commit_push(pair.version)
         (scores,) = await manager.probe()
-        expected = pair.models.logprobs("A", scores.token_ids[0], 1.0)
-        assert_close(scores.logprobs[0], expected)
+        assert_close(scores.logprobs[0], pair.models.logprobs("A", scores.token_ids[0], 1.0))
         check_whole(await manager.collect(0), 0, pair.models, "A", pair.version)
+        await until(lambda: not [seat for seat in manager._fleet.seats if seat.down])
+        assert await pair.push(manager, "B") == ("engine 0", "engine 1")
+        for scores in await manager.probe():
+            assert_close(scores.logprobs[0], pair.models.logprobs("B", scores.token_ids[0], 1.0))
+        (lost,) = manager.last_recoveries()
+        assert (lost.engine, lost.version) == ("engine 1", pair.version)
+        check_whole(await manager.collect(1), 1, pair.models, "B", pair.version)
+        await manager.stop()
+
+    pair.loop.run_until_complete(scenario())
+
+
+def test_a_push_that_loses_an_engine_ends_the_run_where_the_config_says_so(pair: Pair) -> None:
+    async def scenario() -> None:
+        manager = pair.manager(on_dead_engine="stop")
+        names = await manager.begin_push()
+        with pytest.raises(EngineLost, match="engine 1"):
+            await pair.send(names, "A", happens=lambda: pair.keepers[1].hurt(signal.SIGKILL))
+        with pytest.raises(EngineError, match="engine 1"):
+            await manager.begin_push()
+        await manager.abort_push()
+        assert await pair.keepers[0].client.health()
         await manager.stop()
 
     pair.loop.run_until_complete(scenario())

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from slime_like.config.resolved import TransportSpec
-from slime_like.errors import EngineError
+from slime_like.errors import EngineError, EngineLost
 from slime_like.interfaces import Bucket, TensorMeta
+from slime_like.ports import PortLease
 from slime_like.rollout.client import EngineClient
 from slime_like.weights.broadcast import BroadcastSender
 from slime_like.weights.shared import Region
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import Engine, Models, payload, prompt, sampled
+from tests.engine.conftest import KEY, Engine, Models, payload, prompt, sampled
 from tests.engine.in_flight import by_version, over_two_pushes
 
 pytestmark = pytest.mark.engine
@@ -80,6 +81,18 @@ def test_broadcast_from_another_process(engine: Engine, models: Models) -> None:
         engine.run(push(name, version))
         expect(engine, models, name)
     engine.run(sender.close())
+
+
+def test_who_waits_to_meet_an_engine_that_is_gone_is_let_go(engine: Engine, models: Models) -> None:
+    transport = TransportSpec(kind="broadcast", backend="gloo", max_bytes=1 << 20, deadline_s=60)
+    with PortLease("127.0.0.1") as nobody:
+        gone = EngineClient(f"http://127.0.0.1:{nobody}", admin_key=KEY, name="engine 1", deadline_s=60)
+        sender = BroadcastSender([engine.client, gone], transport=transport, group_name="gone", host="127.0.0.1")
+        with pytest.raises(EngineLost, match="engine 1"):
+            engine.run(sender.send(Source(models.tensors("B"))))
+        engine.run(sender.close())
+    engine.run(engine.push(models.tensors("B"), 1))
+    expect(engine, models, "B")
 
 
 @pytest.mark.parametrize(
