@@ -79,6 +79,7 @@ ROUND_TRIP = {
     )
 }
 RESHARDED = {name: LAYOUTS[2][name] for name in ("ep2", "dp2", "tp2 sp", "tp2 sp ep2", "pp2")}
+RESHARDED_SOURCES = [f"experts {source}" for source in RESHARDED]
 PARITY = "tests.train.parity:compare"
 JOBS = {size: [Job(name, PARITY, (*case, {}, None)) for name, case in cases.items()] for size, cases in CASES.items()}
 for name, layout in BALANCED.items():
@@ -93,17 +94,26 @@ JOBS[2] += [
     *(Job(fault, PARITY, ("qwen3_moe", layout, {}, fault)) for fault, layout in FAULTS.items()),
     *(Job(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()),
     *(
-        Job(f"reshard from experts {name}", "tests.train.lifecycle:save_then_continue", (layout, "qwen3_moe"))
+        Job(f"reshard from experts {name}", "tests.train.lifecycle:save_then_continue", (layout, "qwen3_moe", True))
         for name, layout in RESHARDED.items()
     ),
     *(
         Job(
             f"reshard experts to {name}",
             "tests.train.lifecycle:resume_from_each",
-            ([f"experts {source}" for source in RESHARDED], layout, "qwen3_moe"),
+            (RESHARDED_SOURCES, layout, "qwen3_moe"),
         )
         for name, layout in RESHARDED.items()
     ),
+]
+JOBS[1] += [
+    Job(
+        "reshard experts to single",
+        "tests.train.lifecycle:resume_from_each",
+        (RESHARDED_SOURCES, Layout(), "qwen3_moe"),
+        late=True,
+    ),
+    Job("export each with experts", "tests.train.starting:export_each", (RESHARDED_SOURCES, "qwen3_moe"), late=True),
 ]
 NAMES = [*(name for cases in CASES.values() for name in cases), *RECOMPUTE, *BALANCED]
 
@@ -128,7 +138,7 @@ def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Pa
     assert_same_tensors(results[name][0], models[ROUND_TRIP[name][0]])
 
 
-@pytest.mark.parametrize("target", RESHARDED)
+@pytest.mark.parametrize("target", ["single", *RESHARDED])
 @pytest.mark.parametrize("source", RESHARDED)
 def test_experts_distributed_otherwise_continue_the_run(source: str, target: str, results: Results) -> None:
     (expected,) = [r["losses"] for r in results[f"reshard from experts {source}"] if r["losses"][0] is not None]
@@ -217,3 +227,12 @@ def test_blocks_without_experts_have_an_mlp(models: dict[str, Path]) -> None:
     assert "blocks.2.mlp.linear_fc1.weight" in family.weights()
     alternating = family_of(models["qwen3_moe"], "qwen3_moe", decoder_sparse_step=2)
     assert alternating.blocks() == ("*-", "*E", "*-", "*E")
+
+
+@pytest.mark.parametrize("source", RESHARDED)
+def test_experts_of_a_checkpoint_become_the_model_that_its_ranks_exported(
+    source: str, results: Results, scratch: Path
+) -> None:
+    name = f"experts {source}"
+    expected = scratch / f"reshard_from_{name}".replace(" ", "_") / "hf"
+    assert_same_tensors(results["export each with experts"][0][name], expected)
