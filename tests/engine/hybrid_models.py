@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine.conftest import VOCAB, Models
+from tests.train.models import fused, rewrite
+from tests.train.parity import by_expert
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -62,21 +64,28 @@ TOKENS = {
 }
 
 
+WITH_VISION = "qwen3_5_moe"
+
+
 def config(family: str) -> Any:
-    """Of a text model, or of a vision model (``qwen3_5``) around one."""
+    """Of a text model, or of a vision model around one."""
     from transformers import AutoConfig
 
-    if family != "qwen3_5":
+    if family != WITH_VISION:
         return AutoConfig.for_model(family, **SHAPE, **FAMILIES[family])
-    text = {**SHAPE, **FAMILIES["qwen3_5_text"], "tie_word_embeddings": False}
+    rotary = {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}  # not what transformers writes beside it
+    text = {**SHAPE, **FAMILIES[f"{WITH_VISION}_text"], **rotary, "tie_word_embeddings": False}
     return AutoConfig.for_model(family, text_config=text, vision_config=VISION, tie_word_embeddings=False, **TOKENS)
 
 
 def build(folder: Path, family: str) -> Models:
-    """Models A and B of one shape, with norms, decays and biases that are not what they start as."""
+    """Models A and B of one shape, with norms, decays and biases that are not what they start as.
+
+    The files of a vision model have the experts of a layer in two tensors, as those of released models.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    auto = AutoModelForImageTextToText if family == "qwen3_5" else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if family == WITH_VISION else AutoModelForCausalLM
 
     hf: dict[str, Any] = {}
     for seed, name in enumerate("AB"):
@@ -89,13 +98,15 @@ def build(folder: Path, family: str) -> Models:
                 if key.endswith("conv1d.weight"):
                     parameter.mul_(2)
         model.eval().save_pretrained(folder / name)
+        if family == WITH_VISION:
+            rewrite(folder / name, fused)
         hf[name] = model
     return HybridModels({name: folder / name for name in hf}, hf)
 
 
 class HybridModels(Models):
-    """Tensors as they are stored, one per expert: transformers keeps those of a layer in one parameter."""
+    """Tensors as a trainer exports them, one per expert: transformers keeps those of a layer in one parameter."""
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        stored = load_file(self.paths[name] / "model.safetensors")
+        stored = by_expert(load_file(self.paths[name] / "model.safetensors"))
         return {key: tensor for key, tensor in stored.items() if ".visual." not in key}  # not trained, never sent

@@ -20,19 +20,18 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
 from slime_like.types import I32
 from tests.engine.conftest import Engine, Models, launch, prompt, sampled
-from tests.engine.hybrid_models import FAMILIES, build
+from tests.engine.hybrid_models import FAMILIES, WITH_VISION, build
 from tests.engine.in_flight import by_version, over_two_pushes
 
 pytestmark = pytest.mark.engine
 TOLERANCE = 1e-4
 CHUNK = 48
-VISION = "qwen3_5"  # whose text part is served
-ENGINES = dict.fromkeys([*FAMILIES, VISION], 1) | {"qwen3_next tp2": 2, "qwen3_5_text tp2": 2}
+ENGINES = dict.fromkeys([*FAMILIES, WITH_VISION], 1) | {"qwen3_next tp2": 2, "qwen3_5_text tp2": 2}
 
 
 @pytest.fixture(scope="module")
 def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Models]:
-    return {family: build(tmp_path_factory.mktemp(family), family) for family in [*FAMILIES, VISION]}
+    return {family: build(tmp_path_factory.mktemp(family), family) for family in [*FAMILIES, WITH_VISION]}
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slime_like.batch import Rows
 from slime_like.config.algo import AlgoConfig, GrpoConfig
@@ -123,6 +124,28 @@ def make_vision(folder: Path, seed: int) -> Path:
     tensors |= {f"mtp.{name}": torch.randn(4, 6, dtype=torch.bfloat16) for name in ("fc.weight", "layers.0.x.weight")}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Write what ``change`` makes of all tensors of the one file in ``folder``."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same, with the experts of each block that lie alone in two tensors over all of them."""
+    out: dict[str, Tensor] = {}
+    alone: dict[str, dict[str, list[Tensor]]] = {}
+    names = [name for name in tensors if ".mlp.experts." in name]
+    for name in sorted(names, key=lambda name: int(name.partition(".mlp.experts.")[2].partition(".")[0])):
+        block, _, rest = name.partition(".mlp.experts.")
+        alone.setdefault(f"{block}.mlp.experts", {}).setdefault(rest.split(".")[1], []).append(tensors[name])
+    for own, parts in alone.items():
+        gate, up, down = (torch.stack(parts[f"{part}_proj"]) for part in ("gate", "up", "down"))
+        out |= {f"{own}.gate_up_proj": torch.cat((gate, up), 1), f"{own}.down_proj": down}
+    return {name: tensor for name, tensor in tensors.items() if name not in names} | out
 
 
 def make_spec(folder: Path, layout: Layout, **changes: Any) -> ActorSpec:

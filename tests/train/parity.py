@@ -112,9 +112,10 @@ def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         before, fused, part = name.partition("mlp.experts.")
-        if not fused:
+        if part not in ("gate_up_proj", "down_proj"):  # no expert's, or one expert's
             out[name] = tensor
-        for e, matrix in enumerate(tensor if fused else ()):
+            continue
+        for e, matrix in enumerate(tensor):
             parts = matrix.chunk(2) if part == "gate_up_proj" else (matrix,)
             names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
             out |= {f"{before}{fused}{e}.{n}.weight": p for n, p in zip(names, parts, strict=True)}
