@@ -6,7 +6,7 @@ python scripts/profile_comm.py --read RUN_DIR [--out DIR] [--name NAME]         
 
 Prints a table (the worst of all ranks, MiB; allocator: growth of what the process holds, driver: drop of free memory; on a
 CPU resident memory, and what the host and its control groups leave) and writes DIR/guard/NAME.yaml, with a reason for
-each op. Use it by ``--config-dir DIR guard=NAME``.
+each op. First use is the first call, and each that carries more than any before it; steady state is the rest. Use it by ``--config-dir DIR guard=NAME``.
 """
 
 from __future__ import annotations
@@ -100,18 +100,29 @@ def _rank(rank: int, size: int, folder: str) -> None:
     install.install(GuardSpec(wrap=True, profile=folder), device, rank)
     store = dist.FileStore(str(Path(folder) / "store"), size)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    measure(device)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(device: Any) -> None:
+    """Every op in every size, in the world that this process is in; what they took goes to ``guard.profile``'s folder."""
+    import torch.distributed as dist
+
+    from slime_like.distributed import install
+
+    size = dist.get_world_size()
     for num_bytes in SIZES:
         for _ in range(REPEATS):
             _every_op(device, num_bytes // 4 // size * size)
     install.drain()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _every_op(device: Any, n: int) -> None:
     """``n`` floats a rank."""
     import torch
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
 
     size, rank = dist.get_world_size(), dist.get_rank()
     mine = torch.ones(n, device=device)
@@ -123,6 +134,11 @@ def _every_op(device: Any, n: int) -> None:
     scatter(part, mine)
     dist.all_to_all_single(torch.empty_like(mine), mine)
     dist.barrier()
+    with c10d._coalescing_manager(async_ops=True) as works:
+        for _ in range(2):
+            gather(whole, mine)
+    works.wait()
+    dist.broadcast_object_list([rank], src=0)
     if size > 1:
         peers = (rank + 1) % size, (rank - 1) % size
         batch = [dist.P2POp(dist.isend, mine, peers[0]), dist.P2POp(dist.irecv, torch.empty_like(mine), peers[1])]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+
+from slime_like.config.collectives import OPS
 
 MIB = 2**20
 # Less is not told from noise: a driver gives memory in pieces of 2 MiB, a process's resident memory wavers.
@@ -17,7 +19,8 @@ CHEAP = 0.001  # a question that takes less of an op's own time may be asked bef
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One op in one group on one rank. Bytes; ``later``: the most of any call but the first."""
+    """One op in one group on one rank. Bytes; ``first``: the most of its first call and of those that carried more than any
+    before them; ``later``: the most of any other."""
 
     op: str
     group: str
@@ -82,7 +85,7 @@ def advise(ranks: Mapping[str, list[Measured]]) -> list[Advice]:
         elif later <= NOISE:
             checks, why = (
                 "auto",
-                f"the first use takes {_mib(first)}, none of {calls - 1} later calls more than {_mib(later)}",
+                f"the first use of a size takes {_mib(first)}, no later one of {calls} calls more than {_mib(later)}",
             )
         elif share <= CHEAP:
             why = f"a later call took {_mib(later)}; a question before each is {share:.2%} of the op's own time"
@@ -114,9 +117,16 @@ def to_yaml(ranks: Mapping[str, list[Measured]], origin: str) -> str:
         f"threshold: {size}MiB  # {why}",
         "ops:",
     ]
-    for advice in advise(ranks):
+    for advice in [*(seen := advise(ranks)), *_unseen({advice.op for advice in seen})]:
         lines += [f"  {advice.op}: {advice.checks}  # {advice.reason}"]
     return "\n".join(lines) + "\n"
+
+
+def _unseen(seen: Set[str]) -> Iterator[Advice]:
+    """For every other op there is."""
+    for op in OPS:
+        if op.name not in seen:
+            yield Advice(op.name, "auto", "not seen: nothing is known of what it takes")
 
 
 def _by[K: tuple[str, ...]](

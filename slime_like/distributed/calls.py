@@ -166,7 +166,7 @@ def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]
 
     @functools.wraps(raw)
     def call(*args: Any, **kwargs: Any) -> Any:
-        group = _group_of(place, args, kwargs)
+        group = group_of(place, args, kwargs)
         removed = not w.placed  # a name that was bound meanwhile
         if removed or not isinstance(group, dist.ProcessGroup) or group not in c10d._world.pg_map:
             return raw(*args, **kwargs)
@@ -190,7 +190,8 @@ def group_place(raw: Callable[..., Any]) -> int | None:
     return parameters.index("group") if "group" in parameters else None
 
 
-def _group_of(place: int | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def group_of(place: int | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The group of a call of such a function; ``place`` is from ``group_place``."""
     if place is None:  # batch_isend_irecv: all of a batch have one group
         batch = args[0] if args else kwargs["p2p_op_list"]
         group = batch[0].group if batch else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -59,3 +60,15 @@ def memory(w: Wrapper) -> str:
         f"memory: {source.free() / 2**30:.2f} of {source.total / 2**30:.2f} GiB ({source.name}) free, this rank holds "
         f"{source.held() / 2**30:.2f}"
     )
+
+
+def memory_soon(w: Wrapper, seconds: float) -> str:
+    """The same where the device may hang, and with it whoever asks: after so many seconds, what was found last."""
+    said: list[str] = []
+    asking = threading.Thread(target=lambda: said.append(memory(w)), name="memory", daemon=True)
+    asking.start()
+    asking.join(seconds)
+    if said:
+        return said[0]
+    found = w.ring.memory_state()
+    return f"memory: no answer in {seconds:g} s" + ("" if found is None else f"; {found.told(time.perf_counter_ns())}")

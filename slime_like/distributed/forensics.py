@@ -182,7 +182,7 @@ def report(folder: Path | None) -> str:
 
 
 def dump(folder: Path) -> str:
-    """Findings and the last ops of every rank, for a crash bundle; empty where no rank left a ring."""
+    """Findings, and memory and the last ops of every rank, for a crash bundle; empty where no rank left a ring."""
     readings = read_rings(folder) if folder.is_dir() else {}
     if not readings:
         return ""
@@ -190,7 +190,8 @@ def dump(folder: Path) -> str:
     found = findings(readings, now)
     lines = [*(str(one) for one in found)] or ["every rank issued the same collectives, and none waits in one"]
     for reading in readings.values():
-        lines += ["", f"{reading.name}: process {reading.pid} {reading.state}, oldest first"]
+        memory = "free memory never asked for" if reading.memory is None else reading.memory.told(now)
+        lines += ["", f"{reading.name}: process {reading.pid} {reading.state}, {memory}; oldest first"]
         lines += _tail(reading.records[-TAIL:], now)
     return "\n".join(lines) + "\n"
 

@@ -14,7 +14,7 @@ from slime_like.distributed import counters, reload
 from slime_like.distributed.errors import explain
 from slime_like.distributed.guard import Guard
 from slime_like.distributed.hot import Hot, load
-from slime_like.distributed.memory import MemorySource, make_source
+from slime_like.distributed.memory import MemorySource, Noted, make_source
 from slime_like.distributed.profile import Profile
 from slime_like.distributed.requests import Requests
 from slime_like.distributed.ring import Ring, sweep
@@ -34,14 +34,14 @@ def install(
     ``in_c=False``: the hot path is that of Python, as it is where there is no compiler.
     """
     global _current, _watchdog
-    remove()
+    _remove(replaced=spec.wrap and spec.release)
     if spec.wrap:
         folder = None if spec.folder is None else Path(spec.folder)
         sweep(keep=folder)
         name = f"{spec.name}_rank{rank}"
         ring = Ring(folder, name, spec.ring)
         requests = Requests(folder / f"{spec.name}.requests") if spec.symmetric and folder is not None else None
-        guard = Guard(source or make_source(spec.memory, device), requests)
+        guard = Guard(Noted(source, ring) if source is not None else _asked(spec, device, ring), requests)
         _current = Wrapper(spec, ring, guard, explain)
         _current.profile = Profile() if spec.profile is not None else None
         _current.name = name
@@ -53,9 +53,26 @@ def install(
     return _current
 
 
+def _asked(spec: GuardSpec, device: torch.device, ring: Ring) -> MemorySource:
+    """The source of ``spec``, asked once: a rank that never asks again says at its death what there was."""
+    source = Noted(make_source(spec.memory, device), ring)
+    source.free()
+    source.held()
+    return source
+
+
 def remove() -> None:
-    """Torch's own methods and functions again, and no trace in shared memory."""
+    """Torch's own methods and functions again, and no trace in shared memory.
+
+    Raises ``CollectiveError`` while there are groups whose communicators come and go: they would refuse every op.
+    """
+    _remove(replaced=False)
+
+
+def _remove(*, replaced: bool) -> None:
+    """``replaced``: another wrapper comes at once that carries such groups on."""
     global _current, _watchdog
+    reload.check_removable(_current, replaced=replaced)
     if _watchdog is not None:
         _watchdog.stop()
     if _current is not None:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from slime_like.distributed.ring import Ring
+
 
 class MemorySource(Protocol):
     """What the guard knows of memory. All numbers are bytes."""
@@ -164,6 +166,27 @@ def _kilobytes(text: str, name: str) -> int:
 def _malloc_trim() -> Any:
     """glibc's, or None where the C library has none."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+class Noted:
+    """A source whose last answers stand in the rank's ring, where others find them after its death."""
+
+    def __init__(self, source: MemorySource, ring: Ring) -> None:
+        self._source, self._ring = source, ring
+        self.name, self.total = source.name, source.total
+        self.trim, self.clear = source.trim, source.clear
+
+    def free(self) -> int:
+        """The source's answer."""
+        found = self._source.free()
+        self._ring.free(found, self.total)
+        return found
+
+    def held(self) -> int:
+        """The source's answer."""
+        found = self._source.held()
+        self._ring.held(found)
+        return found
 
 
 def make_source(kind: str, device: torch.device) -> MemorySource:

@@ -2,19 +2,21 @@
 
 Under ``guard.profile`` every op is measured, nothing is guarded, and each rank's rows go to a file that
 ``slime_like.distributed.advice`` reads. An asynchronous op is measured where it is issued: that is where communicators
-and buffers are made.
+and buffers are made. A function made of several ops is measured as one, and they beside it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_like.config.collectives import Op
+from slime_like.distributed import calls
 from slime_like.distributed.advice import Measured, write_rows
 
 if TYPE_CHECKING:
@@ -23,21 +25,27 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Taken:
-    """Of one op in one group, in bytes; what an op gives back counts as nothing."""
+    """Of one op in one group, in bytes; what an op gives back counts as nothing.
 
-    first_allocator: int = -1
-    first_driver: int = -1
+    Of first use are the first call, and each that carries more than any before it, for which buffers may have to grow.
+    """
+
+    first_allocator: int = 0
+    first_driver: int = 0
     later_allocator: int = 0
     later_driver: int = 0
     calls: int = 0
     question_ns: int = 0
+    largest: int = -1
 
-    def add(self, allocator: int, driver: int, question_ns: int) -> None:
-        """One more call."""
+    def add(self, allocator: int, driver: int, question_ns: int, num_bytes: int) -> None:
+        """One more call, which carried ``num_bytes``."""
         self.calls += 1
         self.question_ns += question_ns
-        if self.calls == 1:
-            self.first_allocator, self.first_driver = max(0, allocator), max(0, driver)
+        if num_bytes > self.largest:
+            self.largest = num_bytes
+            self.first_allocator = max(self.first_allocator, allocator)
+            self.first_driver = max(self.first_driver, driver)
         else:
             self.later_allocator = max(self.later_allocator, allocator)
             self.later_driver = max(self.later_driver, driver)
@@ -51,21 +59,40 @@ class Profile:
 
     def measured(self, w: Wrapper, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, a wrapped method of ``ProcessGroup``, between two questions."""
-        source = w.guard.source
 
         @functools.wraps(call)
         def around(group: Any, *args: Any, **kwargs: Any) -> Any:
-            held = source.held()
-            started = time.perf_counter_ns()
-            free = source.free()
-            asked = time.perf_counter_ns() - started
-            try:
+            with self._measuring(w, op, group):
                 return call(group, *args, **kwargs)
-            finally:
-                left, holds = source.free(), source.held()
-                self.taken.setdefault((group, op.name), Taken()).add(holds - held, free - left, asked)
 
         return around
+
+    def measured_composite(self, w: Wrapper, op: Op, raw: Callable[..., Any], call: Callable[..., Any]) -> Any:
+        """``call``, which is ``raw``, a function made of several ops, wrapped; between two questions."""
+        place = calls.group_place(raw)
+
+        @functools.wraps(raw)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            with self._measuring(w, op, calls.group_of(place, args, kwargs)) if w.placed else contextlib.nullcontext():
+                return call(*args, **kwargs)
+
+        return around
+
+    @contextlib.contextmanager
+    def _measuring(self, w: Wrapper, op: Op, group: Any) -> Generator[None]:
+        source, table = w.guard.source, w.tables[op.name]
+        carried = table[group].bytes if group in table else 0
+        held = source.held()
+        started = time.perf_counter_ns()
+        free = source.free()
+        asked = time.perf_counter_ns() - started
+        try:
+            yield
+        finally:
+            if group in table:  # else it was none of this group, or refused
+                left, holds = source.free(), source.held()
+                taken = self.taken.setdefault((group, op.name), Taken())
+                taken.add(holds - held, free - left, asked, table[group].bytes - carried)
 
     def write(self, w: Wrapper, folder: Path, name: str) -> None:
         """Everything measured so far to ``folder/<name>.json``."""

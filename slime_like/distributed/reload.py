@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d_core
 from torch.distributed import distributed_c10d as c10d
 
+from slime_like.distributed.errors import memory
 from slime_like.distributed.forensics import missing
 from slime_like.distributed.ring import read_rings
 from slime_like.errors import CollectiveError
@@ -159,6 +160,22 @@ def forget() -> None:
         del _behind[group]
 
 
+def check_removable(w: Wrapper | None, *, replaced: bool) -> None:
+    """Raises ``CollectiveError`` where groups would be left without what carries out their ops."""
+    forget()
+    if w is None or not w.spec.release or not _behind or (replaced and not w.released):
+        return
+    how = (
+        "rebuild them first, in a phase of slime_like.distributed.install.phase"
+        if replaced
+        else ("destroy them first (torch.distributed.destroy_process_group)")
+    )
+    raise CollectiveError(
+        f"the wrapper cannot go while {len(_behind)} groups have communicators that come and go (guard.release=true), "
+        f"which would refuse every op: {how}"
+    )
+
+
 def release(w: Wrapper) -> None:
     """Destroy the communicators of every group of this world, its own included. A collective: every rank calls it.
 
@@ -207,7 +224,8 @@ def rebuild(w: Wrapper) -> None:
                 readings = {} if w.ring.folder is None else read_rings(w.ring.folder)
                 raise CollectiveError(
                     f"communicators of group {info.label} (ranks {', '.join(map(str, info.ranks))}) could not be made again "
-                    f"for phase {w.phase_name} on rank {dist.get_rank()}: {missing(readings, info.ranks, w.name, number)}; {first}"
+                    f"for phase {w.phase_name} on rank {dist.get_rank()} (rebuild #{number}, no payload): "
+                    f"{missing(readings, info.ranks, w.name, number)}; {first}\n{memory(w)}"
                 ) from error
     w.released = ()
     for (op, group), counter in w.parked.items():

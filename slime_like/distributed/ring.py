@@ -13,6 +13,7 @@ import mmap
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,12 @@ from slime_like.config.collectives import OPS, Op
 
 SHARED = Path("/dev/shm")
 PREFIX = "slime_like."
-MAGIC = 0x51_6C_69_6D_65_01
-HEAD = 64  # bytes: magic, pid, start time of the process, slots, its namespace of process ids, rebuilds begun
+MAGIC = 0x51_6C_69_6D_65_02
+# Bytes: magic, pid, start time of the process, slots, its namespace of process ids, rebuilds begun; then of memory: what
+# was free, held by the process, and there in all, as last asked for, and when that was.
+HEAD = 128
 RECORD = struct.Struct("7q")  # index, started ns, ended ns, bytes, code, sequence, peer
-REBUILDS = 5  # word of the head
+REBUILDS, FREE, HELD, TOTAL, ASKED = 5, 6, 7, 8, 9  # words of the head
 ENDED, FAILED = 2, -1  # field that says when an op ended; what it holds where it failed
 OP_BITS, PHASE_BITS = 8, 8
 CODES = {op.name: number for number, op in enumerate(OPS)}
@@ -59,6 +62,23 @@ class Record:
     def in_flight(self) -> bool:
         """Whether it has not ended."""
         return self.ended_ns == 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryState:
+    """Memory as a rank last asked for it, in bytes."""
+
+    free: int
+    held: int  # by the rank's process
+    total: int
+    asked_ns: int
+
+    def told(self, now_ns: int) -> str:
+        """In a few words."""
+        return (
+            f"memory {(now_ns - self.asked_ns) / 1e9:.1f} s ago: {self.free / 2**30:.2f} of {self.total / 2**30:.2f} GiB "
+            f"free, it held {self.held / 2**30:.2f}"
+        )
 
 
 class Ring:
@@ -125,6 +145,19 @@ class Ring:
         """This rank begins to make its communicators again, for the ``number``-th time."""
         self.words[REBUILDS] = number
 
+    def free(self, num_bytes: int, total: int) -> None:
+        """So much memory was found free just now."""
+        self.words[FREE], self.words[TOTAL], self.words[ASKED] = num_bytes, total, time.perf_counter_ns()
+
+    def held(self, num_bytes: int) -> None:
+        """So much was found to be held by this process."""
+        self.words[HELD] = num_bytes
+
+    def memory_state(self) -> MemoryState | None:
+        """What was noted last."""
+        words = self.words
+        return MemoryState(words[FREE], words[HELD], words[TOTAL], words[ASKED]) if words[ASKED] else None
+
     def close(self) -> None:
         """Remove the file, and the folder when this was the last."""
         self.let_go()
@@ -146,6 +179,7 @@ class Reading:
     state: str  # running, stopped, dead ...
     records: tuple[Record, ...]  # oldest first
     rebuilds: int = 0  # how often it began to make its communicators again
+    memory: MemoryState | None = None  # None: it never asked
 
 
 def read_rings(folder: Path) -> dict[str, Reading]:
@@ -164,10 +198,11 @@ def _read(path: Path) -> Reading | None:
         described = {"groups": [], "phases": []}
     if len(data) < HEAD or struct.unpack_from("=q", data)[0] != MAGIC:
         return None
-    _, pid, started, slots, _, rebuilds = struct.unpack_from("=6q", data)
+    _, pid, started, slots, _, rebuilds, free, held, total, asked = struct.unpack_from("=10q", data)
     groups = {number: GroupInfo(number, name, label, tuple(r), f) for number, name, label, r, f in described["groups"]}
     found = sorted(_records(data, slots, groups, described["phases"]), key=lambda record: record.index)
-    return Reading(path.stem, pid, process_state(pid, started), tuple(found), rebuilds)
+    memory = MemoryState(free, held, total, asked) if asked else None
+    return Reading(path.stem, pid, process_state(pid, started), tuple(found), rebuilds, memory)
 
 
 def _records(data: bytes, slots: int, groups: dict[int, GroupInfo], phases: list[str]) -> Iterator[Record]:

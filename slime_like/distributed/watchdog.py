@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from slime_like.distributed.errors import memory_soon
 from slime_like.distributed.forensics import report
 from slime_like.distributed.ring import RECORD
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 EXIT_CODE = 70
 GRACE = 1.1  # of the deadline: gloo and NCCL, which have the same, are to fail first, where they notice
 GRACE_S = 2.0
+ASK_S = 2.0  # for free memory, at the end
 
 
 class Watchdog:
@@ -46,12 +48,16 @@ class Watchdog:
             since = oldest_in_flight(self._wrapper)
             if since is not None and (time.perf_counter_ns() - since) / 1e9 > self._limit:
                 try:
-                    folder = self._wrapper.ring.folder
-                    sys.stderr.write(f"a collective did not end in {self._limit:.0f} s\n{report(folder)}\n")
-                    sys.stderr.flush()
+                    _say(f"a collective did not end in {self._limit:.0f} s\n{report(self._wrapper.ring.folder)}")
+                    _say(memory_soon(self._wrapper, ASK_S))
                 finally:
                     self._die()
                 return
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def oldest_in_flight(wrapper: Wrapper) -> int | None:

@@ -96,7 +96,9 @@ class Wrapper:
 
     def _composite(self, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
         call = calls.composite(self, op, raw)
-        return call if self.hot is None else self.hot.composite(self, op, raw, call)
+        if self.hot is not None:
+            call = self.hot.composite(self, op, raw, call)
+        return call if self.profile is None else self.profile.measured_composite(self, op, raw, call)
 
     def _wait(self, raw: Callable[..., Any]) -> Callable[..., Any]:
         call = calls.wait(self, raw)

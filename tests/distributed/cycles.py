@@ -48,8 +48,12 @@ def everything(
     )
     out |= cycles(world)
     released = {name: trained(world, models[kind], layout, SPEC) for name, (layout, kind) in layouts.items()}
-    install.remove()
+    out["refused"]["removal"] = _error(install.remove)
+    out["refused"]["no release"] = _error(
+        lambda: install.install(GuardSpec(wrap=True), torch.device("cpu"), world.rank)
+    )
     dist.destroy_process_group()
+    install.remove()
     store = dist.FileStore(str(scratch / "store"), world.size)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     plain = {name: trained(world, models[kind], layout, GuardSpec()) for name, (layout, kind) in layouts.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slime_like.config.guard_policy import GuardSpec, Policy
 from slime_like.distributed import hot, install
+from slime_like.distributed.advice import read_rows
 from slime_like.distributed.calls import PURGE_AT
 from slime_like.distributed.ring import HEAD, RECORD
 from slime_like.distributed.watchdog import oldest_in_flight
@@ -199,3 +201,35 @@ def test_drained_metrics_are_of_the_time_since(wrapper: Wrapper) -> None:
     assert second["comm/world/all_reduce/bytes"] == 16
     assert second["guard/checks"] == 0
     assert "comm/world/all_reduce/calls" not in {m.name for m in install.drain()}
+
+
+def test_a_function_made_of_several_ops_is_measured_as_one_and_they_beside_it(
+    tmp_path: Path,
+) -> None:
+    spec = GuardSpec(wrap=True, profile=str(tmp_path))
+    made = install.install(spec, CPU, 0)
+    assert made is not None
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        bound = dist.batch_isend_irecv
+        for size in (2, 2, 4):
+            bound([dist.P2POp(op, torch.zeros(size), 1) for op in (dist.isend, dist.irecv)])
+        dist.broadcast_object_list(["what"], src=0)
+        install.drain()
+    finally:
+        dist.destroy_process_group()
+        install.remove()
+    (rows,) = read_rows(tmp_path).values()
+    found = {row.op: (row.calls, row.num_bytes) for row in rows}
+    assert found["batch_isend_irecv"] == (3, 0)
+    assert found["isend"] == found["irecv"] == (3, 32)
+    assert found["broadcast_object_list"] == (1, 0)
+    assert found["broadcast"][0] == 2  # sizes, and what they are of
+    assert all(row.question_ns > 0 for row in rows)
+    assert bound is not dist.batch_isend_irecv
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        bound([dist.P2POp(dist.isend, torch.zeros(1), 1)])  # bound while it was measured: torch's own afterwards
+        assert install.current() is None
+    finally:
+        dist.destroy_process_group()

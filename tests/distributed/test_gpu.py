@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from slime_like.config.guard_policy import GuardSpec, Policy
 from slime_like.distributed import install
+from slime_like.distributed.advice import Measured, read_rows
 from slime_like.distributed.memory import CudaDriver, TorchAllocator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -40,6 +43,72 @@ def test_a_clear_gives_cached_blocks_back(record_property: Callable[[str, object
         assert source.held() <= held - 2**30
         if source.name == "driver":
             assert source.free() >= free + 2**30
+
+
+SWEPT = (
+    "all_reduce",
+    "broadcast",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "barrier",
+    "all_gather_into_tensor_coalesced",
+    "broadcast_object_list",
+)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measured]:
+    """What each op of ``scripts/profile_comm.py --sweep`` took over NCCL in a world of one, which sends nothing to itself."""
+    folder = tmp_path_factory.mktemp("swept")
+    torch.cuda.set_device(DEVICE)
+    install.install(GuardSpec(wrap=True, profile=str(folder)), DEVICE, 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        importlib.import_module("scripts.profile_comm").measure(DEVICE)
+    finally:
+        dist.destroy_process_group()
+        install.remove()
+    (rows,) = read_rows(folder).values()
+    return {row.op: row for row in rows}
+
+
+@pytest.mark.parametrize("op", SWEPT)
+def test_what_an_op_takes_at_first_and_in_steady_state(
+    op: str, swept: dict[str, Measured], record_property: Callable[[str, object], None]
+) -> None:
+    """First use of each size and later calls apart, from the allocator and from the driver."""
+    row = swept[op]
+    for name in ("first_allocator", "first_driver", "later_allocator", "later_driver"):
+        record_property(f"{op}_{name}_bytes", getattr(row, name))
+    record_property(f"{op}_question_us", row.question_ns / 1e3)
+    assert row.source == "driver" and row.calls >= 15
+    assert row.later_allocator <= 64 * 2**20, "what 4 MiB need, with the allocator's own blocks of 20 MiB"
+    if op == "all_reduce":  # the first op of all: it makes the communicator, of which the allocator knows nothing
+        assert row.first_driver > row.first_allocator
+
+
+def test_ops_that_nccl_coalesces_are_seen(tmp_path: Path) -> None:
+    """Gloo cannot: with a device the manager hands what it has gathered over as one op, ``end_coalescing``."""
+    torch.cuda.set_device(DEVICE)
+    wrapper = install.install(GuardSpec(wrap=True, folder=str(tmp_path), name="trainer"), DEVICE, 0)
+    assert wrapper is not None
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tensors = [torch.arange(1024.0, device=DEVICE) for _ in range(2)]
+        with c10d._coalescing_manager(device=DEVICE, async_ops=True) as works:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+        works.wait()
+        torch.cuda.synchronize()
+        assert all(torch.equal(tensor.cpu(), torch.arange(1024.0)) for tensor in tensors)
+        calls = {counter.op.name: counter.calls for counter in wrapper.counters()}
+        assert calls == {"broadcast": 2, "end_coalescing": 1}
+        wrapper.settle()
+        assert len(wrapper.loose) == 0
+    finally:
+        dist.destroy_process_group()
+        install.remove()
 
 
 def test_nccl_ops_pass_the_wrapper(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:

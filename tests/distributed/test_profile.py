@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.cluster.plan_guard import guard_spec
+from slime_like.config.collectives import OPS, SLIME_SKIPS, canonical
 from slime_like.config.load import load_config
 from slime_like.distributed import advice
 from slime_like.distributed.advice import MIB, Measured
@@ -45,18 +46,16 @@ def guard_of(folder: Path, text: str) -> dict[str, str]:
 
 
 def test_an_op_is_guarded_by_what_it_takes(tmp_path: Path) -> None:
-    text = advice.to_yaml(RANKS, "three ops")
-    assert guard_of(tmp_path, text) == {
-        "threshold": "600MiB",
-        "broadcast": "never",
-        "all_reduce": "auto",
-        "all_gather": "below",
-        "reduce_scatter": "auto",
-    }
+    text = advice.to_yaml(RANKS, "four ops")
+    seen = {"broadcast": "never", "all_reduce": "auto", "all_gather": "below", "reduce_scatter": "auto"}
+    unseen = {op.name: "auto" for op in OPS if op.name not in seen}
+    assert guard_of(tmp_path, text) == {"threshold": "600MiB", **seen, **unseen}
+    assert len(unseen) > 20
     assert "twice the 300.0 MiB that all_reduce took in group dp at its first use" in text
     lines = {line.split(":")[0].strip(): line.partition("# ")[2] for line in text.splitlines() if line[:2] == "  "}
     assert lines["broadcast"].startswith("takes no memory")
-    assert lines["all_reduce"].startswith("the first use takes 300.0 MiB, none of 9 later calls")
+    assert lines["all_reduce"].startswith("the first use of a size takes 300.0 MiB, no later one of 10 calls")
+    assert lines["broadcast_object_list"].startswith("not seen")
     assert lines["all_gather"].endswith("0.01% of the op's own time")
     assert lines["reduce_scatter"].endswith("8.0% of the op's own time")
 
@@ -68,11 +67,12 @@ def test_what_other_processes_take_of_a_host_is_not_the_ops() -> None:
 
 
 def test_the_first_use_and_later_ones_are_told_apart() -> None:
+    """Also where sizes differ: a call that carries more than any before it is the first of its size."""
     taken = Taken()
-    for allocator, driver in ((5, 300), (7, 0), (-3, 2)):
-        taken.add(allocator, driver, 100)
-    assert (taken.first_allocator, taken.first_driver, taken.later_allocator, taken.later_driver) == (5, 300, 7, 2)
-    assert (taken.calls, taken.question_ns) == (3, 300)
+    for allocator, driver, size in ((5, 300, 64), (7, 0, 64), (-3, 2, 8), (900, 20, 65), (6, 1, 65), (-4, -4, 999)):
+        taken.add(allocator, driver, 100, size)
+    assert (taken.first_allocator, taken.first_driver, taken.later_allocator, taken.later_driver) == (900, 300, 7, 2)
+    assert (taken.calls, taken.question_ns) == (6, 600)
     row = dataclasses.replace(FIRST, first_allocator=2 * MIB)
     *_, line = advice.table({"rank0": [row], "rank1": [dataclasses.replace(row, later_driver=MIB, calls=30)]})
     assert line == "| all_reduce | dp | 2 | 40 | 50 | 2.00 | 300.00 | 0.00 | 1.00 | 10.0 |"
@@ -89,11 +89,12 @@ def test_a_sweep_over_two_ranks(tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    ops = {"all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"}
-    ops |= {"barrier", "isend", "irecv"}
-    assert {line.split(" | ")[0][2:] for line in done.stdout.splitlines() if "| world | 2 |" in line} == ops
+    ops = {"all_reduce", "broadcast", "batch_isend_irecv", *(canonical("", name).name for name in SLIME_SKIPS)}
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if "| world | 2 |" in line]
+    assert {row[0] for row in rows} == ops
     guard = guard_of(tmp_path / "again", (tmp_path / "out" / "guard" / "measured.yaml").read_text())
-    assert ops < set(guard)
-    # Each call of a gather writes to new memory, which a process on a CPU comes to hold by writing.
+    assert guard.keys() == {"threshold"} | {op.name for op in OPS}
+    assert {checks for op, checks in guard.items() if op not in {*ops, "threshold"}} == {"auto"}
     assert guard["barrier"] == "never"
-    assert guard["all_gather_into_tensor"] != "never"
+    # What an op writes to new memory a process on a CPU comes to hold by writing: 4 MiB of result in each call.
+    assert guard["all_to_all_single"] != "never"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.train.ranks import run_ranks
 LAYOUTS: dict[str, tuple[Layout, str]] = {
     "pp2 dp2 ep2": (Layout(pp=2, dp=2, ep=2), "qwen3_moe"),
     "tp2 sp dp2": (Layout(tp=2, dp=2, sequence_parallel=True), "qwen3"),
+    "tp2 sp pp2": (Layout(tp=2, pp=2, sequence_parallel=True), "qwen3"),
 }
 
 
@@ -61,6 +63,11 @@ def test_what_cannot_be_done_says_so(ranks: list[dict[str, Any]]) -> None:
         assert "called past slime_like's wrapper, does not support allreduce" in refused["past the wrapper"]
         assert "all_reduce in group world, phase start: its communicators are released" in refused["released"]
         assert "all_gather_object in group world" in refused["released object"]
+        for what in ("removal", "no release"):
+            assert re.match(
+                r"CollectiveError: the wrapper cannot go while \d\d+ groups have communicators", refused[what]
+            )
+            assert refused[what].endswith("destroy them first (torch.distributed.destroy_process_group)")
 
 
 @pytest.mark.ranks

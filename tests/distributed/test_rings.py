@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,9 @@ import pytest
 
 from slime_like.distributed import ring as ring_module
 from slime_like.distributed import watchdog
+from slime_like.distributed.errors import memory_soon
+from slime_like.distributed.forensics import dump
+from slime_like.distributed.memory import Noted
 from slime_like.distributed.ring import PREFIX, Ring, process_state, read_rings, start_time, sweep
 
 
@@ -94,3 +99,25 @@ def test_a_rank_ends_though_the_report_of_its_hang_fails(monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="no report"):
         made._watch()
     assert ended == ["ended"]
+
+
+def test_what_was_found_last_is_told_where_nobody_answers_any_more() -> None:
+    ring, asked = Ring(None, "a_rank0", 8), threading.Event()
+    source: Any = SimpleNamespace(name="driver", total=4 * 2**30, trim=None, clear=None)
+    source.free, source.held = lambda: 3 * 2**30, lambda: 2**30
+    noted = Noted(source, ring)
+    wrapper: Any = SimpleNamespace(ring=ring, guard=SimpleNamespace(source=noted))
+    assert memory_soon(wrapper, 60.0) == "memory: 3.00 of 4.00 GiB (driver) free, this rank holds 1.00"
+    source.free = asked.wait
+    try:
+        told = memory_soon(wrapper, 0.01)
+    finally:
+        asked.set()
+    assert re.fullmatch(
+        r"memory: no answer in 0\.01 s; memory [\d.]+ s ago: 3\.00 of 4\.00 GiB free, it held 1\.00", told
+    )
+
+
+def test_a_rank_that_never_asked_says_so(tmp_path: Path) -> None:
+    Ring(tmp_path, "a_rank0", 8)
+    assert "running, free memory never asked for; oldest first" in dump(tmp_path)

@@ -140,7 +140,8 @@ def test_every_third_call_is_the_first_fourth_and_seventh(every_op: list[dict[st
 def test_every_alias_has_one_op() -> None:
     methods = [name for op in OPS for name in op.methods]
     assert len(methods) == len(set(methods))
-    assert {op.name for op in OPS if op.kind is not Kind.COMPOSITE} == {*TRACED, "end_coalescing", "monitored_barrier"}
+    assert {op.name for op in OPS if op.kind is not Kind.COMPOSITE} == {*TRACED, "end_coalescing"}
+    assert len({operator for _, operator in TRACED.values()}) == len(TRACED)
     assert canonical("k", "_allgather_base") is canonical("k", "all_gather_into_tensor")
     assert canonical("k", "alltoall_base") is canonical("k", "all_to_all_single")
     assert {canonical("k", name).name for name in SLIME_SKIPS} <= {op.name for op in OPS}

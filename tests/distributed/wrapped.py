@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import all_reduce as bound_before_install
 from torch.distributed import distributed_c10d as c10d
+from torch.profiler import ProfilerActivity, profile
 
 from slime_like.config.collectives import OPS, Kind
 from slime_like.config.guard_policy import GuardSpec, Policy, Threshold
@@ -31,54 +32,69 @@ from tests.train.ranks import World
 gather_tensor, gather_base, scatter_tensor = (
     getattr(dist, name) for name in ("all_gather_into_tensor", "_all_gather_base", "reduce_scatter_tensor")
 )
-# What torch's dispatcher calls each op, whoever issued it: its hooks know fewer names.
+# By op: what the hooks of torch's dispatcher call it, which know fewer names; and its operator, which is of that op alone.
 TRACED = {
-    "all_reduce": "ALLREDUCE",
-    "all_reduce_coalesced": "ALLREDUCE",
-    "broadcast": "BROADCAST",
-    "reduce": "REDUCE",
-    "all_gather": "ALLGATHER",
-    "all_gather_coalesced": "ALLGATHER",
-    "all_gather_into_tensor": "ALLGATHER",
-    "all_gather_into_tensor_coalesced": "ALLGATHER",
-    "reduce_scatter": "REDUCE_SCATTER",
-    "reduce_scatter_tensor": "REDUCE_SCATTER",
-    "reduce_scatter_tensor_coalesced": "REDUCE_SCATTER",
-    "all_to_all": "ALLTOALL",
-    "all_to_all_single": "ALLTOALL",
-    "gather": "GATHER",
-    "gather_into_tensor": "GATHER",
-    "scatter": "SCATTER",
-    "barrier": "BARRIER",
-    "isend": "SEND",
-    "irecv": "RECV",
+    "all_reduce": ("ALLREDUCE", "allreduce_"),
+    "all_reduce_coalesced": ("ALLREDUCE", "allreduce_coalesced_"),
+    "broadcast": ("BROADCAST", "broadcast_"),
+    "reduce": ("REDUCE", "reduce_"),
+    "all_gather": ("ALLGATHER", "allgather_"),
+    "all_gather_coalesced": ("ALLGATHER", "allgather_coalesced_"),
+    "all_gather_into_tensor": ("ALLGATHER", "_allgather_base_"),
+    "all_gather_into_tensor_coalesced": ("ALLGATHER", "allgather_into_tensor_coalesced_"),
+    "reduce_scatter": ("REDUCE_SCATTER", "reduce_scatter_"),
+    "reduce_scatter_tensor": ("REDUCE_SCATTER", "_reduce_scatter_base_"),
+    "reduce_scatter_tensor_coalesced": ("REDUCE_SCATTER", "reduce_scatter_tensor_coalesced_"),
+    "all_to_all": ("ALLTOALL", "alltoall_"),
+    "all_to_all_single": ("ALLTOALL", "alltoall_base_"),
+    "gather": ("GATHER", "gather_"),
+    "gather_into_tensor": ("GATHER", "gather_into_tensor_"),
+    "scatter": ("SCATTER", "scatter_"),
+    "barrier": ("BARRIER", "barrier"),
+    "isend": ("SEND", "send"),
+    "irecv": ("RECV", "recv_"),
+    "monitored_barrier": ("", "monitored_barrier_"),  # which hooks miss
 }
+Counts = dict[
+    tuple[str, str], int
+]  # (group's name, its op's as hooks have it) -> calls; (operators, an operator) -> calls
+OPERATORS = "all groups"
 
 
 @contextlib.contextmanager
-def traced() -> Generator[Tally[tuple[str, str]]]:
-    """(group name, what torch calls the op) -> calls, by the hooks of torch's dispatcher: not through the wrapper."""
+def traced() -> Generator[Counts]:
+    """What torch itself tells of the calls inside, not through the wrapper: by its hooks of each group, which are told what
+    kind of op it is, and by its profiler, which sees operators by name."""
     found: Tally[tuple[str, str]] = Tally()
+    out: Counts = {}
     groups = list(c10d._world.pg_map)
     for group in groups:
         name = str(group.group_name)
         group.register_pre_hook(77, lambda args, name=name: found.update([(name, args.name.name)]))
     try:
-        yield found
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            yield out
     finally:
         for group in groups:
             group.unregister_pre_hook(77)
+    results: Any = profiled.profiler
+    named = (event.name() for event in results.kineto_results.events())
+    found.update((OPERATORS, name.removeprefix("c10d::")) for name in named if name.startswith("c10d::"))
+    out.update(found)
 
 
-def counted() -> Tally[tuple[str, str]]:
-    """The same from the wrapper's counters. Composites are made of what is counted anyway; hooks miss monitored barriers."""
+def counted() -> Counts:
+    """The same from the wrapper's counters. Composites are made of what is counted anyway."""
     wrapper = install.current()
     assert wrapper is not None
     found: Tally[tuple[str, str]] = Tally()
     for counter in wrapper.counters():
         if counter.op.name in TRACED and counter.calls:
-            found[counter.group.info.name, TRACED[counter.op.name]] += counter.calls
-    return found
+            hook, operator = TRACED[counter.op.name]
+            found[OPERATORS, operator] += counter.calls
+            if hook:
+                found[counter.group.info.name, hook] += counter.calls
+    return dict(found)
 
 
 @dataclass(frozen=True)
@@ -86,8 +102,8 @@ class Compared:
     """A layout's training, save, load, export and scores wrapped, beside the same without."""
 
     same_bits: bool
-    traced: dict[tuple[str, str], int]
-    counted: dict[tuple[str, str], int]
+    traced: Counts
+    counted: Counts
     ops: tuple[str, ...]  # what the layout used, composites included
     metrics: dict[str, float]
 
@@ -126,7 +142,7 @@ def compare(
         assert wrapper is not None
         ops = tuple(sorted({counter.op.name for counter in wrapper.counters() if counter.calls}))
         install.remove()
-        out[name] = Compared(found == plain, dict(trace), dict(counts), ops, metrics)
+        out[name] = Compared(found == plain, trace, counts, ops, metrics)
     return out
 
 
@@ -197,8 +213,8 @@ def _seen(world: World, plain: list[Any], *, in_c: bool) -> dict[str, Any]:
         "calls": {counter.op.name: counter.calls for counter in wrapper.counters()},
         "bytes": {counter.op.name: counter.bytes for counter in wrapper.counters()},
         "no time": [counter.op.name for counter in wrapper.counters() if counter.ns <= 0],
-        "traced": dict(trace),
-        "counted": dict(counted()),
+        "traced": trace,
+        "counted": counted(),
     }
     wrapper.settle()
     found["in flight"] = len(wrapper.loose)
