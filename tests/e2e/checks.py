@@ -38,6 +38,18 @@ def check_documented(rows: list[dict[str, Any]]) -> None:
     assert dictionary.unknown(names) == []
 
 
+def check_guard(rows: list[dict[str, Any]]) -> None:
+    """The memory guard asked, and took a thousandth of the steps' time at most: that of the budget of ``guard=auto``.
+
+    Of all steps but the first together, as the budget is: a question that a busy machine interrupts is paid for later.
+    """
+    steady = [row for row in rows if "guard/time" in row and "perf/step_time" in row][1:]
+    assert len(steady) >= 3
+    assert sum(row["guard/checks"] for row in rows if "guard/checks" in row) > 0
+    asking, whole = (sum(row[name] for row in steady) for name in ("guard/time", "perf/step_time"))
+    assert asking <= 0.001 * whole, f"the guard took {asking:.4f} s of {whole:.1f} s"
+
+
 def check_export(run_dir: Path, rollout_id: int, versions: set[int], temperature: float) -> None:
     """Log-probabilities sampled under ``versions`` equal those of transformers on the run's exported weights."""
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)

@@ -20,6 +20,8 @@ import pytest
 from slime_like.cluster.asking import ask
 from slime_like.cluster.control import Request
 from slime_like.cluster.status import read_status
+from slime_like.config.collectives import OPS
+from slime_like.config.load import load_config
 from slime_like.config.rollout import DataConfig
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.data.prompts import FileSource, SourceContext
@@ -108,6 +110,10 @@ def test_engine_and_trainer_agree_at_every_step(run: Done) -> None:
     checks.check_documented(rows)
 
 
+def test_the_guard_takes_a_thousandth_of_the_time_at_most(run: Done) -> None:
+    checks.check_guard(metrics(run.run_dir))
+
+
 def test_engine_logprobs_are_those_of_the_export(run: Done) -> None:
     checks.check_export(run.run_dir, ROLLOUTS - 1, set(range(FROZEN_AFTER, ROLLOUTS)), TEMPERATURE)
 
@@ -134,7 +140,9 @@ def expected_prompts(warm: Warm, n: int) -> list[int]:
 
 
 def test_a_replay_trains_on_the_same_rollouts(run: Done, warm: Warm, tmp_path: Path) -> None:
-    replay = train(
+    """As a run whose collectives are measured, which ends with a table of them and a policy for each."""
+    replay = Training(
+        *("--steps", str(FROZEN_AFTER), "--out", str(tmp_path / "measured")),
         "+recipe=quickstart",
         *warm.overrides,
         *SMALL,
@@ -144,10 +152,17 @@ def test_a_replay_trains_on_the_same_rollouts(run: Done, warm: Warm, tmp_path: P
         "run.mode=train_only",
         f"run.replay_from={run.run_dir / 'rollouts'}",
         f"run.dir={tmp_path / 'run'}",
-        f"loop.num_rollout={FROZEN_AFTER}",
         log=tmp_path / "replay.log",
-    )
+        script="scripts/profile_comm.py",
+    ).wait()
     assert replay.code == 0, replay.output
+    header = "| op | group | ranks | calls | bytes per call | first use: allocator drop |"
+    table = replay.output[replay.output.index(header) :].splitlines()
+    assert any(line.startswith("| all_reduce | ") and " | 1 | " in line for line in table), table
+    written = (tmp_path / "measured" / "guard" / "measured.yaml").read_text()
+    assert written in replay.output and f"{FROZEN_AFTER} rollouts of train.py +recipe=quickstart" in written
+    cfg = load_config(["+recipe=quickstart", f"--config-dir={tmp_path / 'measured'}", "guard=measured"], files=False)
+    assert cfg.guard.ops.keys() == {op.name for op in OPS}
     first, again = metrics(run.run_dir)[1:][:FROZEN_AFTER], metrics(tmp_path / "run")[-FROZEN_AFTER:]
     for name in ("rollout/raw_reward", "train/pg_loss", "train/grad_norm"):
         assert [row[name] for row in again] == pytest.approx([row[name] for row in first], rel=1e-5, abs=1e-7)
