@@ -161,7 +161,7 @@ def test_a_replay_trains_on_the_same_rollouts(run: Done, warm: Warm, tmp_path: P
     assert any(line.startswith("| all_reduce | ") and " | 1 | " in line for line in table), table
     written = (tmp_path / "measured" / "guard" / "measured.yaml").read_text()
     assert written in replay.output and f"{FROZEN_AFTER} rollouts of train.py +recipe=quickstart" in written
-    cfg = load_config(["+recipe=quickstart", f"--config-dir={tmp_path / 'measured'}", "guard=measured"], files=False)
+    cfg = load_config(["+recipe=quickstart", "--config-dir", str(tmp_path / "measured"), "guard=measured"], files=False)
     assert cfg.guard.ops.keys() == {op.name for op in OPS}
     first, again = metrics(run.run_dir)[1:][:FROZEN_AFTER], metrics(tmp_path / "run")[-FROZEN_AFTER:]
     for name in ("rollout/raw_reward", "train/pg_loss", "train/grad_norm"):
