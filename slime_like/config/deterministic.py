@@ -8,6 +8,16 @@ from slime_like.errors import ConfigError
 FAMILIES = ("qwen3",)  # whose engine and trainer have been seen to agree in every bit
 
 
+def check_seeds(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` where tokens would not follow from their seeds."""
+    method = cfg.rollout.sglang.get("speculative_algorithm")
+    if cfg.run.deterministic and method is not None:
+        raise ConfigError(
+            f"rollout.sglang.speculative_algorithm={method} with run.deterministic=true: SGLang verifies drafts without the "
+            "seeds of samples; remove it, or set run.deterministic=false"
+        )
+
+
 def check_bits(cfg: TrainConfig, family: str, dtype: str) -> None:
     """Raise ``ConfigError`` where engine and trainer could not have the same bits on a CPU."""
     whole = "sums over a tensor that is split have another order than sums over the whole"

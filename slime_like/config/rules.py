@@ -7,6 +7,7 @@ from slime_like.config.agent_rules import check_agent
 from slime_like.config.algo import SftConfig
 from slime_like.config.attention import check_attention
 from slime_like.config.base import within
+from slime_like.config.deterministic import check_seeds
 from slime_like.config.eval_overrides import check_overrides, override_lengths
 from slime_like.config.experts import RECOMPUTED, stage_ranks
 from slime_like.config.gdn_rules import check_gdn
@@ -49,6 +50,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True) -> None:
     check_gdn(cfg, machine=machine)
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
     foreign.check_foreign("model.megatron", cfg.model.megatron)
+    check_seeds(cfg)
 
 
 def samples_per_rollout(cfg: TrainConfig) -> int:

@@ -42,6 +42,7 @@ def test_a_gpu_keeps_its_tolerance_and_may_split_tensors(argv: list[str]) -> Non
             "rollout.cpu_kernels=c",
             r"rollout\.cpu_kernels=c with run\.deterministic=true: .*set rollout\.cpu_kernels=auto",
         ),
+        ("+rollout.sglang.speculative_algorithm=NGRAM", r"speculative_algorithm=NGRAM .*without the seeds.*remove it"),
         ("weights.probe_tolerance=1e-4", r"weights\.probe_tolerance=0\.0001 .* allows no difference"),
     ],
 )

@@ -149,15 +149,15 @@ def launch(
         loop.close()
 
 
-def start(models: Models, folder: Path, tp: int, *, deterministic: bool = False) -> Iterator[Engine]:
-    for engine in launch(models, folder, tp, deterministic=deterministic):
+def start(models: Models, folder: Path, tp: int, *, deterministic: bool = False, **sglang: Any) -> Iterator[Engine]:
+    for engine in launch(models, folder, tp, deterministic=deterministic, **sglang):
         if engine is not None:
             yield engine
 
 
 @pytest.fixture(scope="session")
 def engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    yield from start(models, tmp_path_factory.mktemp("tp1"), 1)
+    yield from start(models, tmp_path_factory.mktemp("tp1"), 1, enable_custom_logit_processor=True)
 
 
 @pytest.fixture(scope="session")

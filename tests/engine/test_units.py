@@ -127,11 +127,12 @@ def test_draws_follow_the_weights_over_seeds() -> None:
     assert frequencies[1] == 0
 
 
-def test_nucleus_and_top_k_keep_what_sglang_keeps() -> None:
-    probs = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).repeat(3, 1)
-    kept, tokens = filtered(probs, torch.tensor([0.6, 1.0, 1.0]), torch.tensor([4, 2, 4]))
-    supports = [set(tokens[row][kept[row] > 0].tolist()) for row in range(3)]
-    assert supports == [{1, 3}, {1, 3}, {0, 1, 2, 3}]
+def test_nucleus_top_k_and_min_p_keep_what_sglang_keeps() -> None:
+    probs = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).repeat(5, 1)
+    top_p, top_k = torch.tensor([0.6, 1.0, 1.0, 1.0, 1.0]), torch.tensor([4, 2, 4, 4, 3])
+    kept, tokens = filtered(probs, top_p, top_k, torch.tensor([0.0, 0.0, 0.0, 0.4, 0.2]))
+    supports = [set(tokens[row][kept[row] > 0].tolist()) for row in range(5)]
+    assert supports == [{1, 3}, {1, 3}, {0, 1, 2, 3}, {1, 3}, {1, 2, 3}]
 
 
 # ---- weight commit ---------------------------------------------------------------------------------------------------
@@ -229,6 +230,11 @@ def test_the_child_hears_of_our_seams_before_it_imports_torch(monkeypatch: pytes
     assert environment[server.SEAMS] == "cpu,weight_commit,rollout_sampling"
     assert (environment["OMP_NUM_THREADS"], environment["GOMP_SPINCOUNT"]) == ("1", server.SPIN_COUNT)
     assert environment["SGLANG_MAMBA_CONV_DTYPE"] == SPEC.dtype
+    monkeypatch.setenv(server.SPIN, "5000")
+    assert server.child_environment(SPEC, "/scratch")["GOMP_SPINCOUNT"] == "5000"
+    monkeypatch.setenv(server.SPIN, "many")
+    with pytest.raises(EngineError, match="SPIN_COUNT='many' is not a number of turns: give one, such as 2000"):
+        server.child_environment(SPEC, "/scratch")
     cuda = server.child_environment(replace(SPEC, device="cuda"), "/scratch")
     assert cuda[server.SEAMS] == "weight_commit,rollout_sampling"
     assert "SGLANG_PLATFORM" not in cuda

@@ -2,7 +2,11 @@
 
 SGLang honours ``sampling_seed`` only in its deterministic mode, which changes attention and communication as well, and
 returns log-probabilities of *given* tokens at temperature 1 whatever the request asks. With ``rollout_sampling`` in
-``SLIME_LIKE_SGLANG``, seeds always count and given tokens are scored at the request's temperature, on CPU and GPU.
+``SLIME_LIKE_SGLANG``, seeds count and given tokens are scored at the request's temperature, on CPU and GPU.
+
+Seeds count whatever a request asks of the sampler: temperature, top-k, nucleus, min-p, penalties, biases, grammars, custom
+logit processors, its sampling mask. They do not under speculative decoding, which verifies drafts in functions of its own:
+the engine's log says so, and ``run.deterministic`` refuses it.
 """
 
 from __future__ import annotations

@@ -66,10 +66,15 @@ def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return block_B * BLOCK + within_B
 
 
-def filtered(probs_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities in falling order with those outside nucleus and top-k set to 0, and the tokens they belong to."""
+def filtered(probs_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor, min_p_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities in falling order, 0 where top-k, nucleus or min-p exclude them, and the tokens they belong to.
+
+    min-p is a share of the most probable token's probability. All as ``top_k_top_p_min_p_sampling_from_probs_torch`` of
+    ``sglang.srt.layers.sampler`` has it.
+    """
     sorted_BV, tokens_BV = torch.sort(probs_BV, stable=True, dim=-1, descending=True)
     before_BV = sorted_BV.cumsum(-1) - sorted_BV
     rank = torch.arange(probs_BV.shape[1], device=probs_BV.device)
     outside = (before_BV > top_p_B[:, None]) | (rank >= top_k_B[:, None])
+    outside |= sorted_BV < sorted_BV[:, :1] * min_p_B[:, None]
     return sorted_BV.masked_fill_(outside, 0.0), tokens_BV

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ from slime_like_plugins.rollout_sampling import kernel
 from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
+
+logger = logging.getLogger(__name__)
 
 SCORE_ROWS = 2_048  # rows of logits held at once while scoring
 
@@ -25,8 +29,17 @@ def seed_of(request: Any) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+@functools.cache
+def warn_of_drafts() -> None:
+    """Say once what cannot be honoured."""
+    logger.warning("sampling_seed does not count under speculative decoding: SGLang verifies drafts without seeds")
+
+
 def attach_seeds(info: Any, cls: type, batch: Any, *_: Any, **__: Any) -> None:
     """After ``SamplingBatchInfo.from_schedule_batch``, which drops seeds outside the deterministic mode."""
+    speculation = getattr(batch, "spec_algorithm", None)
+    if speculation is not None and not speculation.is_none():
+        warn_of_drafts()
     info.sampling_seed = torch.tensor([seed_of(request) for request in batch.reqs], dtype=torch.int64).to(info.device)
 
 
@@ -39,21 +52,13 @@ def attach_temperature(metadata: Any, cls: type, forward_batch: Any) -> None:
 def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Around ``Sampler.forward``: seeded tokens and log-softmax(logits / temperature) of them.
 
-    What this run does not use (min-p, grammars, custom processors, returned sampling masks, watermarks) stays with
-    SGLang, unseeded.
+    A batch in which a request asks for its sampling mask, or is watermarked, takes SGLang's own way; its tokens are drawn
+    by ``sample_from_probs`` there, so that seeds count all the same.
     """
     names = ("return_logprob", "top_logprobs_nums", "token_ids_logprobs", "positions")
     call = dict(zip(names, args, strict=False)) | kwargs
-    foreign = (
-        info.need_min_p_sampling
-        or info.grammars
-        or info.has_custom_logit_processor
-        or info.sampling_mask_batch_indices is not None
-        or call.get("logprob_logits") is not None
-        or info.sampling_seed is None
-    )
-    if foreign:
-        info.sampling_seed = None
+    foreign = info.sampling_mask_batch_indices is not None or call.get("logprob_logits") is not None
+    if foreign or info.sampling_seed is None:
         return original(sampler, output, info, *args, **kwargs)
     drawn = draw_plainly(output.next_token_logits, info, call)
     if drawn is not None:
@@ -62,7 +67,7 @@ def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any
         return tokens_B
     logits_BV = sampler._preprocess_logits(output.next_token_logits, info).float()
     logprobs_BV = torch.log_softmax(logits_BV / info.temperatures, dim=-1)
-    tokens_B = choose(logprobs_BV, info, call["positions"])
+    tokens_B = choose(logprobs_BV, logprobs_BV.exp, info, call["positions"])
     if call["return_logprob"]:
         if any(call["top_logprobs_nums"]) or any(ids is not None for ids in call["token_ids_logprobs"]):
             processor = sampler.output_logprob_processor
@@ -75,10 +80,32 @@ def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any
     return tokens_B
 
 
+def sample_from_probs(
+    original: Callable[..., Any], sampler: Any, probs_BV: Tensor, info: Any, positions_B: Tensor, *args: Any
+) -> Any:
+    """Around ``Sampler._sample_from_probs``: tokens, and for those who ask what they were drawn from.
+
+    SGLang's own refuses seeds beside min-p and with flashinfer, and draws seeded tokens by a Triton kernel, which a CPU
+    does not run.
+    """
+    if info.sampling_seed is None:
+        return original(sampler, probs_BV, info, positions_B, *args)
+    from sglang.srt.layers.sampler import _SamplingMaskCapture as Capture
+
+    tokens_B = choose(probs_BV, lambda: probs_BV, info, positions_B).to(torch.int32)
+    asking = info.sampling_mask_batch_indices
+    if asking is None:
+        return tokens_B, None
+    kept, ids = filtered(probs_BV[asking], info.top_ps[asking], info.top_ks[asking], info.min_ps[asking])
+    return tokens_B, Capture(weights=kept, token_ids=ids.to(torch.int32), selected_weight=None, batch_rows=asking)
+
+
 def draw_plainly(logits_BV: Tensor, info: Any, call: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Tokens and their log-probabilities by the kernel in use; ``None``: none is, or the batch asks for more."""
     draw_rows = kernel()
-    if draw_rows is None or logits_BV.dtype is not torch.float32 or info.need_top_p_sampling or top_k_counts(info):
+    if draw_rows is None or logits_BV.dtype is not torch.float32 or info.has_custom_logit_processor:
+        return None
+    if info.need_top_p_sampling or info.need_min_p_sampling or top_k_counts(info):
         return None
     if call["return_logprob"] and (
         any(call["top_logprobs_nums"]) or any(ids is not None for ids in call["token_ids_logprobs"])
@@ -94,20 +121,21 @@ def top_k_counts(info: Any) -> bool:
     return bool(((info.top_ks > 1) & (info.top_ks < info.vocab_size)).any())
 
 
-def choose(logprobs_BV: Tensor, info: Any, positions_B: Tensor) -> Tensor:
-    """Int64 [B]: the next token of each request."""
+def choose(scores_BV: Tensor, weigh: Callable[[], Tensor], info: Any, positions_B: Tensor) -> Tensor:
+    """Int64 [B]: the next token of each request, of the highest score where greedy, else by ``weigh()``: [B, V] weights.
+
+    A request draws the same token whatever the others of its batch ask for.
+    """
     if info.is_all_greedy:
-        return logprobs_BV.argmax(-1)
+        return scores_BV.argmax(-1)
     uniform_B = uniform(info.sampling_seed, positions_B)
-    probs_BV = logprobs_BV.exp()
+    probs_BV = weigh()
     tokens_B = draw(probs_BV, uniform_B)
-    if info.need_top_p_sampling or top_k_counts(info):
-        kept_BV, tokens_BV = filtered(probs_BV, info.top_ps, info.top_ks)
-        limited_B = (info.top_ps < 1.0) | (
-            (info.top_ks > 1) & (info.top_ks < info.vocab_size)
-        )  # others keep their draw
+    if info.need_top_p_sampling or info.need_min_p_sampling or top_k_counts(info):
+        kept_BV, tokens_BV = filtered(probs_BV, info.top_ps, info.top_ks, info.min_ps)
+        limited_B = (info.top_ps < 1.0) | (info.min_ps > 0.0) | ((info.top_ks > 1) & (info.top_ks < info.vocab_size))
         tokens_B = torch.where(limited_B, tokens_BV.gather(1, draw(kept_BV, uniform_B)[:, None])[:, 0], tokens_B)
-    return torch.where(info.top_ks <= 1, logprobs_BV.argmax(-1), tokens_B) if info.is_any_greedy else tokens_B
+    return torch.where(info.top_ks <= 1, scores_BV.argmax(-1), tokens_B) if info.is_any_greedy else tokens_B
 
 
 def score(original: Callable[..., tuple[Any, Tensor]], processor: Any, **call: Any) -> tuple[Any, Tensor]:
@@ -136,6 +164,7 @@ def score(original: Callable[..., tuple[Any, Tensor]], processor: Any, **call: A
 HOOKS = (
     Hook("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "after", attach_seeds),
     Hook("sglang.srt.layers.sampler.Sampler.forward", "around", sample),
+    Hook("sglang.srt.layers.sampler.Sampler._sample_from_probs", "around", sample_from_probs),
     Hook("sglang.srt.layers.logits_processor.LogitsMetadata.from_forward_batch", "after", attach_temperature),
     Hook("sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward", "around", score),
 )
