@@ -8,7 +8,7 @@ import pytest
 
 from tests.train import parity
 from tests.train.jobs import SECONDS_PER_JOB, Job, Results, Shared
-from tests.train.models import SHARED, make_model, make_qwen3, make_vision
+from tests.train.models import SHARED, add_mtp, make_model, make_qwen3, make_vision
 from tests.train.ranks import run_ranks
 
 BALANCE = {"qwen3_moe balanced": 0.05}  # coefficient of the routers' auxiliary loss, where there is one
@@ -29,13 +29,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3_5 two key heads": make_model(
             folder / "qwen3_5_two", "qwen3_5_text", tied=True, seed=10, changes={"linear_num_key_heads": 2}
         ),
-        "qwen3_next": make_model(folder / "qwen3_next", "qwen3_next", tied=False, seed=6),
+        "qwen3_next": add_mtp(make_model(folder / "qwen3_next", "qwen3_next", tied=False, seed=6)),
         "qwen3_5_moe": make_model(folder / "qwen3_5_moe", "qwen3_5_moe_text", tied=True, seed=8),
-        "qwen3_next experts": make_model(
-            folder / "qwen3_next_experts", "qwen3_next", tied=False, seed=9, changes={**SHARED, "mlp_only_layers": []}
+        "qwen3_next experts": add_mtp(
+            make_model(
+                folder / "next_experts", "qwen3_next", tied=False, seed=9, changes={**SHARED, "mlp_only_layers": []}
+            )
         ),
         "qwen3_moe": make_model(folder / "qwen3_moe", "qwen3_moe", tied=False, seed=7),
         "vision": make_vision(folder / "vision", seed=7),
+        "vision experts": make_vision(folder / "vision_experts", seed=10, experts=True),
     }
     return found | {"qwen3_moe balanced": found["qwen3_moe"]}
 

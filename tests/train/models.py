@@ -102,27 +102,37 @@ def unsettle(model: Any) -> None:
                 parameter.mul_(2.0)  # so that logits are far from uniform
 
 
-def make_vision(folder: Path, seed: int) -> Path:
-    """Write a random Qwen3.5 with a vision tower, its output layer tied, and tensors for multi-token prediction."""
-    from safetensors.torch import load_file, save_file
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+def make_vision(folder: Path, seed: int, *, experts: bool = False) -> Path:
+    """Write a random Qwen3.5 with a vision tower, its output layer tied, and tensors for multi-token prediction.
 
+    With ``experts`` those of a block lie in two tensors, as in released models.
+    """
+    import transformers
+
+    kind = "Qwen3_5Moe" if experts else "Qwen3_5"
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     text = {**shape, **HYBRID, "vocab_size": VOCAB, "num_key_value_heads": 2, "max_position_embeddings": 512}
     rope = {**ROPE["default"], "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
-    config = Qwen3_5Config(
-        text_config={**text, "rope_parameters": rope, "tie_word_embeddings": True},
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**text, **(SHARED if experts else {}), "rope_parameters": rope, "tie_word_embeddings": True},
         vision_config={**vision, "num_position_embeddings": 16},
         tie_word_embeddings=True,
     )
     torch.manual_seed(seed)
-    model: Any = Qwen3_5ForConditionalGeneration(config)
+    model: Any = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     unsettle(model)
     model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {f"mtp.{name}": torch.randn(4, 6, dtype=torch.bfloat16) for name in ("fc.weight", "layers.0.x.weight")}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    rewrite(folder, fused)
+    return add_mtp(folder)
+
+
+def add_mtp(folder: Path) -> Path:
+    """Give the model in ``folder`` tensors for multi-token prediction, in bfloat16, some of them of experts."""
+    names = ("fc.weight", "norm.weight", "layers.0.self_attn.q_proj.weight")
+    names += tuple(f"layers.0.mlp.experts.{e}.{part}_proj.weight" for e in range(2) for part in ("gate", "up", "down"))
+    more = {f"mtp.{name}": torch.randn(4, 6, dtype=torch.bfloat16) for name in names}
+    rewrite(folder, lambda tensors: tensors | more)
     return folder
 
 

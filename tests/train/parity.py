@@ -22,7 +22,7 @@ from slime_like.config.resolved import Layout
 from slime_like.metrics.types import reduce_metrics
 from tests.train.faults import FAULTS, replaced
 from tests.train.jobs import Results, Shared, make_actor
-from tests.train.models import count_tokens, joined, make_rows, normalised
+from tests.train.models import VOCAB, count_tokens, joined, make_rows, normalised
 from tests.train.ranks import World
 
 TEMPERATURE = 0.7
@@ -50,6 +50,7 @@ class Reference:
     grad_norm: float
     grads: dict[str, Tensor]
     logprobs: list[np.ndarray]  # [T] per micro-batch
+    logits: np.ndarray  # [T, V] of the first micro-batch
     balance: float = 0.0  # auxiliary loss of the routers before its coefficient, mean over the layers
     load: float = 0.0  # of a layer's busiest expert over the mean, mean over the layers
 
@@ -66,6 +67,7 @@ def reference(folder: Path, coefficient: float = 0.0) -> Reference:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     total = torch.zeros(())
     columns: list[np.ndarray] = []
+    logits: list[np.ndarray] = []  # [T, V] per sequence
     routed: list[list[tuple[Tensor, ...]]] = []  # per micro-batch and sequence the logits [T, E] of each router
     for rows in batch():
         routed.append([])
@@ -75,6 +77,7 @@ def reference(folder: Path, coefficient: float = 0.0) -> Reference:
             with without_fla(model):
                 out = model(input_ids=ids, **({"output_router_logits": True} if coefficient else {}))
             routed[-1] += [out.router_logits] if coefficient else []
+            logits.append(out.logits[0].detach().float().numpy())
             log_p = torch.log_softmax(out.logits[0, :-1].float() / TEMPERATURE, -1)
             logprobs = log_p.gather(1, ids[0, 1:, None])[:, 0]
             entropy = -(log_p.exp() * log_p).sum(-1)
@@ -88,7 +91,8 @@ def reference(folder: Path, coefficient: float = 0.0) -> Reference:
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.cat([g.flatten().double() for g in grads.values()]).norm()
     means = float(balance.detach().mean()), load
-    return Reference(float(total.detach()), float(norm), by_expert(grads), columns, *means)
+    first = np.concatenate(logits[: len(batch()[0].cu_seqlens) - 1])
+    return Reference(float(total.detach()), float(norm), by_expert(grads), columns, first, *means)
 
 
 def _balance(routed: list[list[tuple[Tensor, ...]]], top: int) -> tuple[Tensor, float]:
@@ -147,6 +151,7 @@ class Comparison:
     score: float  # absolute
     decay: float = 0.0  # as ``grad``, of the decays of Gated DeltaNet layers
     balance: float = 0.0  # of the auxiliary loss and the load of experts, as they are reported
+    logits: float | None = None  # of a micro-batch's, whole [T, V], relative to the largest; on one rank alone
 
     @property
     def worst(self) -> float:
@@ -178,6 +183,7 @@ def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dic
         mine = [joined(mine[0], mine[1]), *mine[2:]]
     count = count_tokens(rows)
     scores = [actor.score(r) for r in pairs(rows)]
+    logits = _logits_error(actor, rows[0], ref) if layout.world_size == 1 else None
     errors: dict[str, float] = {}
     update = actor.trainer.optimizer.step
 
@@ -201,7 +207,38 @@ def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dic
         score=score,
         decay=max(decays, default=0.0),
         balance=_balance_error(metrics, ref) if ref.balance else 0.0,
+        logits=logits,
     )
+
+
+def _logits_error(actor: Any, rows: Rows, ref: Reference) -> float:
+    found = logits_of(actor, rows)
+    assert found.shape == ref.logits.shape
+    return float(np.abs(found - ref.logits).max() / np.abs(ref.logits).max())
+
+
+def logits_of(actor: Any, rows: Rows) -> Any:
+    """[T, V] of the tokens in ``rows``, before the temperature, on the last pipeline stage."""
+    from megatron.core.tensor_parallel import (
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+    )
+
+    from slime_like.train.megatron.forward import make_micro, run_schedule
+
+    policy = actor.trainer.model.last
+
+    def after(micro: Any, hidden: Tensor, non_loss_data: bool = True) -> Any:
+        if policy.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        tied = policy.share_embeddings_and_output_weights
+        weight: Any = policy.shared_embedding_or_output_weight() if tied else policy.output_layer.weight
+        whole: Any = gather_from_tensor_model_parallel_region(hidden[: len(rows.token_ids), 0] @ weight.T)
+        return whole[:, :VOCAB].numpy()
+
+    with torch.no_grad():
+        found = run_schedule(actor.trainer.wrapped, [make_micro(rows, actor.trainer.place)], after, train=False)
+    return found[0] if found else None
 
 
 def _balance_error(metrics: dict[str, float], ref: Reference) -> float:

@@ -16,11 +16,12 @@ from slime_like.errors import SlimeLikeError
 from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch, digest, train
+from tests.train.models import VOCAB
+from tests.train.parity import logits_of
 from tests.train.ranks import World
 from tests.unchanged import unchanged
 
 PADDED = 384  # another multiple than our own 256
-VOCABULARY = 250
 
 
 def write_gpt(world: World, shared: Shared, fused_names: bool, kind: str = "untied") -> dict[str, Any]:
@@ -57,9 +58,9 @@ def write_gpt(world: World, shared: Shared, fused_names: bool, kind: str = "unti
     (shared.scratch / "latest_checkpointed_iteration.txt").write_text("release")
     ids = torch.arange(3, 23)[None]
     with torch.no_grad():
-        stock = model(ids, torch.arange(20)[None], None)[0, :, :VOCABULARY]
+        stock = model(ids, torch.arange(20)[None], None)[0, :, :VOCAB]
         with replaced(DotProductAttention, "forward", _fused_attention):
-            logits = model(ids, torch.arange(20)[None], None)[0, :, :VOCABULARY]
+            logits = model(ids, torch.arange(20)[None], None)[0, :, :VOCAB]
     return {"keys": sorted(keys), "logprobs": _next_logprobs(stock, ids), "logits": logits.numpy()}
 
 
@@ -68,29 +69,6 @@ def _fused_attention(self: Any, query: torch.Tensor, key: torch.Tensor, value: t
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.permute(2, 0, 1, 3).flatten(2)
-
-
-def _logits(actor: Any, rows: Any) -> Any:
-    """[S, V] of the one sequence in ``rows``, on the last pipeline stage."""
-    from megatron.core.tensor_parallel import (
-        gather_from_sequence_parallel_region,
-        gather_from_tensor_model_parallel_region,
-    )
-
-    from slime_like.train.megatron.forward import make_micro, run_schedule
-
-    policy = actor.trainer.model.last
-
-    def after(micro: Any, hidden: torch.Tensor, non_loss_data: bool = True) -> Any:
-        if policy.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden)
-        part = hidden[: len(rows.token_ids), 0] @ policy.output_layer.weight.T
-        whole: Any = gather_from_tensor_model_parallel_region(part)
-        return whole[:, :VOCABULARY].numpy()
-
-    with torch.no_grad():
-        found = run_schedule(actor.trainer.wrapped, [make_micro(rows, actor.trainer.place)], after, train=False)
-    return found[0] if found else None
 
 
 def _gpt_config(actor: Any) -> Any:
@@ -127,7 +105,7 @@ def start_from(world: World, shared: Shared, folder: str, layout: Layout, kind: 
         cu_seqlens=np.array([0, 20], dtype=np.int32),
     )
     scores = actor.score(rows)
-    logits = _logits(actor, rows) if kind == "untied" else None
+    logits = logits_of(actor, rows) if kind == "untied" else None
     metrics = train(actor, layout, 1)
     return {"scores": scores, "logits": logits, "kl": metrics.get("train/kl_loss")}
 

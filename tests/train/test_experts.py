@@ -15,8 +15,9 @@ from slime_like.errors import CheckpointError
 from slime_like.train.megatron.families.experts import ExpertMatrix, global_key, keys_of_peers
 from slime_like.train.megatron.hf import HFFolder
 from tests.train.jobs import SP, Job, Results
+from tests.train.models import fused as joined_experts
 from tests.train.parity import comparison
-from tests.train.weights import assert_refused, assert_same_tensors, family_of
+from tests.train.weights import assert_refused, assert_same_tensors, family_of, tensors_of
 
 pytestmark = pytest.mark.ranks
 
@@ -37,10 +38,11 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
     },
     4: {"dp4 ep2": Layout(dp=4, ep=2), "pp2 tp2 sp ep2": Layout(pp=2, ep=2, **SP)},
 }
-HYBRIDS = ("qwen3_next experts", "qwen3_5_moe")
+HYBRIDS = ("qwen3_next experts", "qwen3_5_moe", "vision experts")
 HYBRID_LAYOUTS = {
     "qwen3_next experts": ("single", "ep2", "tp2 sp ep2", "pp2", "cp2 ep2"),
     "qwen3_5_moe": ("single", "ep2"),
+    "vision experts": ("single",),
 }
 CASES: dict[int, dict[str, tuple[str, Layout]]] = {
     size: {
@@ -76,6 +78,7 @@ ROUND_TRIP = {
         ("qwen3_moe", "cp2 ep2"),
         ("qwen3_next experts", "tp2 sp ep2"),
         ("qwen3_5_moe", "ep2"),
+        ("vision experts", "ep2"),
     )
 }
 RESHARDED = {name: LAYOUTS[2][name] for name in ("ep2", "dp2", "tp2 sp", "tp2 sp ep2", "pp2")}
@@ -133,9 +136,21 @@ def test_a_planted_fault_exceeds_the_bound(fault: str, results: Results) -> None
     assert max(found.worst, found.score) > 100 * BOUND, found
 
 
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_whole_logits_equal_hf(kind: str, results: Results) -> None:
+    found = comparison(results, f"{kind} single")
+    assert found.logits is not None and found.logits <= BOUND, found
+
+
 @pytest.mark.parametrize("name", ROUND_TRIP)
 def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Path], results: Results) -> None:
-    assert_same_tensors(results[name][0], models[ROUND_TRIP[name][0]])
+    kind = ROUND_TRIP[name][0]
+    assert_same_tensors(results[name][0], models[kind])
+    before = tensors_of(models[kind])
+    if kind == "vision experts":
+        assert "model.language_model.layers.3.mlp.experts.gate_up_proj" in before
+    carried = {"vision experts": {"mtp", "model"}, "qwen3_next experts": {"mtp"}}.get(kind, set())
+    assert {name.split(".")[0] for name in before if name.startswith(("mtp.", "model.visual."))} == carried
 
 
 @pytest.mark.parametrize("target", ["single", *RESHARDED])
@@ -155,15 +170,7 @@ def fused(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """The same model with all experts of a block in one tensor."""
     folder = tmp_path_factory.mktemp("fused")
     source = models["qwen3_moe"]
-    tensors = load_file(source / "model.safetensors")
-    joined = {key: value for key, value in tensors.items() if ".mlp.experts." not in key}
-    for i in range(4):
-        own = f"model.layers.{i}.mlp.experts"
-        gate, up, down = (
-            torch.stack([tensors[f"{own}.{e}.{name}_proj.weight"] for e in range(8)]) for name in ("gate", "up", "down")
-        )
-        joined |= {f"{own}.gate_up_proj": torch.cat((gate, up), 1), f"{own}.down_proj": down}
-    save_file(joined, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(joined_experts(load_file(source / "model.safetensors")), folder / "model.safetensors")
     (folder / "config.json").write_text((source / "config.json").read_text())
     return folder
 

@@ -74,6 +74,11 @@ OVERLAPS = {
     "hybrid overlap": (Layout(dp=2, **SMALL), False),
     "hybrid overlap, read early": (Layout(dp=2, **SMALL), True),
 }
+EXPORTS = {
+    "hybrid export": ("vision", Layout(**SP)),
+    "hybrid export next": ("qwen3_next experts", Layout(dp=2, ep=2)),
+}
+CARRIED = {"vision": ("mtp.", "model.visual."), "qwen3_next experts": ("mtp.",)}
 HALF = {"hybrid half dp2": Layout(dp=2), "hybrid half tp2": Layout(**SP)}
 
 
@@ -97,7 +102,7 @@ def jobs() -> dict[int, list[Job]]:
         *(Job(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()),
         *(Job(name, "tests.train.hybrid:half", ("qwen3_next", layout)) for name, layout in HALF.items()),
         *(Job(name, "tests.train.hybrid:overlap", ("qwen3_next", *case)) for name, case in OVERLAPS.items()),
-        Job("hybrid export", "tests.train.lifecycle:export", ("vision", Layout(**SP), 40_000)),
+        *(Job(name, "tests.train.lifecycle:export", (*case, 40_000)) for name, case in EXPORTS.items()),
     ]
     return out
 
@@ -112,6 +117,12 @@ def test_equals_hf(name: str, results: Results) -> None:
     assert found.worst <= BOUND, found
     assert found.score <= BOUND, found
     assert found.decay <= DECAY_BOUND, found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_logits_equal_hf(kind: str, results: Results) -> None:
+    found = comparison(results, f"{kind} single")
+    assert found.logits is not None and found.logits <= BOUND, found
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -164,20 +175,25 @@ def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Pa
     assert_same_tensors(results[name][0], models[ROUND_TRIP[name][0]])
 
 
-def test_what_is_not_trained_goes_into_an_export_but_not_to_engines(models: dict[str, Path], results: Results) -> None:
-    exported: list[Exported] = results["hybrid export"]
-    names = {name for e in exported for bucket in e.sent for name, _, _ in bucket}
-    trained = {name for name in tensors_of(models["vision"]) if name.startswith("model.language_model.")}
-    assert names == trained and len(trained) > 40
-    before, after = tensors_of(models["vision"]), tensors_of(exported[0].folder)
-    carried = before.keys() - trained
-    assert {name.split(".")[0] for name in carried} == {"mtp", "model"}  # model.visual.
-    assert all(torch.equal(after[name], before[name]) for name in carried)
+@pytest.mark.parametrize("name", EXPORTS)
+def test_what_is_not_trained_goes_into_an_export_but_not_to_engines(
+    name: str, models: dict[str, Path], results: Results
+) -> None:
+    exported: list[Exported] = results[name]
+    kind = EXPORTS[name][0]
+    before, after = tensors_of(models[kind]), tensors_of(exported[0].folder)
+    carried = {name for name in before if name.startswith(CARRIED[kind])}
+    assert all(any(name.startswith(prefix) for name in carried) for prefix in CARRIED[kind])
+    trained = before.keys() - carried
+    assert {name for e in exported for bucket in e.sent for name, _, _ in bucket} == trained and len(trained) > 40
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) and after[name].dtype == before[name].dtype for name in carried)
     assert not any(torch.equal(after[name], before[name]) for name in trained if name.endswith("proj.weight"))
 
 
-def test_hf_loads_the_export_and_agrees(results: Results) -> None:
-    assert_hf_agrees(results["hybrid export"])
+@pytest.mark.parametrize("name", EXPORTS)
+def test_hf_loads_the_export_and_agrees(name: str, results: Results) -> None:
+    assert_hf_agrees(results[name])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
