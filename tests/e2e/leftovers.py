@@ -1,12 +1,16 @@
-"""What a run left behind: processes (their ports go with them) and names in /dev/shm.
+"""What a run left behind: processes, ports that are listened on, and names in /dev/shm.
 
-Every process of a run inherits a mark in its environment, so that those of other runs on the machine are told apart.
+Every process of a run inherits a mark in its environment, so that those of other runs on the machine are told apart. Ray's
+agents write their title over it: they are known as descendants of the others, and later by their id and start. A port is known by its socket: another run may listen on the same number by then.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 from slime_like.deadline import Deadline
@@ -16,37 +20,85 @@ GONE_S = 30.0  # for the processes of a run to be gone after it
 SHARED = Path("/dev/shm")
 
 
-def leftovers(mark: str, shared: set[Path], *, died: bool) -> list[str]:
-    """Processes of a run, and which of the names in ``shared`` there are; a moment after its end.
+LISTENING = "0A"  # state of a socket in /proc/net/tcp
+
+
+@dataclass(frozen=True, slots=True)
+class Living:
+    """A process of this machine that is no zombie."""
+
+    pid: int
+    started: str  # in ticks since boot; with ``pid`` it is the same process
+    parent: int
+
+
+@dataclass(slots=True)
+class Held:
+    """The processes of a run while it went on, and what they were seen to hold."""
+
+    mark: str
+    known: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])  # id and start of each process
+    shared: set[Path] = field(default_factory=set[Path])  # names in /dev/shm, and the folders that these are in
+    ports: dict[int, str] = field(default_factory=dict[int, str])  # inode of a listening socket -> address
+
+    def look(self) -> None:
+        """Note what there is now."""
+        found = self.processes()
+        self.shared |= mapped(found)
+        self.ports |= listened_on(found)
+
+    def processes(self) -> list[int]:
+        """Those that live: with the mark, known from before, or started by one of these; but this one."""
+        living = [process for process in processes() if process.pid != os.getpid()]
+        mine = {p.pid for p in living if (p.pid, p.started) in self.known or is_marked(p.pid, self.mark)}
+        while more := {p.pid for p in living if p.parent in mine} - mine:
+            mine |= more
+        self.known |= {(p.pid, p.started) for p in living if p.pid in mine}
+        return sorted(mine)
+
+
+def leftovers(held: Held, *, died: bool) -> list[str]:
+    """Processes of a run, and what there is of what they ``held``; a moment after its end.
 
     A driver that was killed (``died``) leaves the rings of its ranks to the next part, which removes them, and Ray's own
-    agents, which notice the end of their raylet in a minute or more.
+    agents with their ports, which notice the end of their raylet in a minute or more.
     """
     deadline = Deadline("test", "leftovers", GONE_S)
-    while alive := [pid for pid in processes(mark) if not (died and is_agent(pid))]:
+    while alive := [pid for pid in held.processes() if not (died and is_agent(pid))]:
         if deadline.elapsed() > deadline.limit:
             break
         time.sleep(0.2)
     names = [
-        path for path in sorted(shared) if path.exists() and not (died and path.parts[3].startswith("slime_like."))
+        path for path in sorted(held.shared) if path.exists() and not (died and path.parts[3].startswith("slime_like."))
     ]
-    return [*(f"process {pid}: {command(pid)}" for pid in alive), *map(str, names)]
+    open_now = listening()
+    spared = sockets([pid for pid in held.processes() if is_agent(pid)]) if died else set[int]()
+    ports = [address for inode, address in held.ports.items() if inode in open_now and inode not in spared]
+    return [
+        *(f"process {pid}: {command(pid)}" for pid in alive),
+        *(f"port {address}: somebody listens" for address in ports),
+        *map(str, names),
+    ]
 
 
-def processes(mark: str) -> list[int]:
-    """Living processes whose environment has ``mark``, but this one."""
-    found: list[int] = []
+def processes() -> list[Living]:
+    """All of this machine (proc_pid_stat(5))."""
+    found: list[Living] = []
     for process in Path("/proc").iterdir():
-        if not process.name.isdigit() or int(process.name) == os.getpid():
-            continue
-        try:
-            environment = (process / "environ").read_bytes().split(b"\0")
-            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if f"{MARK}={mark}".encode() in environment and state != "Z":
-            found.append(int(process.name))
+        if process.name.isdigit():
+            with suppress(OSError):  # it has ended
+                state, parent, *others = (process / "stat").read_text().rpartition(")")[2].split()
+                if state != "Z":
+                    found.append(Living(int(process.name), others[17], int(parent)))
     return found
+
+
+def is_marked(pid: int, mark: str) -> bool:
+    """Whether a process has ``mark`` in its environment."""
+    try:
+        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def is_agent(pid: int) -> bool:
@@ -63,10 +115,10 @@ def command(pid: int) -> str:
         return ""
 
 
-def mapped(mark: str) -> set[Path]:
-    """Names in /dev/shm that processes of a run have mapped, and the folders that these are in."""
+def mapped(pids: list[int]) -> set[Path]:
+    """Names in /dev/shm that processes have mapped, and the folders that these are in."""
     found: set[Path] = set()
-    for pid in processes(mark):
+    for pid in pids:
         try:
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         except OSError:
@@ -79,3 +131,42 @@ def mapped(mark: str) -> set[Path]:
         for name in (path, *path.parents)
         if len(name.parts) > 3
     }
+
+
+def listened_on(pids: list[int]) -> dict[int, str]:
+    """Listening TCP sockets that processes have open: inode and address of each."""
+    everywhere, mine = listening(), sockets(pids)
+    return {inode: address for inode, address in everywhere.items() if inode in mine}
+
+
+def listening() -> dict[int, str]:
+    """Listening TCP sockets of this machine (proc_net_tcp(5))."""
+    found: dict[int, str] = {}
+    for name in ("tcp", "tcp6"):
+        path = Path("/proc/net") / name
+        for row in path.read_text().splitlines()[1:] if path.exists() else []:
+            _, local, _, state, *_, inode = row.split()[:10]
+            if state == LISTENING:
+                found[int(inode)] = address_of(local)
+    return found
+
+
+def address_of(local: str) -> str:
+    """``0100007F:1F90``, words as the machine has them in memory, is ``127.0.0.1:8080``."""
+    host, port = local.split(":")
+    data = b"".join(bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8))
+    ip = IPv4Address(data) if len(data) == 4 else IPv6Address(data)
+    return f"{ip}:{int(port, 16)}"
+
+
+def sockets(pids: list[int]) -> set[int]:
+    """Inodes of the sockets that processes have open."""
+    found: set[int] = set()
+    for pid in pids:
+        with suppress(OSError):  # the process has ended
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):  # this file was closed
+                    name = file.readlink().name
+                    if name.startswith("socket:["):
+                        found.add(int(name[8:-1]))
+    return found

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from slime_like.deadline import Deadline
-from tests.e2e.leftovers import MARK, leftovers, mapped
+from tests.e2e.leftovers import MARK, Held, leftovers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_S = 420.0
 POLL_S = 0.1
-LOOK_S = 1.0  # between two looks at what a run has in shared memory
+LOOK_S = 1.0  # between two looks at what a run holds
 _numbers = itertools.count()
 
 
@@ -33,15 +33,14 @@ class Finished:
 
 
 class Training:
-    """One train.py process, or another script that is one, in a session of its own."""
+    """One train.py process, or another script that is one (by its path from the repository), in a session of its own."""
 
     started: ClassVar[list[Training]] = []  # by this process
 
     def __init__(self, *arguments: str, log: Path, script: str = "train.py") -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
-        self._mark = f"{os.getpid()}.{next(_numbers)}"
-        self._shared: set[Path] = set()
+        self.held = Held(f"{os.getpid()}.{next(_numbers)}")
         self._looked = 0.0
         with log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -49,7 +48,7 @@ class Training:
                 cwd=REPOSITORY,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"HF_HUB_OFFLINE": "1", MARK: self._mark},
+                env=os.environ | {"HF_HUB_OFFLINE": "1", MARK: self.held.mark},
                 start_new_session=True,
             )
         self.started.append(self)
@@ -74,8 +73,8 @@ class Training:
         self._wait(reached_or_over)
 
     def look(self) -> None:
-        """Note what its processes have in shared memory now."""
-        self._shared |= mapped(self._mark)
+        """Note its processes, what they have in shared memory, and what they listen on, now."""
+        self.held.look()
         self._looked = time.monotonic()
 
     def leftovers(self) -> list[str]:
@@ -83,7 +82,7 @@ class Training:
         if self.running():
             self._end()
             return [f"train.py itself, which said: {self._log.read_text()[-3000:]}"]
-        return leftovers(self._mark, self._shared, died=self._process.wait() == -signal.SIGKILL)
+        return leftovers(self.held, died=self._process.wait() == -signal.SIGKILL)
 
     def _wait(self, reached: Callable[[], bool]) -> None:
         deadline = Deadline("test", "train.py", RUN_S)
