@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Generator
@@ -19,6 +18,7 @@ from slime_like.config.root import TrainConfig
 from slime_like.deadline import Deadline
 from slime_like.errors import ConfigError, WorkerError
 from slime_like.quickstart.arithmetic import ArithmeticSpec
+from slime_like.quickstart.child import run_child
 from slime_like.quickstart.model import DENSE, GDN, NEXT, TOOL, ModelSpec, write_model
 from slime_like.quickstart.tool import ToolSpec
 
@@ -130,9 +130,7 @@ def _warm_start(cfg: TrainConfig, job: Job, assets: Path, run_dir: Path) -> None
         return
     started = time.monotonic()
     _say(f"warm start: supervised fine-tuning on demonstrations, once; its files go to {run_dir}")
-    shutil.rmtree(run_dir, ignore_errors=True)  # absent, empty or stamped: prepare has checked
-    run_dir.mkdir(parents=True)
-    (run_dir / STAMP).write_text(UNFINISHED)
+    _empty(run_dir)
     command = [
         sys.executable,
         str(REPOSITORY / "train.py"),
@@ -145,16 +143,24 @@ def _warm_start(cfg: TrainConfig, job: Job, assets: Path, run_dir: Path) -> None
         "metrics.console=plain",
     ]
     deadline = Deadline("quickstart", "warm start", WARM_START_DEADLINE_S)
-    try:
-        subprocess.run(command, check=True, timeout=deadline.limit)
-    except subprocess.TimeoutExpired as error:
-        raise deadline.exceeded("the warm start") from error
-    except subprocess.CalledProcessError as error:
-        raise WorkerError(
-            f"the warm start ended with exit code {error.returncode}; its message stands above"
-        ) from error
+    if code := run_child("the warm start", command, deadline):
+        raise WorkerError(f"the warm start ended with exit code {code}; its message stands above")
     (run_dir / STAMP).write_text(json.dumps(stamp))
     _say(f"warm start done in {time.monotonic() - started:.0f} s")
+
+
+def _empty(folder: Path) -> None:
+    """Remove what an earlier warm start left there (``prepare`` has checked that nothing else is in it).
+
+    The stamp first: a removal that is cut short leaves a folder that is still known as the quickstart's, and as unfinished.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / STAMP).write_text(UNFINISHED)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != STAMP:
+            path.unlink()
 
 
 def _stamp(job: Job) -> dict[str, object]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,51 +11,63 @@ import pytest
 
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.data.token_view import load_view, view_path
-from slime_like.deadline import scale
 from slime_like.types import Sample, Source
 from tests.e2e import checks
-from tests.e2e.runs import REPOSITORY, RUN_S, metrics
+from tests.e2e.runs import REPOSITORY, Training, metrics
 
 pytestmark = pytest.mark.e2e
 PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
 ROLLOUTS = 6
 
 
-def test_a_program_of_its_own_teaches_a_tool(tmp_path: Path) -> None:
-    found = PROGRAM.search((REPOSITORY / "docs" / "library.md").read_text())
-    assert found is not None
-    (tmp_path / "mine.py").write_text(found[1])
-    run_dir = tmp_path / "run"
-    overrides = (
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """A job whose model has to be made first."""
+    folder = tmp_path_factory.mktemp("library")
+    return (
         "+recipe=quickstart_tool",
-        f"data.train={tmp_path / 'assets' / 'train.jsonl'}",
-        f"model.hf_checkpoint={tmp_path / 'sft' / 'hf'}",
-        f"evaluation.datasets={{arithmetic: '{tmp_path / 'assets' / 'heldout.jsonl'}@[0:100]'}}",
-        f"run.dir={run_dir}",
+        f"data.train={folder / 'assets' / 'train.jsonl'}",
+        f"model.hf_checkpoint={folder / 'sft' / 'hf'}",
+        f"evaluation.datasets={{arithmetic: '{folder / 'assets' / 'heldout.jsonl'}@[0:100]'}}",
+        f"run.dir={folder / 'run'}",
         "run.dump_rollouts=true",
         "evaluation.interval=null",
         f"loop.num_rollout={ROLLOUTS}",
         "optim.warmup_steps=0",
-        "metrics.console=plain",
     )
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "mine.py"), *overrides],
-        cwd=REPOSITORY,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=RUN_S * scale(),
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert f"rollout {ROLLOUTS - 1}: version {ROLLOUTS}, best answer" in done.stdout
+
+
+def test_a_signal_during_the_warm_start_ends_it_with_its_parent(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    """The next test makes it whole."""
+    log = tmp_path / "log"
+    training = Training(*overrides, log=log)
+    training.wait_until(lambda: "quickstart_tool_sft: Ray is up" in log.read_text())
+    training.look()
+    assert training.held.ports, "of the child's Ray: what is looked for afterwards was there"
+    training.signal(signal.SIGTERM)
+    done = training.wait()
+    assert done.code == 130, done.output
+    assert "the warm start was stopped by SIGTERM" in done.output and "Traceback" not in done.output
+    assert training.leftovers() == []
+
+
+def test_a_program_of_its_own_teaches_a_tool(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    found = PROGRAM.search((REPOSITORY / "docs" / "library.md").read_text())
+    assert found is not None
+    (tmp_path / "mine.py").write_text(found[1])
+    run_dir = next(Path(text.removeprefix("run.dir=")) for text in overrides if text.startswith("run.dir="))
+    done = Training(*overrides, log=tmp_path / "log", script=str(tmp_path / "mine.py")).wait()
+    assert done.code == 0, done.output
+    assert "quickstart: warm start done" in done.output
+    assert f"rollout {ROLLOUTS - 1}: version {ROLLOUTS}, best answer" in done.output
     rows = metrics(run_dir)
     checks.check_consistency(rows)
     checks.check_documented(rows)
     assert rows[0]["eval/arithmetic"] < 0.5, "it mostly guesses"
     assert rows[-1]["eval/arithmetic"] > rows[0]["eval/arithmetic"] + 0.25
     assert rows[-1]["rollout/num_turns"] > rows[1]["rollout/num_turns"] + 0.2, "because it calls"
+    rewards = [row["rollout/raw_reward"] for row in rows[1:]]
+    assert np.mean(rewards[-2:]) > rewards[0] + 0.1, "of what it samples, too"
     check_token_view(run_dir, ROLLOUTS - 1)
 
 

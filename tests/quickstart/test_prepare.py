@@ -70,6 +70,25 @@ def test_a_warm_start_made_by_hand_is_taken_for_ours(tmp_path: Path) -> None:
         prepare_module._check_ours("model.hf_checkpoint", folder)
 
 
+def test_what_a_removal_that_was_cut_short_leaves_is_still_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_short(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / prepare_module.STAMP).write_text('{"of": "another model"}')
+    monkeypatch.setattr(prepare_module.shutil, "rmtree", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_module._empty(tmp_path)
+    prepare_module._check_ours("model.hf_checkpoint", tmp_path)
+    monkeypatch.undo()
+    prepare_module._empty(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [prepare_module.STAMP]
+    assert (tmp_path / prepare_module.STAMP).read_text() == prepare_module.UNFINISHED
+
+
 def test_a_users_model_is_not_removed(tmp_path: Path) -> None:
     mine = tmp_path / "models" / "hf"
     mine.mkdir(parents=True)
