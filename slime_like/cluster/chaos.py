@@ -14,9 +14,9 @@ from random import Random
 from typing import Any
 
 from slime_like.cluster.stacks import living
-from slime_like.config.faults import FATAL, RECOVERED, ChaosConfig, Fault, parse_fault
+from slime_like.config.faults import FATAL, RECOVERED, REWARDS, ChaosConfig, Fault, parse_fault
 from slime_like.data import faults
-from slime_like.data.faults import Recovery, Strike
+from slime_like.data.faults import REWARD_SERVER, Recovery, Strike
 
 DRAWN_PHASES = ("collect", "step", "push")
 SIGNALS = {
@@ -58,6 +58,7 @@ class Chaos:
     config: ChaosConfig
     run_dir: Path
     engines: Mapping[str, Any]  # name -> Ray handle of EngineActor
+    manager: Any = None  # Ray handle of RolloutActor
     pending: list[Fault] = field(default_factory=list[Fault])
     strikes: list[Strike] = field(default_factory=list[Strike])
     recoveries: list[Recovery] = field(default_factory=list[Recovery])  # planted or not
@@ -98,6 +99,8 @@ class Chaos:
             rng = Random(f"{self.config.seed} {fault}")
             if fault.kind in RECOVERED:
                 self._hurt_engine(fault, rng)
+            elif fault.kind in REWARDS:
+                self._lose_reward_server(fault)
             else:
                 self._signal(fault, rng)
 
@@ -112,6 +115,13 @@ class Chaos:
             goes_on = threading.Timer(self.config.slow_s, self.engines[name].hurt.remote, ("SIGCONT",))
             goes_on.daemon = True
             goes_on.start()
+
+    def _lose_reward_server(self, fault: Fault) -> None:
+        if self.manager is None:
+            self._note(fault, "", "the run asks no reward server")
+            return
+        self._note(fault, REWARD_SERVER)
+        self.manager.lose_reward_server.remote(self.config.slow_s)
 
     def _signal(self, fault: Fault, rng: Random) -> None:
         assert fault.kind in FATAL
@@ -140,7 +150,8 @@ def report_lines(strikes: Sequence[Strike], recoveries: Sequence[Recovery], pend
     found = faults.outcomes(strikes, recoveries)
     if not (found or pending):
         return []
-    back = sum(bool(lost.joined) for lost in recoveries)
-    head = f"faults: {len(strikes)} planted, {len(recoveries)} engines lost, {back} of them serving again"
+    engines = [lost for lost in recoveries if lost.engine != REWARD_SERVER]
+    back = sum(bool(lost.joined) for lost in engines)
+    head = f"faults: {len(strikes)} planted, {len(engines)} engines lost, {back} of them serving again"
     struck = [f"  {outcome.what} on {outcome.where or 'nothing'}: {outcome.found}" for outcome in found]
     return [head, *struck, *(f"  {fault} has not struck: this part of the run did not reach it" for fault in pending)]

@@ -70,6 +70,10 @@ class RolloutActor:
         """See ``RolloutManager.last_recoveries``."""
         return self._manager.last_recoveries()
 
+    async def lose_reward_server(self, seconds: float) -> None:
+        """See ``RewardPool.lose_server``."""
+        self._manager.lose_reward_server(seconds)
+
     async def probe(self) -> tuple[ProbeScores, ...]:
         """See ``RolloutManager.probe``."""
         return await self._manager.probe()

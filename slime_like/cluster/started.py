@@ -77,7 +77,8 @@ class Cluster:
         sync = self._make_sync()
         if isinstance(rollout, EngineRollout):
             rollout.feed = lambda: sync.push(trainer.version)
-        self.chaos = Chaos(self.cfg.chaos, self.run_dir, {f"engine {i}": e for i, e in enumerate(self.engines)})
+        engines = {f"engine {i}": engine for i, engine in enumerate(self.engines)}
+        self.chaos = Chaos(self.cfg.chaos, self.run_dir, engines, self.manager)
         self.chaos.plan(self.cfg.loop.num_rollout)
         return Run(
             cfg=self.cfg,

@@ -16,6 +16,8 @@ RECOVERED = {
     "slow_engine": "an engine's processes are stopped for chaos.slow_s seconds",
 }
 """Faults that a run goes on from (health.*)."""
+REWARDS = {"reward_down": "the reward server cannot be reached for chaos.slow_s seconds"}
+"""Faults that a run goes on from (reward.remote_retries, reward.fallback)."""
 FATAL = {
     "kill_rank": "a trainer rank is killed",
     "stop_rank": "a trainer rank is stopped, for good",
@@ -25,7 +27,7 @@ FATAL = {
     "terminate": "the driver gets SIGTERM",
 }
 """Faults that end a run, which is resumed by the same command."""
-FAULTS = RECOVERED | FATAL
+FAULTS = RECOVERED | REWARDS | FATAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class ChaosConfig(Config):
     kinds: list[str] = key(["kill_engine", "stop_engine"], "Faults that chaos.random draws from.")
     seed: int = key(0, "Seed of chaos.random, and of which engine or rank a fault strikes.")
     within_s: float = key(2.0, "Seconds into a phase at which chaos.random strikes at the latest.")
-    slow_s: float = key(5.0, "How long slow_engine stops an engine.")
+    slow_s: float = key(5.0, "How long slow_engine stops an engine, and reward_down takes the reward server away.")
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
@@ -113,6 +115,16 @@ class ChaosConfig(Config):
         positive(prefix, self, "slow_s")
         if self.random and not self.kinds:
             raise ConfigError(f"{prefix}random={self.random} with {prefix}kinds=[]: name the faults to draw from")
+
+    def check_asked(self, remote_url: str | None) -> None:
+        """Raises ``ConfigError`` where a fault takes a reward server away that no sample asks."""
+        drawn = [f"chaos.kinds: {kind!r}" for kind in self.kinds if self.random and kind in REWARDS]
+        named = [f"chaos.faults: {text!r}" for text in self.faults if parse_fault(text).kind in REWARDS]
+        if remote_url is None and (found := [*named, *drawn]):
+            raise ConfigError(
+                f"{found[0]} takes the reward server away, and this run has none: set reward.remote_url (with "
+                "reward.name=remote_rm, or rm_type remote_rm in the rows), or remove the fault"
+            )
 
     def check_reached(self, num_rollout: int) -> None:
         """Raises ``ConfigError`` where a fault is planted behind the last of so many rollouts."""

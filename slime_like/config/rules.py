@@ -44,6 +44,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True) -> None:
     _placement(cfg)
     check_roles(cfg)
     cfg.chaos.check_reached(cfg.loop.num_rollout)
+    cfg.chaos.check_asked(cfg.reward.remote_url)
     _schedule(cfg)
     _memory_and_overlap(cfg)
     check_attention(cfg, cfg.placement.device, cfg.model.dtype)

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_like.config.faults import FATAL
+from slime_like.config.faults import FATAL, REWARDS
 from slime_like.errors import DataError
 
 FILE = "faults.jsonl"
+REWARD_SERVER = "reward server"  # as the target of a fault, and as what was lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +27,15 @@ class Strike:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """An engine that was lost. Times in unix seconds; 0: not yet."""
+    """An engine that was lost, or a reward server that was out of reach. Times in unix seconds; 0: not yet."""
 
-    engine: str
+    engine: str  # its name, or REWARD_SERVER
     cause: str
     noticed: float
     up: float = 0.0  # started again
     joined: float = 0.0  # serves again
     version: int = -1  # of the weights it then had
-    groups: int = 0  # that went on elsewhere
+    groups: int = 0  # that went on elsewhere; of a reward server: samples without its score
 
     @property
     def which(self) -> tuple[str, float]:
@@ -108,6 +109,9 @@ def _came_of(lost: Recovery, since: float) -> str:
         if since != lost.noticed
         else []
     )
+    if lost.engine == REWARD_SERVER:
+        parts.append(f"answers again after {lost.up - since:.1f} s" if lost.up else "has not answered since")
+        return ", ".join([*parts, f"{lost.groups} samples without its score (reward.fallback)"])
     parts.append(f"up after {lost.up - since:.1f} s" if lost.up else "not up again")
     if lost.joined:
         weights = f"serves version {lost.version}" if lost.version >= 0 else "serves"
@@ -122,6 +126,8 @@ def _no_loss(strike: Strike, recoveries: Sequence[Recovery], after: float) -> st
     """Why a fault led to no loss of an engine that was noticed before the next fault struck it, ``after``."""
     if strike.fault.partition(":")[0] in FATAL:
         return "ends the run, which the same command continues"
+    if strike.fault.partition(":")[0] in REWARDS:
+        return "no request failed, or that part of the run ended before one did"
     if any(r.engine == strike.target and r.noticed <= strike.time < (r.up or float("inf")) for r in recoveries):
         return "it was being restarted"
     if after < float("inf"):

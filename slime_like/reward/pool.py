@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from slime_like.config.reward_names import REMOTE, split_prefix
 from slime_like.config.rollout import RewardConfig
+from slime_like.data.faults import Recovery
 from slime_like.deadline import Deadline
 from slime_like.errors import DeadlineExceeded, RewardError
 from slime_like.metrics.types import Metric, Sum
@@ -67,6 +68,14 @@ class RewardPool:
         """What a user should be told since the last call of ``warnings``."""
         found, self._warnings = tuple(self._warnings), []
         return found
+
+    def lose_server(self, seconds: float) -> None:
+        """A fault of ``chaos.*``: the reward server is out of reach for so long."""
+        self._remote.lose(seconds)
+
+    def take_recoveries(self) -> tuple[Recovery, ...]:
+        """What became of planted outages of the reward server; of one that goes on, so far."""
+        return self._remote.take_recoveries()
 
     def close(self) -> None:
         """End all processes. Nothing may be scored afterwards."""

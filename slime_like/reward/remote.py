@@ -15,8 +15,10 @@ import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from slime_like.config.rollout import RewardConfig
+from slime_like.data.faults import Recovery
 from slime_like.deadline import Deadline
 from slime_like.errors import RewardError
+from slime_like.reward.outage import Outage
 from slime_like.types import Prompt, Reward, Sample
 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -43,6 +45,7 @@ class RemoteReward:
         self._places = asyncio.Semaphore(config.remote_concurrency)
         self._session: aiohttp.ClientSession | None = None
         self._down = False
+        self._outages: list[Outage] = []  # planted, the newest last
         self.num_retries = 0
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Reward:
@@ -65,18 +68,41 @@ class RemoteReward:
                 async with asyncio.timeout(deadline.limit):
                     answer = await attempts(self._post, body)
             except TimeoutError as error:
-                self._down = True
+                self._lost_one()
                 raise deadline.exceeded(f"reward server {self._config.remote_url}") from error
             except _Transient:
-                self._down = True
+                self._lost_one()
                 raise
         self._down = False
+        for outage in self._outages:
+            outage.answered()
         return self._reward(answer)
+
+    def lose(self, seconds: float) -> None:
+        """From now on no request reaches the server, for so long."""
+        self._outages.append(Outage(seconds))
+
+    def take_recoveries(self) -> tuple[Recovery, ...]:
+        """What became of planted outages so far; each is told until the server has answered again."""
+        found = tuple(told for outage in self._outages for told in outage.told())
+        for outage in self._outages:
+            if outage.over:
+                outage.end()
+        self._outages = [outage for outage in self._outages if not outage.over]
+        return found
 
     async def close(self) -> None:
         """Close the connections."""
+        for outage in self._outages:
+            outage.end()
         if self._session is not None:
             await self._session.close()
+
+    def _lost_one(self) -> None:
+        """A sample has no score."""
+        self._down = True
+        for outage in self._outages[-1:]:
+            outage.unscored += outage.lasts
 
     def _count(self, state: RetryCallState) -> None:
         del state
@@ -84,13 +110,17 @@ class RemoteReward:
 
     async def _post(self, body: dict[str, Any]) -> bytes:
         url = cast(str, self._config.remote_url)
+        outage = self._outages[-1] if self._outages else None
+        address = url if outage is None else outage.address(url)
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         try:
-            async with self._session.post(url, json=body, allow_redirects=False) as response:
+            async with self._session.post(address, json=body, allow_redirects=False) as response:
                 content = await response.read()
         except (aiohttp.ClientError, OSError) as error:
+            if outage is not None:
+                outage.refused(error)
             raise _Transient(f"{type(error).__name__}: {error}") from error
         if response.status == 200:
             return content

@@ -74,7 +74,7 @@ class Collected:
     stopped: float
     metrics: tuple[Metric, ...]
     warnings: tuple[str, ...] = ()  # what a user should be told
-    recovered: tuple[Recovery, ...] = ()  # engines that were lost, as far as they have come; the newest of one counts
+    recovered: tuple[Recovery, ...] = ()  # what was lost, as far as it has come back; the newest of one counts
 
 
 def oldest_allowed(cfg: RolloutConfig, loop: LoopConfig) -> int:
@@ -153,7 +153,7 @@ class RolloutManager:
             Sum("rollout/remade_groups", remade),
         ]
         warnings = (*self._rewards.warnings(), *self._generate.warnings(), *self._fleet.news())
-        recovered = self._fleet.take_recoveries()
+        recovered = self.last_recoveries()
         return Collected(groups, produced.started, produced.stopped, tuple(metrics), warnings, recovered)
 
     def _young(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
@@ -227,8 +227,12 @@ class RolloutManager:
         await self._fleet.starved()
 
     def last_recoveries(self) -> tuple[Recovery, ...]:
-        """Of the engines that were lost, what ``Collected`` has not told."""
-        return self._fleet.take_recoveries()
+        """Of the engines that were lost, and a reward server that was, what ``Collected`` has not told."""
+        return (*self._fleet.take_recoveries(), *self._rewards.take_recoveries())
+
+    def lose_reward_server(self, seconds: float) -> None:
+        """See ``RewardPool.lose_server``."""
+        self._rewards.lose_server(seconds)
 
     # ---- probe -------------------------------------------------------------------------------------------------------
     async def probe(self) -> tuple[ProbeScores, ...]:

@@ -84,6 +84,31 @@ def test_a_slow_engine_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (engine.signals, waited) == (["SIGSTOP", "SIGCONT"], [made.config.slow_s])
 
 
+def test_the_reward_server_is_taken_from_the_rollout_manager_for_a_while(tmp_path: Path) -> None:
+    lost: list[float] = []
+
+    class Manager:
+        """Ray's handle of the rollout manager, as far as this fault uses it."""
+
+        lose_reward_server = type("Verb", (), {"remote": staticmethod(lost.append)})
+
+    made, engine = chaos(tmp_path, "reward_down:collect:3:1000")
+    made.manager = Manager
+    with made("collect", 3):
+        pass
+    assert (lost, engine.signals) == ([made.config.slow_s], [])
+    ((strike,), _) = read(tmp_path)
+    assert (strike.fault, strike.target) == ("reward_down:collect:3:1e+03", "reward server")
+    lines = report_lines([strike], [Recovery("reward server", "down: refused", strike.time + 1, groups=4)])
+    assert lines[0] == "faults: 1 planted, 0 engines lost, 0 of them serving again"
+    assert "noticed after 1.0 s (down: refused), has not answered since, 4 samples without its score" in lines[1]
+    without, _ = chaos(tmp_path / "other", "reward_down:collect:3")
+    (tmp_path / "other").mkdir()
+    with without("collect", 3):
+        pass
+    assert without.strikes[0].note == "the run asks no reward server"
+
+
 @pytest.mark.parametrize("fault", ["kill_rank", "kill_manager", "stop_rank"])
 def test_ranks_and_the_manager_are_found_by_what_they_registered(tmp_path: Path, fault: str) -> None:
     names = ("trainer_rank0", "rollout_manager", "engine_0")

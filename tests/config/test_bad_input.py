@@ -59,6 +59,16 @@ RULES = {
         "'kill_engine:collect:100' is never reached",
         "the last of loop.num_rollout=100 is 99",
     ),
+    "fault, no reward server": (
+        "chaos.faults=[reward_down:collect:1]",
+        "chaos.faults: 'reward_down:collect:1'",
+        "set reward.remote_url",
+    ),
+    "fault, no reward server, drawn": (
+        "chaos.random=1 chaos.kinds=[kill_engine,reward_down]",
+        "chaos.kinds: 'reward_down'",
+        "set reward.remote_url",
+    ),
     "fault, nothing to draw": ("chaos.random=2 chaos.kinds=[]", "chaos.random=2", "name the faults"),
     "health": ("health.on_stalled_engine=stopp", "health.on_stalled_engine='stopp'", "'stop'"),
     "seed": ("run.seed=-1", "run.seed=-1", "[0, "),

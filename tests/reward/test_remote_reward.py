@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from slime_like.config.rollout import RewardConfig
+from slime_like.data.faults import REWARD_SERVER, Strike, outcomes
 from slime_like.errors import RewardError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.ports import PortLease
 from slime_like.reward import remote
+from slime_like.reward.outage import Outage
 from slime_like.reward.pool import RewardPool
 from slime_like.types import Reward, Status
 from tests.reward.reward_server import Script, serve
@@ -104,6 +108,58 @@ def test_a_late_server_counts_as_configured() -> None:
         server.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("fallback", [0.25, None])
+def test_a_planted_outage_is_one_of_a_server_that_is_down(
+    fallback: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is over nothing arrives: a row of retries, then a request for each sample. What it cost is told."""
+    lasts = [True]
+    monkeypatch.setattr(Outage, "lasts", property(lambda _: lasts[0]))
+
+    async def test(url: str, asked: list[dict[str, object]]) -> None:
+        pool = RewardPool(config(url, fallback=fallback, remote_concurrency=1))
+        pool.lose_server(5.0)
+        assert pool.take_recoveries() == (), "nothing was asked of it yet"
+        found = (await pool.score([group(*"abc")]))[0]
+        assert (scores(found), asked) == ([fallback or 0.0] * 3, [])
+        assert reduce_metrics(pool.metrics()) == counts(calls=3, remote_failures=3, fallbacks=3, remote_retries=2)
+        (message,) = pool.warnings()
+        assert f"the reward server {url} does not score (ClientConnectorError" in message
+        (so_far,) = pool.take_recoveries()
+        assert (so_far.engine, so_far.groups, so_far.joined) == (REWARD_SERVER, 3, 0.0)
+        assert "Cannot connect to host 127.0.0.1" in so_far.cause
+        lasts[0] = False
+        assert await score(pool, "d") == [Reward(1.0)]
+        (whole,) = pool.take_recoveries()
+        assert whole.which == so_far.which and whole.joined >= whole.noticed > 0
+        assert pool.take_recoveries() == ()
+        strike = Strike("reward_down:collect:0:0", REWARD_SERVER, whole.noticed - 1)
+        (outcome,) = outcomes([strike], [whole])
+        assert outcome.found.startswith("noticed after 1.0 s (down: Cannot connect to host")
+        assert re.search(r"answers again after \d\.\d s, 3 samples without its score", outcome.found)
+        assert "has not answered since" in outcomes([strike], [so_far])[0].found
+        assert outcomes([strike], [])[0].found.startswith("no request failed")
+        await pool.stop()
+
+    against(lambda *_: (200, "1"), test)
+
+
+def test_retries_outlast_a_short_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    lasts = itertools.chain([True] * 2, itertools.repeat(False))
+    monkeypatch.setattr(Outage, "lasts", property(lambda _: next(lasts)))
+
+    async def test(url: str, asked: list[dict[str, object]]) -> None:
+        pool = RewardPool(config(url, remote_retries=9))
+        pool.lose_server(5.0)
+        assert await score(pool, "a") == [Reward(1.0)]
+        assert reduce_metrics(pool.metrics()) == counts(calls=1, remote_retries=2)
+        (whole,) = pool.take_recoveries()
+        assert whole.groups == 0 and whole.joined
+        await pool.stop()
+
+    against(lambda *_: (200, "1"), test)
 
 
 def test_a_server_that_refuses_a_sample_is_not_asked_twice_about_it() -> None:
