@@ -168,9 +168,9 @@ def test_a_replay_trains_on_the_same_rollouts(run: Done, warm: Warm, tmp_path: P
         assert [row[name] for row in again] == pytest.approx([row[name] for row in first], rel=1e-5, abs=1e-7)
 
 
-def test_rollout_only_with_parts_of_ones_own(warm: Warm, tmp_path: Path) -> None:
-    heldout = warm.folder / "assets" / "heldout.jsonl"
-    done = train(
+def test_rollout_only_with_parts_of_ones_own_until_a_file_stops_it(warm: Warm, tmp_path: Path) -> None:
+    heldout, run_dir = warm.folder / "assets" / "heldout.jsonl", tmp_path / "run"
+    training = Training(
         "+recipe=quickstart",
         *warm.overrides,
         *SMALL,
@@ -179,17 +179,22 @@ def test_rollout_only_with_parts_of_ones_own(warm: Warm, tmp_path: Path) -> None
         "evaluation.overrides.sampled={n_samples_per_prompt: 4, temperature: 0.7, rm_type: f1}",
         "run.mode=rollout_only",
         "run.dump_rollouts=true",
-        f"run.dir={tmp_path / 'run'}",
-        "loop.num_rollout=2",
+        f"run.dir={run_dir}",
+        "loop.num_rollout=100000",
         r"reward.weights={rm_type: 1.0, tests.e2e.custom\:length: 1.0, tests.e2e.custom\:shortest: 0.5}",
         "rollout.generate=tests.e2e.custom:generate",
         "rollout.filters=[tests.e2e.custom:even_prompts]",
         "rollout.max_refills=20",
         log=tmp_path / "rollout_only.log",
     )
-    assert done.code == 0, done.output
-    rows = metrics(tmp_path / "run")[-2:]
-    groups = load_groups(rollout_path(tmp_path / "run" / "rollouts", 0))
+    training.wait_until(lambda: last_step(run_dir) >= 2)
+    ask(run_dir, Request.STOP)
+    done = training.wait()
+    assert done.code == 130, done.output
+    last = last_step(run_dir)
+    assert outcomes(run_dir) == {Request.STOP: "done"} and f"stopped after {last} rollouts" in done.output
+    rows = metrics(run_dir)[1:]
+    groups = load_groups(rollout_path(run_dir / "rollouts", 0))
     dropped = rows[0]["rollout/dropped_groups/tests.e2e.custom:even_prompts"]
     assert len(groups) == 16  # what the filter drops is replaced
     assert rows[0]["rollout/generated_groups"] == 16 + dropped > 16
@@ -202,13 +207,13 @@ def test_rollout_only_with_parts_of_ones_own(warm: Warm, tmp_path: Path) -> None
             assert s.reward is not None and s.reward.accuracy == right
             assert s.reward.score == right + len(s.text) + 0.5 * (len(s.text) == least)
     assert all(row["rollout/staleness_max"] == 0 for row in rows)
-    evaluated = metrics(tmp_path / "run")[0]
+    evaluated = metrics(run_dir)[0]
     assert {"eval/greedy", "eval/sampled", "eval/sampled/response_len/max"} <= set(evaluated)
     # The generate function makes two of the four; what reward.weights adds is no part of an evaluation.
     assert 0.0 <= evaluated["eval/sampled-pass@1"] <= evaluated["eval/sampled-pass@2"] <= 1.0
     assert "eval/sampled-pass@4" not in evaluated and "eval/greedy-pass@1" not in evaluated
     assert 0.0 <= evaluated["eval/sampled"] <= 1.0
-    checks.check_documented(metrics(tmp_path / "run"))
+    checks.check_documented(metrics(run_dir))
 
 
 def test_a_push_that_never_happened_ends_the_run_and_a_reward_server_that_fails_does_not(
@@ -227,6 +232,8 @@ def test_a_push_that_never_happened_ends_the_run_and_a_reward_server_that_fails_
             "reward.name=remote_rm",
             f"reward.remote_url={url}",
             "reward.remote_retries=0",
+            "chaos.faults=[reward_down:collect:1]",
+            "chaos.slow_s=600",
             f"run.dir={tmp_path / 'run'}",
             log=tmp_path / "skip.log",
         )
@@ -243,6 +250,11 @@ def test_a_push_that_never_happened_ends_the_run_and_a_reward_server_that_fails_
         16 * 8 - 100 <= row["reward/fallbacks"] <= row["reward/remote_failures"]
     )  # a group stopped meanwhile has none
     assert f"warning: the reward server {url} does not score (HTTP 503" in done.output
+    assert re.search(
+        r"reward_down:collect:1:0 on reward server: noticed after \d+\.\d s \(down: Cannot connect to host 127\.0\.0\.1.*"
+        r"has not answered since, \d+ samples without its score",
+        done.output,
+    )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""+recipe=quickstart_async, shortened: killed in mid-run, continued, still on the same prompts, and learning."""
+"""+recipe=quickstart_async, shortened: a SIGTERM in mid-push, continued, still on the same prompts, and learning."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import itertools
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
-from slime_like.deadline import Deadline
 from tests.e2e import checks
 from tests.e2e.conftest import Warm
 from tests.e2e.runs import Training, last_step, metrics, train
@@ -24,7 +22,7 @@ COMMAND = ("+recipe=quickstart_async",)
 
 @pytest.fixture(scope="module")
 def run_dir(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose driver is killed after its fourth step, continued by the same command."""
+    """A run whose driver, and nothing else of it, gets SIGTERM in its fifth push; continued by the same command."""
     folder = tmp_path_factory.mktemp("split")
     command = (
         *COMMAND,
@@ -38,15 +36,12 @@ def run_dir(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "optim.min_lr=0",
         f"optim.decay_steps={FROZEN_AFTER}",
     )
-    first = Training(*command, log=folder / "first.log")
-    first.wait_until(lambda: last_step(folder / "run") >= 4)
-    # Ray's own agents notice the end of their raylet in a minute or more; everything that computes must be gone.
-    agents = ("ray::RuntimeEnvAgent", "ray::DashboardAgent")
-    children = [p for p in psutil.Process(first.pid).children(recursive=True) if p.name() not in agents]
-    first.kill()
-    gone, alive = psutil.wait_procs(children, timeout=Deadline("test", "orphans", 60).limit)
-    assert gone
-    assert not alive, f"outlived the driver: {[process.cmdline() for process in alive]}"
+    first = Training(*command, "chaos.faults=[terminate:push:4]", log=folder / "first.log")
+    stopped = first.wait()
+    assert stopped.code == 130, stopped.output
+    assert "stopped after 5 rollouts; continue with the same command" in stopped.output
+    assert "terminate:push:4:0 on driver: ends the run" in stopped.output
+    assert first.leftovers() == []
     second = train(*command, log=folder / "second.log")
     assert second.code == 0, second.output
     return folder / "run"
