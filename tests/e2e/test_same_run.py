@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 PHASES = ("collect", "step", "push", "save")
 ROLLOUTS = 5
 SEED = 1
-STEP_S = 2.5  # deadline of a phase where a rank is stopped
+STEP_S = 5.0  # deadline of a phase where a rank is stopped
 NOTICED_S = 5.0  # longest until a rank's death is known, and from a deadline's end to the crash bundle
 
 
