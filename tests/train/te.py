@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slime_like.config.resolved import Layout
 from slime_like.errors import ConfigError
+from slime_like.train.megatron import host
 from tests.train import parity
 from tests.train.jobs import Shared
 from tests.train.models import count_tokens, make_rows, make_spec
@@ -44,6 +45,7 @@ def on_cpu(world: World, shared: Shared, sizes: tuple[int, ...], lengths: tuple[
 
 def on_gpu(world: World, folder: Path, cp: int) -> dict[str, Any]:
     """Each provider in bfloat16 against HF in float32, and core attention of the two on the same random rows."""
+    host.install("cuda")
     from slime_like.train.megatron.actor import MegatronActor
     from slime_like.train.megatron.forward import make_micro
 

@@ -18,6 +18,7 @@ from slime_like.config.hf import GDNShape
 from slime_like.config.resolved import Layout
 from slime_like.errors import ConfigError
 from slime_like.metrics.types import reduce_metrics
+from slime_like.train.megatron import host
 from tests.train import parity
 from tests.train.lifecycle import batch, train
 from tests.train.models import count_tokens, make_model, make_spec
@@ -54,6 +55,7 @@ def actor_on(device: str, world: World, folder: Path, **spec: Any) -> Any:
 
 def on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
     """float32 gradients against HF, bfloat16 scores, learning, a resumed run and an export."""
+    host.install("cuda")
     from slime_like.train.megatron.forward import make_micro
 
     ref = parity.reference(folder)
@@ -142,6 +144,7 @@ def hybrid_on_gpu(
 
     Keys say which kernels ran.
     """
+    host.install(device)
     from slime_like.train.megatron.forward import make_micro
 
     ref, rows = parity.reference(folder), parity.batch()
