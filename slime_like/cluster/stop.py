@@ -38,8 +38,11 @@ class StopRequest:
         if self._closing:
             os.write(2, b"\nstopping the processes of this run: a moment\n")
         elif self.requested:
-            self._closing = True  # the exception is on its way to what takes the run down
-            raise KeyboardInterrupt(f"second {signal.Signals(number).name}: stopped at once, without a checkpoint")
+            self._closing = (
+                True  # the exception is on its way to what takes the run down; Ray's waits drop what it says
+            )
+            os.write(2, f"\nsecond {signal.Signals(number).name}: stopping at once, without a checkpoint\n".encode())
+            raise KeyboardInterrupt("stopped")
         else:
             self.requested = True
             os.write(2, b"\nstopping after this rollout, with a checkpoint; once more to stop at once\n")

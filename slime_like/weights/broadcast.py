@@ -21,6 +21,7 @@ from slime_like.ports import PortLease
 from slime_like.weights.stream import meta_of
 
 LEAVE_S = 10.0  # for an engine to leave a group; one that is gone never does
+POLL_S = 0.02
 
 
 class BroadcastSender:
@@ -92,12 +93,25 @@ class BroadcastSender:
             for task in done:
                 task.result()
         except BaseException:
-            self._store = None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LEAVE_S * scale()):
-                    await asyncio.gather(*both, return_exceptions=True)
+            await self._part(joins, made)
             raise
         return made.result()
+
+    async def _part(self, joins: Sequence[asyncio.Task[None]], made: asyncio.Task[Any]) -> None:
+        """Let those go who wait at the store for one that never comes: its end does it, but only for who is there by then."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S * scale()):
+                while self._store is not None and self._store.num_keys() < self._awaited(joins):
+                    await asyncio.sleep(POLL_S)
+        self._store = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S * scale()):
+                await asyncio.gather(*joins, made, return_exceptions=True)
+
+    def _awaited(self, joins: Sequence[asyncio.Task[None]]) -> int:
+        """Keys of the store when this rank and all of the engines that live have come: one of each, and one of all."""
+        living = [receiver.tp for receiver, join in zip(self._receivers, joins, strict=True) if not join.done()]
+        return 2 + sum(living)
 
     def _make_group(self, port: int, world: int) -> dist.ProcessGroup:
         """A group outside the trainer's world: torch has no public call for it, SGLang's side uses this same helper.

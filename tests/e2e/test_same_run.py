@@ -19,7 +19,7 @@ from tests.e2e.same_run import DRIFT, PROBE, differences, weight_differences, wr
 pytestmark = pytest.mark.e2e
 PHASES = ("collect", "step", "push", "save")
 ROLLOUTS = 5
-SEED = 1
+SEED = 9  # the driver dies in save and a rank in push; the engine dies in collect, and a rank is stopped in step
 STEP_S = 5.0  # deadline of a phase where a rank is stopped
 NOTICED_S = 5.0  # longest until a rank's death is known, and from a deadline's end to the crash bundle
 

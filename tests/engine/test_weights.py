@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import pickle
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -83,12 +86,27 @@ def test_broadcast_from_another_process(engine: Engine, models: Models) -> None:
     engine.run(sender.close())
 
 
-def test_who_waits_to_meet_an_engine_that_is_gone_is_let_go(engine: Engine, models: Models) -> None:
+@contextlib.contextmanager
+def stopped(engine: Engine, seconds: float) -> Generator[None]:
+    """All processes of the engine, for so long."""
+    main = psutil.Process(engine.server.pid)
+    processes = [main, *main.children(recursive=True)] if seconds else []
+    for process in processes:
+        process.suspend()
+    goes_on = threading.Timer(seconds, lambda: [process.resume() for process in processes])
+    goes_on.start()
+    yield
+    goes_on.join()
+
+
+@pytest.mark.parametrize("late_s", [0.0, 1.0])
+def test_who_waits_to_meet_an_engine_that_is_gone_is_let_go(engine: Engine, models: Models, late_s: float) -> None:
+    """Also one that comes to the meeting after it is known that another never will."""
     transport = TransportSpec(kind="broadcast", backend="gloo", max_bytes=1 << 20, deadline_s=60)
     with PortLease("127.0.0.1") as nobody:
         gone = EngineClient(f"http://127.0.0.1:{nobody}", admin_key=KEY, name="engine 1", deadline_s=60)
         sender = BroadcastSender([engine.client, gone], transport=transport, group_name="gone", host="127.0.0.1")
-        with pytest.raises(EngineLost, match="engine 1"):
+        with pytest.raises(EngineLost, match="engine 1"), stopped(engine, late_s):
             engine.run(sender.send(Source(models.tensors("B"))))
         engine.run(sender.close())
     engine.run(engine.push(models.tensors("B"), 1))
