@@ -119,6 +119,9 @@ class TransformersFallback:
         """Not measured."""
         raise NotImplementedError("transformers' convolution is torch's conv1d")
 
+    def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> None:
+        """It shares no stream among ranks."""
+
     def kernels(self) -> str:
         """Its version."""
         return f"transformers {self._version}: torch_chunk_gated_delta_rule"

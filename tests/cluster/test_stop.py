@@ -75,7 +75,7 @@ def test_what_was_started_is_taken_down_whatever_is_pressed(
         with launch.launch(cfg):
             pass
     else:
-        with pytest.raises(KeyboardInterrupt, match="^stopped$"), launch.launch(cfg):
+        with pytest.raises(KeyboardInterrupt, match=r"^stopped$"), launch.launch(cfg):
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
     assert (tmp_path / "run" / "closed").exists()
