@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 OVERDRAFT = 16.0  # questions that may be asked ahead of the budget, and are paid back before it pays for others
 CAUTION = 2.0  # memory may run out this many times as fast as it has so far
+STICKS = 0.9  # of the dearest cost so far, from one to the next
 FADE = 0.5  # of the fastest loss seen so far, from question to question
 DEAR = 4.0  # looks that a question must cost for any to be taken
 SHARE = 0.25  # of the budget that looks may take
@@ -43,10 +44,10 @@ class Pace:
         first = self._asked < 0
         if not first:
             lost, grown = self._free - free, held - self._held
-            lost = lost - max(grown, 0) if self._looks else max(lost, grown)  # what looks see is left to them
+            lost = lost - max(grown, 0) if self._takes_looks else max(lost, grown)  # what looks see is left to them
             self._loss = max(lost / max(now - self._asked, 1.0), FADE * self._loss)
-        self._cost = cost if first else max(cost, 0.9 * self._cost)
-        self._look = look if first else max(look, 0.9 * self._look)
+        self._cost = cost if first else max(cost, STICKS * self._cost)
+        self._look = look if first else max(look, STICKS * self._look)
         self._grow(now, held)
         self._asked, self._free, self._held, self._room = now, free, held, free - threshold
         self._pay(now, cost)
@@ -55,7 +56,7 @@ class Pace:
     def glance(self, now: float, cost: float, held: int) -> None:
         """A look at ``now`` cost ``cost``; plans a question at once if too much is held since the last."""
         self._pay(now, cost)
-        self._look = max(cost, 0.9 * self._look)
+        self._look = max(cost, STICKS * self._look)
         self._grow(now, held)
         if 0 < self._room <= 2 * (held - self._held) and self._affords:
             self.question = self.due = now
@@ -67,7 +68,7 @@ class Pace:
         self._saved = max(self._saved - cost, -OVERDRAFT * self._cost)
 
     @property
-    def _looks(self) -> bool:
+    def _takes_looks(self) -> bool:
         return self._look * DEAR < self._cost
 
     @property
@@ -76,13 +77,13 @@ class Pace:
 
     def _pay(self, now: float, cost: float) -> None:
         earned = self.budget * (now - self._paid) if self._paid >= 0 else 0.0
-        self._saved = max(min(self._saved + earned, self._cost) - cost, -OVERDRAFT * self._cost)
-        self._paid = now
+        self._saved, self._paid = min(self._saved + earned, self._cost), now
+        self.spend(cost)
 
     def _plan(self, now: float) -> None:
-        paid = now + max(0.0, self._cost - self._saved) / (self.budget * (1 - SHARE if self._looks else 1))
+        paid = now + max(0.0, self._cost - self._saved) / (self.budget * (1 - SHARE if self._takes_looks else 1))
         self.question, self.too_late = paid, False
-        loss = max(self._loss, self._growth if self._looks else 0.0)
+        loss = max(self._loss, self._growth if self._takes_looks else 0.0)
         if self._room > 0 and loss > 0:
             needed = now + self._room / (CAUTION * loss)
             if needed < paid:
@@ -90,7 +91,7 @@ class Pace:
                     self.question = max(needed, now + self._cost)
                 else:
                     self.too_late = self._room < CAUTION * self._loss * (paid - now)
-        self.due = min(self.question, now + self._interval) if self._looks else self.question
+        self.due = min(self.question, now + self._interval) if self._takes_looks else self.question
 
     @property
     def _interval(self) -> float:

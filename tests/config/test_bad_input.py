@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from slime_like.config.load import load_config
-from slime_like.errors import SlimeLikeError
 from tests.config.bad_input import message
 
 # extra arguments, what the message must hold
@@ -364,22 +363,6 @@ RULES = {
         "Python object",
     ),
 }
-LAYOUTS = {
-    "heads": ("parallel.tp=3", "parallel.tp=3", "8 attention heads", "1, 2, 4, 8"),
-    "key/value heads": ("parallel.tp=8", "parallel.tp=8", "4 key/value heads", "1, 2, 4"),
-    "layers": ("parallel.pp=5", "parallel.pp=5", "4 layers", "lower parallel.pp"),
-    "engine": ("rollout.tp=3", "rollout.tp=3", "8 attention heads"),
-    "context": ("rollout.max_context_len=4096", "rollout.max_context_len=4096", "2048 positions", "lower it"),
-    "response": ("rollout.max_response_len=2048", "rollout.max_response_len=2048", "2048 positions", "lower it"),
-    "template": ("data.apply_chat_template=true", "data.apply_chat_template=true", "no chat template", "instruct"),
-    "resume": ("run.resume=/no/such", "run.resume='/no/such'", "auto or never"),
-    "data folder": ("data.train=/tmp", "data.train='/tmp'", "is a folder: name one file"),
-    "data slice": ("data.train='/no/such.jsonl@[0:10'", "@[0:10'", "a slice is written path@[a:b]"),
-    "data": ("data.train=/no/such.jsonl", "data.train='/no/such.jsonl'", "/no/such.jsonl does not exist"),
-    "heldout": ("evaluation.datasets.a=/no/such.jsonl", "evaluation.datasets.a='/no/such.jsonl'", "does not exist"),
-    "replay": ("run.mode=train_only run.replay_from=/no/such", "run.replay_from='/no/such'", "not a folder"),
-    "reference": ("model.ref_checkpoint=/no/such", "model.ref_checkpoint='/no/such'", "not a folder"),
-}
 
 
 @pytest.mark.parametrize("case", (KEYS | RULES).values(), ids=list(KEYS | RULES))
@@ -388,31 +371,6 @@ def test_the_message_names_key_value_and_fix(case: tuple[str, ...], argv: list[s
     text = message(argv, extra, files=False)
     assert all(word in text for word in words), text
     assert "\n" not in text
-
-
-@pytest.mark.parametrize("case", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_what_does_not_fit_the_files(case: tuple[str, ...], argv: list[str]) -> None:
-    extra, *words = case
-    text = message(argv, extra, files=True, error=SlimeLikeError)
-    assert all(word in text for word in words), text
-
-
-@pytest.mark.parametrize("name", ["k3", "low_var_kl"])
-def test_either_name_of_the_default_estimator_stands_without_its_kl(name: str, argv: list[str]) -> None:
-    assert load_config([*argv, f"algo.kl_loss_type={name}"], files=False).algo.name == "grpo"
-
-
-def test_an_option_counts_with_what_reads_it(argv: list[str]) -> None:
-    """Each that is refused above stands where its switch is on."""
-    for extra in (
-        "algo.kl_loss_type=k1 algo.kl_loss_coef=0.1",
-        *(f"algo={name} algo.kl_reward_type=k2 algo.kl_coef=0.1" for name in ("ppo", "reinforce_pp")),
-        "algo=reinforce_pp_baseline algo.kl_reward_type=k2 algo.kl_coef=0.1",
-        "optim.schedule=wsd optim.wsd_decay_style=linear",
-        "optim.cpu_offload=true optim.cpu_offload_fraction=0.5",
-        "model.recompute=full model.recompute_method=block",
-    ):
-        load_config([*argv, *extra.split()], files=False)
 
 
 def test_missing_keys_are_named_with_their_flags() -> None:

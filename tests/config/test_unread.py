@@ -1,0 +1,29 @@
+"""An option that is refused where nothing reads it (test_bad_input.py) stands where something does."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import pytest
+
+from slime_like.config.load import load_config
+
+# what reads it, then the option and its value
+READ = {
+    "KL loss": ("algo.kl_loss_coef=0.1", "algo.kl_loss_type", "k1"),
+    "PPO": ("algo=ppo algo.kl_coef=0.1", "algo.kl_reward_type", "k2"),
+    "REINFORCE++": ("algo=reinforce_pp algo.kl_coef=0.1", "algo.kl_reward_type", "k2"),
+    "REINFORCE++ baseline": ("algo=reinforce_pp_baseline algo.kl_coef=0.1", "algo.kl_reward_type", "k2"),
+    "WSD": ("optim.schedule=wsd", "optim.wsd_decay_style", "linear"),
+    "offload": ("optim.cpu_offload=true", "optim.cpu_offload_fraction", "0.5"),
+    "recompute": ("model.recompute=full", "model.recompute_method", "block"),
+    "default estimator": ("", "algo.kl_loss_type", "k3"),
+    "default estimator's other name": ("", "algo.kl_loss_type", "low_var_kl"),
+}
+
+
+@pytest.mark.parametrize("case", READ.values(), ids=list(READ))
+def test_an_option_counts_with_what_reads_it(case: tuple[str, str, str], argv: list[str]) -> None:
+    switch, name, value = case
+    cfg = load_config([*argv, *switch.split(), f"{name}={value}"], files=False)
+    assert str(reduce(getattr, name.split("."), cfg)) == value
