@@ -16,6 +16,7 @@ import pytest
 
 from slime_like.interfaces import Completion
 from slime_like_plugins.sglang_cpu.build import COMPILERS
+from tests.engine.c_kernels import has_products
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Engine, Models, launch, prompt, sampled
 
@@ -58,7 +59,8 @@ def test_each_arm_is_what_it_says(arms: dict[str, Engine]) -> None:
     assert says["torch"].startswith("torch kernels; fused forward of Qwen3ForCausalLM")
     if any(shutil.which(name) for name in COMPILERS):
         assert says["auto"].startswith("C kernels (")
-    assert "; fused forward of Qwen3ForCausalLM; " in says["auto"]
+    products = ", products packed by C" if has_products() else ""
+    assert f"; fused forward of Qwen3ForCausalLM{products}; " in says["auto"]
 
 
 def test_batches_that_grow_and_shrink_at_mixed_temperatures(arms: dict[str, Engine]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-from functools import cache
 
 import pytest
 import torch
@@ -13,20 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like_plugins.rollout_sampling.draw import draw, uniform
-from slime_like_plugins.sglang_cpu import build
-from slime_like_plugins.sglang_cpu.kernels import CKernels, TorchKernels
+from slime_like_plugins.sglang_cpu.kernels import TorchKernels
+from tests.engine.c_kernels import C, needs_compiler
 
-HAS_COMPILER = any(shutil.which(name) for name in build.COMPILERS)
-needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 ROWS = st.integers(1, 5)
 TORCH = TorchKernels()
-
-
-@cache
-def C() -> CKernels:
-    """Compiled once per machine."""
-    return CKernels(build.build().path)
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:

@@ -6,12 +6,15 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from slime_like_plugins.sglang_cpu import products
 from slime_like_plugins.sglang_cpu.products import Products
+from tests.engine.c_kernels import C, has_products
 
-needs_packing = pytest.mark.skipif(not products.can_pack(), reason="oneDNN does not multiply bfloat16 on this CPU")
+needs_products = pytest.mark.skipif(not has_products(), reason="no C compiler, or a CPU without its products")
 
 
 class Model(nn.Module):
@@ -45,12 +48,14 @@ def assert_current(product: Products, model: Model) -> None:
             torch.testing.assert_close(mine, theirs, atol=2**-7, rtol=2**-7)
 
 
-@needs_packing
 @torch.no_grad()
-def test_every_way_to_write_a_weight_is_seen() -> None:
+@pytest.mark.parametrize("by_c", [False, True])
+def test_every_way_to_write_a_weight_is_seen(by_c: bool) -> None:
+    if not (has_products() if by_c else products.can_pack()):
+        pytest.skip("this CPU has no such products of bfloat16")
     model = Model()
-    product = Products(model, list(model.layers))
-    assert product.packs
+    product = Products(model, list(model.layers), c=C() if by_c else None)
+    assert product.packed_by == ("C" if by_c else "oneDNN")
     assert_current(product, model)
     model.load_weights([("layers.0.weight", torch.randn(40, 96))])
     assert_current(product, model)
@@ -61,6 +66,8 @@ def test_every_way_to_write_a_weight_is_seen() -> None:
         parameter.data.normal_()
     model.load_weights([])
     assert_current(product, model)
+    model.layers[0].weight = nn.Parameter(torch.randn(40, 96).bfloat16())  # another one in its place
+    assert_current(product, model)
 
 
 @torch.no_grad()
@@ -68,7 +75,60 @@ def test_what_is_not_packed_is_multiplied_as_it_is(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(products, "MOST_BYTES", 1000)
     model = Model()
     product = Products(model, list(model.layers))
-    assert not product.packs
+    assert product.packed_by == ""
     assert_current(product, model)
     whole = Model(torch.float32)
-    assert not Products(whole, list(whole.layers)).packs
+    assert Products(whole, list(whole.layers)).packed_by == ""
+
+
+@needs_products
+@pytest.mark.skipif(not products.can_pack(), reason="oneDNN does not multiply bfloat16 on this CPU")
+def test_a_head_that_is_too_large_is_left_out_and_the_layers_packed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Model()
+    head = nn.Linear(64, 100, dtype=torch.bfloat16)
+    found = Products(model, list(model.layers), head, C())
+    assert found.packed_by == "C" and found.bytes == 2 * (40 * 96 + 64 * 40 + 100 * 64)
+    monkeypatch.setattr(products, "MOST_BYTES", found.bytes - 1)
+    assert Products(model, list(model.layers), head, C()).packed_by == "oneDNN"
+
+
+@needs_products
+@settings(deadline=None, max_examples=80)
+@given(
+    rows=st.integers(1, 130),
+    depth=st.integers(1, 80),
+    columns=st.integers(1, 100),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_products_in_c(rows: int, depth: int, columns: int, dtype: torch.dtype, has_bias: bool, seed: int) -> None:
+    """Of any shape: what float64 says, within the rounding of sums in float32 and of the result."""
+    depth *= 2 if dtype is torch.bfloat16 else 1
+    random = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(n, depth, generator=random).to(dtype) for n in (rows, columns))
+    bias = torch.randn(columns, generator=random).to(dtype) if has_bias else None
+    out = C().product(x, C().pack(weight), bias, torch.full((rows, columns), float("nan"), dtype=dtype))
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    bound = (x.double().abs() @ weight.double().abs().t() + 4) * 2.0**-21
+    rounding = exact.abs() * 2.0**-8 if dtype is torch.bfloat16 else torch.zeros_like(exact)
+    assert ((out.double() - exact).abs() <= bound + rounding).all()
+
+
+@needs_products
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it() -> None:
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed = C().pack(torch.randn(70, 64, generator=torch.Generator().manual_seed(1)).bfloat16())
+    whole = C().product(x, packed, None, torch.empty(200, 70, dtype=x.dtype))
+    for first, last in ((0, 1), (3, 16), (50, 199)):
+        part = C().product(x[first:last], packed, None, torch.empty(last - first, 70, dtype=x.dtype))
+        assert torch.equal(part, whole[first:last])
+
+
+@needs_products
+def test_an_odd_number_of_bfloat16_inputs_is_left_to_torch() -> None:
+    """Two are taken at once: the last of a row would be paired with what follows it."""
+    assert not C().packs(torch.empty(8, 7, dtype=torch.bfloat16))
+    assert C().packs(torch.empty(8, 7)) and C().packs(torch.empty(8, 6, dtype=torch.bfloat16))

@@ -1,7 +1,8 @@
 """A whole forward of a dense model in few operations, in place of SGLang's modules.
 
-Matrix products are torch's; everything between them is a leaf kernel over memory that is used again. Prefill attends by
-torch and leaves the logits to SGLang. Every batch with something this forward does not handle goes through SGLang's own.
+Everything between matrix products is a leaf kernel over memory that is used again. Where products are C as well, a decode
+step is one call (``decode.py``). Prefill attends by torch and leaves the logits to SGLang. Every batch with something this
+forward does not handle goes through SGLang's own.
 
 Axes: B rows (decode: one per request; prefill: the tokens of all requests, packed), T hidden, H query heads, D head
 dimension, V vocabulary.
@@ -17,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime_like_plugins.sglang_cpu.attention import BatchedAttention
-from slime_like_plugins.sglang_cpu.kernels import Kernels
+from slime_like_plugins.sglang_cpu.decode import DecodeStep
+from slime_like_plugins.sglang_cpu.kernels import CKernels, Kernels
 from slime_like_plugins.sglang_cpu.products import Products
 from slime_like_plugins.sglang_cpu.structure import Block, blocks, obstacle
-
-KEPT_ROWS = 1024  # most rows that memory is held for; a longer prefill takes its own and gives it back
+from slime_like_plugins.sglang_cpu.workspace import Workspace
 
 
 class FusedForward:
@@ -30,14 +31,27 @@ class FusedForward:
     def __init__(self, model: Any, kernels: Kernels) -> None:
         self._model, self._kernels = model, kernels
         self._blocks = blocks(model)
-        self._product = Products(model, [linear for b in self._blocks for linear in (b.qkv, b.out, b.gate_up, b.down)])
+        linears = [linear for b in self._blocks for linear in (b.qkv, b.out, b.gate_up, b.down)]
+        c = kernels if isinstance(kernels, CKernels) and kernels.has_products else None
+        if c is not None and c.threads < torch.get_num_threads():  # its OpenMP is not torch's, or there was none
+            c = None
+        self._product = Products(model, linears, model.lm_head, c)
+        self._step = None if c is None else DecodeStep(model, self._blocks, self._product, c)
         attention = model.model.layers[0].self_attn
         self._rope = attention.rotary_emb
         self._heads, self._dim = attention.num_heads, attention.head_dim
         self._eps: float = model.model.norm.variance_epsilon
         self._table: Tensor | None = None  # the rotary table the next is a copy of
         self._cos_sin = torch.empty(0)
-        self._memory: tuple[Tensor, ...] = ()
+        first = self._blocks[0]
+        (hidden, inner), (width, _) = first.out.weight.shape, first.gate_up.weight.shape
+        # Normed, qkv, queries, gate and up, their product, projected.
+        self._workspace = Workspace((hidden, len(first.qkv.weight), inner, width, width // 2, hidden))
+
+    @property
+    def packed_by(self) -> str:
+        """See ``Products``."""
+        return self._product.packed_by
 
     def handles(self, batch: Any, extra: tuple[Any, ...]) -> bool:
         """Whether this is a plain batch, of decoding or of prefill, on our attention backend."""
@@ -53,14 +67,19 @@ class FusedForward:
 
     def __call__(self, token_ids: Tensor, positions: Tensor, batch: Any) -> Any:
         """The logits of the next token of each request, and of a prompt's tokens where they are asked for."""
-        hidden_BT = self._hidden(token_ids, positions, batch)
         model = self._model
         if not batch.forward_mode.is_decode() or batch.capture_hidden_mode.need_capture():
+            hidden_BT = self._hidden(token_ids, positions, batch)
             return model.logits_processor(token_ids, hidden_BT, model.lm_head, batch, None)
         from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-        logits_BV = torch.mm(hidden_BT, model.lm_head.weight.t())[:, : model.config.vocab_size]
-        return LogitsProcessorOutput(next_token_logits=logits_BV.float())
+        if self._step is not None and self._step.serves(len(token_ids)):
+            self._product.renew()
+            x_BT = F.embedding(token_ids, model.model.embed_tokens.weight)
+            logits_BV = self._step(x_BT, (self._angles(batch), positions), attention_backend(), batch)
+        else:
+            logits_BV = torch.mm(self._hidden(token_ids, positions, batch), model.lm_head.weight.t())
+        return LogitsProcessorOutput(next_token_logits=logits_BV[:, : model.config.vocab_size].float())
 
     def _hidden(self, token_ids: Tensor, positions: Tensor, batch: Any) -> Tensor:
         """[B, T] after the last norm."""
@@ -72,7 +91,7 @@ class FusedForward:
         angles = self._angles(batch), positions
         assert slots.dtype is positions.dtype is torch.int64
         assert slots.is_contiguous() and positions.is_contiguous() and len(slots) == len(positions) == size
-        h, qkv, q, gate_up, activated, delta = self._buffers(size, x_BT.dtype)
+        h, qkv, q, gate_up, activated, delta = self._workspace(size, x_BT.dtype)
         q = q.view(size, self._heads, self._dim)
         carried: Tensor | None = None
         for block in self._blocks:
@@ -99,18 +118,6 @@ class FusedForward:
         longest = int(lens.max())
         assert longest <= len(self._cos_sin), f"position {longest} is beyond the rotary table of {len(self._cos_sin)}"
         return self._cos_sin
-
-    def _buffers(self, size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """What a layer writes, for ``size`` rows: normed, qkv, queries, gate and up, their product, projected."""
-        if self._memory and len(self._memory[0]) >= size and self._memory[0].dtype is dtype:
-            return tuple(tensor[:size] for tensor in self._memory)
-        first = self._blocks[0]
-        hidden, width = first.out.weight.shape[0], first.gate_up.weight.shape[0]
-        widths = (hidden, first.qkv.weight.shape[0], self._heads * self._dim, width, width // 2, hidden)
-        made = tuple(torch.empty(size, columns, dtype=dtype) for columns in widths)
-        if size <= KEPT_ROWS:
-            self._memory = made
-        return made
 
 
 def head_norms(block: Block) -> tuple[Tensor, Tensor] | None:
@@ -142,4 +149,5 @@ def bind(model: Any, kernels: Kernels | None) -> str:
             return fused(input_ids, positions, forward_batch)
 
     model.forward = forward
-    return f"fused forward of {type(model).__name__}"
+    packed = f", products packed by {fused.packed_by}" if fused.packed_by else ""
+    return f"fused forward of {type(model).__name__}{packed}"

@@ -1,5 +1,7 @@
 """The leaf kernels of decoding: one interface, in C (``csrc``) and in torch.
 
+What only C makes fast stands beside it: attention over the page table, sampling, products, and a step of all of them.
+
 Both compute in float32 and round where they store. The caller guarantees shapes; what would make C read foreign memory
 is checked here.
 
@@ -9,6 +11,7 @@ Axes: B requests, T hidden, H query heads, K KV heads, D head dimension, S slots
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +22,9 @@ from torch import Tensor
 LANES = 16  # widest vector the C side may have been compiled for
 BLOCK = 256  # of the vocabulary, in sampling
 GROUP = 4  # query heads the C side takes at a time
+COLUMNS = 2 * LANES  # of a panel of packed weights
+DEPTH = {torch.float32: 1, torch.bfloat16: 2}  # inputs that a product takes at once
+LAYER_FIELDS, STEP_FIELDS = 14, 26  # of the structures in csrc/step.h, 8 bytes each
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -92,7 +98,9 @@ class TorchKernels:
 
 
 class CKernels:
-    """The same through ctypes, and two that only C makes fast: attention over the page table, and sampling."""
+    """The same through ctypes, and what only C makes fast."""
+
+    name = "C"
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -103,6 +111,13 @@ class CKernels:
             "rope_and_store": [*[pointer] * 9, *[whole] * 4, real],
             "attention": [*[pointer] * 4, whole, *[pointer] * 4, *[whole] * 5, real],
         }
+        has_products = library["has_products"]
+        has_products.restype = whole
+        self.has_products = bool(has_products())
+        if self.has_products:
+            signatures["pack"] = [pointer, pointer, whole, whole]
+            signatures["product"] = [*[pointer] * 4, *[whole] * 3]
+            signatures["decode"] = [pointer, whole, pointer, whole, real, real]
         self._functions: dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer] = {}
         for dtype, suffix in SUFFIX.items():
             for name, arguments in signatures.items():
@@ -116,6 +131,11 @@ class CKernels:
         self._threads = library["threads"]
         self._threads.argtypes, self._threads.restype = [], whole
         self._workspace = torch.empty(0)
+
+    @property
+    def threads(self) -> int:
+        """Most threads that share rows."""
+        return int(self._threads())
 
     def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
         dtype = x_BT.dtype
@@ -162,18 +182,57 @@ class CKernels:
         assert keys.dtype is values.dtype is queries_BHD.dtype, f"queries {queries_BHD.dtype}, KV pool {keys.dtype}"
         assert table.dtype is torch.int32 and table.stride(1) == 1
         assert rows_B.dtype is torch.int64 and lens_B.dtype is torch.int64
-        room = GROUP * (-(-table.shape[1] // LANES) * LANES + LANES)
-        threads: int = self._threads()
-        if self._workspace.numel() < room * threads:
-            self._workspace = torch.empty(room * threads)
+        scores, room = self.scores(table)
         out = torch.empty_like(queries_BHD)
         self._functions["attention", queries_BHD.dtype](
             *(queries_BHD.data_ptr(), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0)),
-            *(rows_B.data_ptr(), lens_B.data_ptr(), out.data_ptr(), self._workspace.data_ptr(), room),
+            *(rows_B.data_ptr(), lens_B.data_ptr(), out.data_ptr(), scores.data_ptr(), room),
             *(size, heads, keys.shape[1], dim, scale),
         )
         return out
 
+    def scores(self, table: Tensor) -> tuple[Tensor, int]:
+        """Room for the scores of attention over any row of a page table, and how much of it is a thread's."""
+        room = GROUP * (-(-table.shape[1] // LANES) * LANES + LANES)
+        if self._workspace.numel() < room * self.threads:
+            self._workspace = torch.empty(room * self.threads)
+        return self._workspace, room
+
+    # ---- products ----------------------------------------------------------------------------------------------------
+    def packs(self, weight: Tensor) -> bool:
+        """Whether a weight [M, K] can be packed."""
+        return self.has_products and weight.dtype in SUFFIX and weight.shape[1] % DEPTH[weight.dtype] == 0
+
+    def pack(self, weight: Tensor, old: Tensor | None = None) -> Tensor:
+        """Panels of ``COLUMNS`` outputs; what ``product`` and ``decode`` take for a weight [M, K]. In ``old``, if given."""
+        columns, depth = weight.shape
+        assert self.packs(weight) and weight.is_contiguous(), f"{weight.dtype} {tuple(weight.shape)} cannot be packed"
+        packed = torch.empty(packed_size(columns, depth), dtype=weight.dtype) if old is None else old
+        assert packed.dtype is weight.dtype and packed.numel() == packed_size(columns, depth)
+        self._functions["pack", weight.dtype](weight.data_ptr(), packed.data_ptr(), depth, columns)
+        return packed
+
+    def product(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """``out`` [N, M] of rows ``x`` [N, K] and a packed weight. A row's bits do not depend on the rows beside it."""
+        rows, depth = x.shape
+        columns = out.shape[1]
+        x = x.contiguous()
+        assert len(out) == rows and out.is_contiguous() and packed.numel() == packed_size(columns, depth)
+        assert x.dtype is packed.dtype is out.dtype and (bias is None or bias.dtype is x.dtype)
+        pointers = (x.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
+        self._functions["product", x.dtype](*pointers, rows, depth, columns)
+        return out
+
+    def decode(
+        self, dtype: torch.dtype, layers: Tensor, step: Sequence[int], rows: int, scale: float, eps: float
+    ) -> None:
+        """All layers of a decode step. ``csrc/step.h`` says what ``layers`` [L, 14] and ``step`` hold; ``decode.py`` fills them."""
+        assert layers.dtype is torch.int64 and layers.is_contiguous() and layers.shape[1:] == (LAYER_FIELDS,)
+        assert len(step) == STEP_FIELDS
+        fields = (ctypes.c_int64 * len(step))(*step)
+        self._functions["decode", dtype](layers.data_ptr(), len(layers), fields, rows, scale, eps)
+
+    # ---- sampling ----------------------------------------------------------------------------------------------------
     def sample(
         self, logits_BV: Tensor, temperatures_B: Tensor, top_k_B: Tensor, seeds_B: Tensor, positions_B: Tensor
     ) -> tuple[Tensor, Tensor] | None:
@@ -198,3 +257,8 @@ class CKernels:
         out = torch.empty(len(seeds_B), dtype=torch.float64)
         self._uniforms(seeds_B.data_ptr(), positions_B.data_ptr(), out.data_ptr(), len(seeds_B))
         return out
+
+
+def packed_size(columns: int, depth: int) -> int:
+    """Elements of a packed weight [columns, depth]."""
+    return -(-columns // COLUMNS) * COLUMNS * depth

@@ -33,12 +33,17 @@ typedef uint16_t bf16;
 #if defined(_OPENMP)
 #include <omp.h>
 #define TEXT(x) #x
-#define PARALLEL_ROWS(work) _Pragma(TEXT(omp parallel for schedule(static) if ((work) > 65536)))
+/* Never a region within another, which OMP_NESTED allows: a step's threads have room for themselves alone. */
+#define PARALLEL_ROWS(work) _Pragma(TEXT(omp parallel for schedule(static) if (!omp_in_parallel() && (work) > 65536)))
+#define PARALLEL(condition) _Pragma(TEXT(omp parallel if (!omp_in_parallel() && (condition))))
 #define THREAD omp_get_thread_num()
+#define TEAM omp_get_num_threads()
 #define THREADS omp_get_max_threads()
 #else
 #define PARALLEL_ROWS(work)
+#define PARALLEL(condition)
 #define THREAD 0
+#define TEAM 1
 #define THREADS 1
 #endif
 
@@ -133,14 +138,43 @@ INLINE void fetch_soon(const void *p, int64_t bytes) {
     for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch((const char *)p + j);
 }
 
+/* ---- products: for the CPUs on which they were found to be as fast as oneDNN's or faster, which have no AMX ---------*/
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#include <immintrin.h>
+#define PRODUCTS 1
+#define COLUMNS (2 * LANES)
+INLINE vf mac_f32(vf sum, const float *x, const float *w) { return sum + *x * load_f32(w); }
+INLINE vf mac_bf16(vf sum, const bf16 *x, const bf16 *w) {
+    int32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(w));
+}
+#else
+#define PRODUCTS 0
+#endif
+
+/* Whether the products below, and steps of them, were compiled for this machine. */
+int64_t has_products(void) { return PRODUCTS; }
+
 #define T float
 #define NAME(name) name##_f32
+#define DEPTH 1
 #include "typed.h"
+#if PRODUCTS
+#include "product.h"
+#include "step.h"
+#endif
 #undef T
 #undef NAME
+#undef DEPTH
 #define T bf16
 #define NAME(name) name##_bf16
+#define DEPTH 2
 #include "typed.h"
+#if PRODUCTS
+#include "product.h"
+#include "step.h"
+#endif
 
 /* ---- sampling: Axes n requests, v vocabulary ------------------------------------------------------------------------
  * SplitMix64's finaliser (Steele, Lea and Flood, 2014), as slime_like_plugins/rollout_sampling/draw.py has it. */

@@ -1,0 +1,57 @@
+/* One decode step of a whole model, included once per element type after typed.h and product.h.
+ *
+ * Each row is a token of another request, and no request reads what another wrote in this step: a thread takes its rows
+ * through all layers, and the step is one parallel region in place of one per kernel and product. */
+
+typedef struct {
+    const T *attention_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *gate_up_bias, *down,
+        *down_bias; /* products packed; biases and head norms null where there are none */
+    T *keys, *values;
+} NAME(Layer);
+
+typedef struct {
+    const T *norm, *head; /* head packed */
+    const float *cos_sin;
+    const int64_t *positions, *slots, *rows, *lens;
+    const int32_t *table;
+    T *x, *h, *qkv, *q, *attended, *gate_up, *activated, *delta, *logits;
+    float *scores;
+    int64_t table_stride, room, hidden, heads, kv_heads, dim, width, vocabulary;
+} NAME(Step);
+
+/* Rows lo <= i < hi through all layers; scores: room of this thread. */
+INLINE void NAME(rows_decode)(const NAME(Layer) *layers, int64_t num_layers, const NAME(Step) s, int64_t lo, int64_t hi,
+                              float *scores, float scale, float eps) {
+    const int64_t d = s.dim, inner = s.heads * d, all_heads = (s.heads + 2 * s.kv_heads) * d, m = hi - lo;
+    T *x = s.x + lo * s.hidden, *h = s.h + lo * s.hidden, *delta = s.delta + lo * s.hidden;
+    T *qkv = s.qkv + lo * all_heads, *q = s.q + lo * inner, *attended = s.attended + lo * inner;
+    T *gate_up = s.gate_up + lo * 2 * s.width, *activated = s.activated + lo * s.width;
+    const T *carried = 0;
+    for (const NAME(Layer) *l = layers; l < layers + num_layers; l++) {
+        NAME(add_rms_norm)(x, carried, l->attention_norm, h, m, s.hidden, eps);
+        NAME(rows_product)(h, l->qkv, l->qkv_bias, qkv, m, s.hidden, all_heads);
+        NAME(rope_and_store)(qkv, l->q_norm, l->k_norm, s.cos_sin, s.positions + lo, s.slots + lo, l->keys, l->values, q, m,
+                             s.heads, s.kv_heads, d, eps);
+        NAME(attention)(q, l->keys, l->values, s.table, s.table_stride, s.rows + lo, s.lens + lo, attended, scores, s.room,
+                        m, s.heads, s.kv_heads, d, scale);
+        NAME(rows_product)(attended, l->out, l->out_bias, delta, m, inner, s.hidden);
+        NAME(add_rms_norm)(x, delta, l->mlp_norm, h, m, s.hidden, eps);
+        NAME(rows_product)(h, l->gate_up, l->gate_up_bias, gate_up, m, s.hidden, 2 * s.width);
+        NAME(silu_mul)(gate_up, activated, m, s.width);
+        NAME(rows_product)(activated, l->down, l->down_bias, delta, m, s.width, s.hidden);
+        carried = delta;
+    }
+    NAME(add_rms_norm)(x, carried, s.norm, h, m, s.hidden, eps);
+    NAME(rows_product)(h, s.head, 0, s.logits + lo * s.vocabulary, m, s.hidden, s.vocabulary);
+}
+
+/* x [n, hidden] embedded -> h [n, hidden] normed, logits [n, vocabulary]. The other tensors of `step` are room:
+ * qkv [n, (heads + 2 kv_heads) dim], q, attended [n, heads dim], gate_up [n, 2 width], activated [n, width],
+ * delta [n, hidden]; the rest as in the kernels. */
+void NAME(decode)(const NAME(Layer) *layers, int64_t num_layers, const NAME(Step) *step, int64_t n, float scale, float eps) {
+    PARALLEL(1) {
+        const int64_t lo = n * THREAD / TEAM, hi = n * (THREAD + 1) / TEAM;
+        float *scores = step->scores + THREAD * step->room;
+        if (lo < hi) NAME(rows_decode)(layers, num_layers, *step, lo, hi, scores, scale, eps);
+    }
+}
