@@ -38,9 +38,8 @@ class StopRequest:
         if self._closing:
             os.write(2, b"\nstopping the processes of this run: a moment\n")
         elif self.requested:
-            self._closing = (
-                True  # the exception is on its way to what takes the run down; Ray's waits drop what it says
-            )
+            # The exception is on its way to what takes the run down; Ray's waits drop what it says.
+            self._closing = True
             os.write(2, f"\nsecond {signal.Signals(number).name}: stopping at once, without a checkpoint\n".encode())
             raise KeyboardInterrupt("stopped")
         else:

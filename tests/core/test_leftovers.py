@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
@@ -73,6 +74,19 @@ def test_a_port_is_found_though_its_process_was_never_seen(
     assert leftovers(unseen, died=False) == [f"port 127.0.0.1:{port}: somebody listens"]
     process.communicate()
     assert leftovers(unseen, died=False) == []
+
+
+def test_what_is_being_taken_down_is_waited_for(
+    mark: str, server: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, _ = server
+    held = Held(mark)
+    held.look()
+    looks = iter((lambda: None, process.communicate))  # gone after the second look
+    monkeypatch.setattr(module, "GONE_S", 30.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda _: next(looks)()))
+    assert leftovers(Held("of another run", ports=held.ports), died=True) == []
+    assert not list(looks)
 
 
 def test_a_process_whose_title_is_written_over_its_mark_is_known(mark: str) -> None:

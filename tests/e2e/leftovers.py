@@ -1,7 +1,8 @@
 """What a run left behind: processes, ports that are listened on, and names in /dev/shm.
 
 Every process of a run inherits a mark in its environment, so that those of other runs on the machine are told apart. Ray's
-agents write their title over it: they are known as descendants of the others, and later by their id and start. A port is known by its socket: another run may listen on the same number by then.
+agents write their title over it: they are known as descendants of the others, and later by their id and start. A port is
+known by its socket: another run may listen on the same number by then.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from slime_like.deadline import Deadline
 MARK = "SLIME_LIKE_TEST_RUN"  # environment variable
 GONE_S = 30.0  # for the processes of a run to be gone after it
 SHARED = Path("/dev/shm")
-
-
 LISTENING = "0A"  # state of a socket in /proc/net/tcp
 
 
@@ -47,6 +46,11 @@ class Held:
         self.shared |= mapped(found)
         self.ports |= listened_on(found)
 
+    def open_ports(self) -> dict[int, str]:
+        """What was listened on and still is."""
+        now = listening()
+        return {inode: address for inode, address in self.ports.items() if inode in now}
+
     def processes(self) -> list[int]:
         """Those that live: with the mark, known from before, or started by one of these; but this one."""
         living = [process for process in processes() if process.pid != os.getpid()]
@@ -64,16 +68,19 @@ def leftovers(held: Held, *, died: bool) -> list[str]:
     agents with their ports, which notice the end of their raylet in a minute or more.
     """
     deadline = Deadline("test", "leftovers", GONE_S)
-    while alive := [pid for pid in held.processes() if not (died and is_agent(pid))]:
-        if deadline.elapsed() > deadline.limit:
+    while True:
+        living = held.processes()
+        agents = [pid for pid in living if died and is_agent(pid)]
+        alive = [pid for pid in living if pid not in agents]
+        spared = sockets(agents)
+        # Listed last: a process that is being taken down closes its ports some time after it is no longer to be seen.
+        ports = [address for inode, address in held.open_ports().items() if inode not in spared]
+        if not (alive or ports) or deadline.elapsed() > deadline.limit:
             break
         time.sleep(0.2)
     names = [
         path for path in sorted(held.shared) if path.exists() and not (died and path.parts[3].startswith("slime_like."))
     ]
-    open_now = listening()
-    spared = sockets([pid for pid in held.processes() if is_agent(pid)]) if died else set[int]()
-    ports = [address for inode, address in held.ports.items() if inode in open_now and inode not in spared]
     return [
         *(f"process {pid}: {command(pid)}" for pid in alive),
         *(f"port {address}: somebody listens" for address in ports),
@@ -103,8 +110,7 @@ def is_marked(pid: int, mark: str) -> bool:
 
 def is_agent(pid: int) -> bool:
     """Whether a process is one of Ray's agents."""
-    text = command(pid)
-    return not text or text.startswith(("ray::RuntimeEnvAgent", "ray::DashboardAgent"))
+    return command(pid).startswith(("ray::RuntimeEnvAgent", "ray::DashboardAgent"))
 
 
 def command(pid: int) -> str:
