@@ -38,7 +38,7 @@ from slime_like.rollout.startup import other_models
 
 POLL_S = 0.05
 ANSWER_S = 5.0  # longest wait for one answer of a server that starts
-DYING_S = 8.0  # SGLang looks at its workers for five seconds before it exits
+DYING_S = 8.0  # SGLang looks at its workers for five seconds before it exits, on a GPU
 LAST_WORDS_S = 1.0
 SCRATCH_PREFIX = "slime_like-engine-"
 SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project, as is
@@ -50,6 +50,8 @@ SPIN = "SLIME_LIKE_ENGINE_SPIN_COUNT"  # another number of turns, to measure it 
 THREADS = "SLIME_LIKE_ENGINE_THREADS"  # the number of threads of a model on a CPU
 CPU_KERNELS = "SLIME_LIKE_CPU_KERNELS"
 DECODE_LINE = "slime_like decodes with "
+# Without these, a server whose worker died waits five seconds for a GPU to settle, to dump its state, before it exits.
+NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
 MODEL_OVERRIDES = "json_model_override_args"
 
 
@@ -199,6 +201,7 @@ def child_environment(spec: EngineSpec, scratch: str) -> dict[str, str]:
         environment[THREADS] = environment.get("OMP_NUM_THREADS", "1")
         environment["OMP_NUM_THREADS"] = "1"
         environment["GOMP_SPINCOUNT"] = spin_count()
+        environment = NO_CRASH_DUMPS | environment
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one engine are on one machine
     environment |= {
         SEAMS: ",".join(seams),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,9 @@ from tests.engine.conftest import KEY, Models
 from tests.engine.test_weights import Source
 
 HERE = "127.0.0.1"
-GROUPS, SAMPLES, TOKENS = 12, 4, 128  # long enough that a fault strikes in their midst on a busy machine too
+# An engine answers one group at a time, a third of a second each on an idle machine: a fault at its first or second answer
+# finds it at work on the groups after that, though this process learns of the answer late.
+GROUPS, SAMPLES, TOKENS = 12, 4, 400
 Answered = Callable[[str], None]
 _answered: list[Answered] = []  # told the engine's name at each answer
 
@@ -47,6 +50,18 @@ def at_answer(name: str, number: int, what: Callable[[], object]) -> None:
             what()
 
     _answered[:] = [*_answered, count]
+
+
+def at_first_answer(what: Callable[[str], object]) -> None:
+    """Do ``what``, given the engine's name, at the first answer of any: none of the others has given one."""
+    seen: list[str] = []
+
+    def tell(engine: str) -> None:
+        if not seen:
+            seen.append(engine)
+            what(engine)
+
+    _answered[:] = [*_answered, tell]
 
 
 def answers() -> list[str]:
@@ -154,11 +169,16 @@ class Pair:
             log_path="",
             start_deadline_s=180,
             request_deadline_s=120,
-            max_running_requests=2 * SAMPLES,  # groups are answered a few at a time
+            max_running_requests=SAMPLES,
             sglang={"max_total_tokens": 4096},
         )
         self.keepers = [LocalKeeper(replace(spec, log_path=str(folder / f"{i}.log")), f"engine {i}") for i in (0, 1)]
         self.loop = asyncio.new_event_loop()
+        self._managers: list[RolloutManager] = []
+
+    def keeper(self, name: str) -> LocalKeeper:
+        """The keeper of an engine."""
+        return next(keeper for keeper in self.keepers if keeper.client.name == name)
 
     def manager(self, engines: int = 2, **health: Any) -> RolloutManager:
         """A fresh manager of rollouts of ``GROUPS`` groups on the first engines as they are."""
@@ -185,7 +205,18 @@ class Pair:
             pushes=True,
             chat_template_kwargs={},
         )
-        return RolloutManager(spec, source(self._data), {}, self.keepers[:engines])
+        manager = RolloutManager(spec, source(self._data), {}, self.keepers[:engines])
+        self._managers.append(manager)
+        return manager
+
+    def stop_managers(self) -> None:
+        """Those of a test that failed would restart engines under the next test's, and a stopped one would stay so."""
+        for manager in self._managers:
+            self.loop.run_until_complete(manager.stop())
+        self._managers.clear()
+        for keeper in self.keepers:
+            with contextlib.suppress(ProcessLookupError):
+                keeper.hurt(signal.SIGCONT)
 
     async def send(
         self, names: Sequence[str], model: str, *, broadcast: bool = False, happens: Callable[[], object] = lambda: None

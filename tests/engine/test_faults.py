@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ from slime_like.rollout.manager import Collected
 from slime_like.rollout.processes import stopped
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Models
-from tests.engine.faulty import GROUPS, SAMPLES, TOKENS, Pair, Told, answers, at_answer, forget, until
+from tests.engine.faulty import GROUPS, SAMPLES, TOKENS, Pair, Told, answers, at_answer, at_first_answer, forget, until
 
 pytestmark = pytest.mark.engine
 RECOVERY_METRICS = ("rollout/engine_restarts", "rollout/remade_groups")
@@ -31,9 +32,10 @@ def pair(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
 
 @pytest.fixture(autouse=True)
-def no_fault() -> Iterator[None]:
+def no_fault(pair: Pair) -> Iterator[None]:
     yield
     forget()
+    pair.stop_managers()
 
 
 def check_whole(collected: Collected, rollout_id: int, models: Models, model: str, version: int) -> None:
@@ -79,23 +81,26 @@ def test_an_engine_that_is_slow_is_waited_for_by_the_default(pair: Pair) -> None
         manager = pair.manager(interval_s=0.1, timeout_s=60.0)
         await pair.push(manager, "A")
         pids = [keeper.server.pid for keeper in pair.keepers]
-        slow, answered = pair.keepers[0], answers()
-        client = slow.client
-        assert isinstance(client, Told)
+        slow: list[str] = []
+        answered = answers()
 
-        def stop() -> None:
-            slow.hurt(signal.SIGSTOP)
+        def stop(name: str) -> None:
+            pair.keeper(name).hurt(signal.SIGSTOP)
+            slow.append(name)
             answered.clear()
 
-        at_answer("engine 0", 1, stop)
+        at_first_answer(stop)
         collecting = asyncio.ensure_future(manager.collect(0))
-        await until(lambda: stopped(slow.server.pid) and "engine 1" in answered and client.num_waiting_checks)
+        await until(lambda: slow)
+        client, group = pair.keeper(slow[0]).client, pair.keeper(slow[0]).server.pid
+        assert isinstance(client, Told)
+        await until(lambda: stopped(group) and set(answered) - set(slow) and client.num_waiting_checks)
         assert not collecting.done()
         answered.clear()
-        slow.hurt(signal.SIGCONT)
+        os.killpg(group, signal.SIGCONT)
         collected = await collecting
         check_whole(collected, 0, pair.models, "A", pair.version)
-        assert "engine 0" in answered  # what it was at work on when it was stopped
+        assert slow[0] in answered  # what it was at work on when it was stopped
         assert {m.name: m.value for m in collected.metrics if m.name in RECOVERY_METRICS} == dict.fromkeys(
             RECOVERY_METRICS, 0
         )
@@ -112,8 +117,14 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
     async def scenario() -> None:
         manager = pair.manager()
         await pair.push(manager, "B")
-        at_answer("engine 0", 1, pair.keepers[0].kill_scheduler)
-        at_answer("engine 1", 2, lambda: pair.keepers[1].hurt(signal.SIGSTOP))
+        struck: list[str] = []
+
+        def kill_one_stop_the_other(name: str) -> None:
+            struck.extend(sorted(("engine 0", "engine 1"), key=name.__ne__))
+            pair.keeper(name).kill_scheduler()
+            at_answer(struck[1], 2, lambda: pair.keeper(struck[1]).hurt(signal.SIGSTOP))
+
+        at_first_answer(kill_one_stop_the_other)
         collecting = asyncio.ensure_future(manager.collect(0))
         starved = asyncio.ensure_future(manager.starved())
         await asyncio.wait({collecting, starved}, return_when=asyncio.FIRST_COMPLETED)
@@ -130,6 +141,7 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
         assert {lost.version for lost in collected.recovered} <= {-1, pair.version}
         await until(lambda: not [seat for seat in manager._fleet.seats if seat.down])
         killed, stopped = manager._fleet.recoveries
+        assert [killed.engine, stopped.engine] == struck
         assert pair.version in {killed.version, stopped.version}
         assert killed.cause.startswith("dead: ")
         assert "no answer to a health check" in stopped.cause

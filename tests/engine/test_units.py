@@ -240,6 +240,20 @@ def test_the_child_hears_of_our_seams_before_it_imports_torch(monkeypatch: pytes
     assert "SGLANG_PLATFORM" not in cuda
 
 
+def test_a_server_on_a_cpu_exits_as_soon_as_its_worker_died_unless_the_user_wants_dumps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.environ import envs
+
+    for name in server.NO_CRASH_DUMPS:
+        monkeypatch.delenv(name, raising=False)
+        assert getattr(envs, name).get() is True  # else SGLang does without them itself, or names them otherwise
+        assert server.child_environment(SPEC, "/scratch")[name] == "0"
+        assert name not in server.child_environment(replace(SPEC, device="cuda"), "/scratch")
+        monkeypatch.setenv(name, "1")
+        assert server.child_environment(SPEC, "/scratch")[name] == "1"
+
+
 def test_the_cause_of_death_stands_before_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("\n".join(["start", "", "Traceback (most recent call last):", "  x", "ValueError: no such model"]))

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def fork_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: flo
     """``function`` on ``size`` forks of this process, which must have one thread; as ``run_ranks`` otherwise."""
     deadline = Deadline("test", function.__name__, seconds)
     faulthandler.cancel_dump_traceback_later()  # whose thread a fork would not have
-    assert len(os.listdir("/proc/self/task")) == 1, "a lock that another thread holds would stay locked in a fork"
+    _await_one_thread()
     with tempfile.TemporaryDirectory() as name, PortLease("127.0.0.1") as port:
         folder = Path(name)
         children: list[Fork] = []
@@ -133,6 +134,14 @@ def fork_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: flo
                     os.kill(child.pid, signal.SIGKILL)
                     child.wait()
         return _results(folder, size)
+
+
+def _await_one_thread(seconds: float = 10) -> None:
+    """A thread that was joined may take a moment more to be gone. Raises AssertionError where one stays."""
+    deadline = Deadline("test", "fork", seconds)
+    while threads := set(os.listdir("/proc/self/task")) - {str(os.getpid())}:
+        assert deadline.elapsed() < deadline.limit, f"a lock that threads {threads} hold would stay locked in a fork"
+        time.sleep(0.001)
 
 
 def _results(folder: Path, size: int) -> list[Any]:

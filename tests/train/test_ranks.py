@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+
 import pytest
 
 from slime_like.errors import DeadlineExceeded
@@ -30,6 +32,28 @@ def forked(world: World, seconds: float) -> list[str]:
     return [*fork_ranks(greet, 2, "fork"), *(fork_ranks(fail_on_one, 2, seconds=seconds) if seconds else [])]
 
 
+def one_thread(world: World) -> str:
+    """What is said while another thread runs, and after it was joined."""
+    import threading
+
+    from tests.train.ranks import _await_one_thread
+
+    for _ in range(200):  # a joined thread was still there in most of them
+        faulthandler.dump_traceback_later(60)
+        faulthandler.cancel_dump_traceback_later()
+        _await_one_thread()
+    go_on = threading.Event()
+    other = threading.Thread(target=go_on.wait)
+    other.start()
+    try:
+        _await_one_thread(0.1)
+    except AssertionError as error:
+        return str(error)
+    finally:
+        go_on.set()
+    return "no word of it"
+
+
 def test_results_come_in_rank_order() -> None:
     assert run_ranks("tests.train.test_ranks:greet", 2, "rank") == ["rank 0 of 2", "rank 1 of 2"]
 
@@ -48,3 +72,8 @@ def test_forks_of_a_rank_are_ranks_too() -> None:
     assert run_ranks("tests.train.test_ranks:forked", 1, 0) == [["fork 0 of 2", "fork 1 of 2"]]
     with pytest.raises(AssertionError, match=r"rank 1 of 2[\s\S]*the reason"):
         run_ranks("tests.train.test_ranks:forked", 1, 60)
+
+
+def test_a_process_is_forked_once_its_other_threads_are_gone() -> None:
+    (said,) = run_ranks("tests.train.test_ranks:one_thread", 1)
+    assert "would stay locked in a fork" in said
