@@ -21,6 +21,7 @@ from slime_like.config.faults import HealthConfig
 from slime_like.data.faults import Recovery
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.rollout.client import EngineClient
+from slime_like.rollout.pulse import Pulse
 from slime_like.rollout.router import Lease, Router, Work, again
 
 DEAD, STALLED = "dead", "stalled"
@@ -96,6 +97,23 @@ class Fleet:
         seat.answered = True
         return found
 
+    async def answers(self, engine: EngineClient, *, decodes: bool = False) -> bool:
+        """A health check. One that this process itself was too busy to read the answer of says nothing, and is made again.
+
+        Raises ``EngineLost`` where there is no server.
+        """
+        while True:
+            with Pulse() as pulse:
+                if await engine.health(self.health.timeout_s, decodes=decodes):
+                    return True
+                held_s = pulse.held_s
+            if not held_s:
+                return False
+            self._news.append(
+                f"the rollout manager read no answers for {held_s:.0f} s, nor that of {engine.name} to a health check: "
+                "what blocks its event loop (in a generate function, say) belongs into asyncio.to_thread"
+            )
+
     async def abort_all(self) -> None:
         """Every engine that may hold requests ends them with the tokens they have; one that is lost holds none."""
 
@@ -118,7 +136,7 @@ class Fleet:
         kind = DEAD if isinstance(error, EngineLost) else STALLED
         if isinstance(error, EngineError) and kind != DEAD:
             try:
-                if await engine.health(self.health.timeout_s):
+                if await self.answers(engine):
                     raise error
             except EngineLost:
                 kind = DEAD

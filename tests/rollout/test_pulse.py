@@ -1,0 +1,111 @@
+"""A health check whose answer nobody could read says nothing of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from slime_like.config.faults import HealthConfig
+from slime_like.deadline import scale
+from slime_like.rollout.client import EngineClient
+from slime_like.rollout.fleet import Fleet
+
+TIMEOUT_S = 2.0
+
+
+class Server:
+    """Answers health checks in a thread of its own, once the loop of the test is held up, or never."""
+
+    def __init__(self) -> None:
+        self.num_checks, self.answers = 0, True
+        self.held, self.over = threading.Event(), threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.num_checks += 1
+                (outer.held if outer.answers else outer.over).wait()
+                self.send_response(200)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Nothing on the console."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.held.set()
+        self.over.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class Keeper:
+    """Of an engine that is never restarted."""
+
+    def __init__(self, url: str) -> None:
+        self.client = EngineClient(url, admin_key="", name="engine 0")
+
+    async def restart(self) -> tuple[EngineClient, str]:
+        raise AssertionError("restarted")
+
+    async def stopped(self) -> tuple[int, ...]:
+        return ()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+def check(server: Server, *, held_s: float) -> tuple[bool, tuple[str, ...]]:
+    """What a check finds while the loop is held up once, from when the server has it; and what a user is told."""
+
+    async def scene() -> tuple[bool, tuple[str, ...]]:
+        fleet = Fleet([Keeper(server.url)], HealthConfig(timeout_s=TIMEOUT_S), pushed=False)
+
+        def hold() -> None:
+            if server.num_checks == 0:  # nothing was asked yet
+                asyncio.get_running_loop().call_later(0.01, hold)
+                return
+            server.held.set()
+            time.sleep(held_s * scale())
+
+        hold()
+        try:
+            return await fleet.answers(fleet.seats[0].client, decodes=True), fleet.news()
+        finally:
+            await fleet.stop()
+
+    return asyncio.run(scene())
+
+
+def test_an_answer_that_could_not_be_read_in_time_is_asked_for_again(server: Server) -> None:
+    found, (told,) = check(server, held_s=TIMEOUT_S + 1.5)
+    assert found
+    assert "read no answers for" in told
+    assert "belongs into asyncio.to_thread" in told
+
+
+def test_an_engine_that_never_answers_is_not_excused_by_a_hold_that_was_over_in_time(server: Server) -> None:
+    server.answers = False
+    assert check(server, held_s=TIMEOUT_S / 2) == (False, ())
+    assert server.num_checks == 1
+
+
+def test_a_loop_that_runs_has_nothing_to_tell(server: Server) -> None:
+    assert check(server, held_s=0) == (True, ())
+    assert server.num_checks == 1
