@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from slime_like.config.faults import HealthConfig
 from slime_like.data.faults import Recovery
+from slime_like.deadline import scale
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.rollout.client import EngineClient
 from slime_like.rollout.pulse import Pulse
@@ -97,22 +98,28 @@ class Fleet:
         seat.answered = True
         return found
 
-    async def answers(self, engine: EngineClient, *, decodes: bool = False) -> bool:
-        """A health check. One that this process itself was too busy to read the answer of says nothing, and is made again.
+    async def answers(self, seat: Seat, engine: EngineClient, *, decodes: bool = False) -> bool:
+        """A health check. One in which this process was held up and read nothing for a while is made again, until the engine
+        had ``health.timeout_s`` in all.
 
         Raises ``EngineLost`` where there is no server.
         """
+        had_s, told = 0.0, False
         while True:
             with Pulse() as pulse:
                 if await engine.health(self.health.timeout_s, decodes=decodes):
                     return True
-                held_s = pulse.held_s
-            if not held_s:
+            had_s += pulse.ran_s
+            gone = seat.client is not engine or seat.down
+            if gone or not pulse.held_s or had_s >= self.health.timeout_s * scale():
                 return False
-            self._news.append(
-                f"the rollout manager read no answers for {held_s:.0f} s, nor that of {engine.name} to a health check: "
-                "what blocks its event loop (in a generate function, say) belongs into asyncio.to_thread"
-            )
+            if not told:
+                told = True
+                self._news.append(
+                    f"the rollout manager was held up for {pulse.held_s:.1f} s of a health check of {engine.name}, which is made "
+                    "again: what blocks its event loop (in a generate function, say) belongs in asyncio.to_thread, or the "
+                    "machine is too busy"
+                )
 
     async def abort_all(self) -> None:
         """Every engine that may hold requests ends them with the tokens they have; one that is lost holds none."""
@@ -136,7 +143,7 @@ class Fleet:
         kind = DEAD if isinstance(error, EngineLost) else STALLED
         if isinstance(error, EngineError) and kind != DEAD:
             try:
-                if await self.answers(engine):
+                if await self.answers(seat, engine):
                     raise error
             except EngineLost:
                 kind = DEAD

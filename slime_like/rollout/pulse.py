@@ -1,4 +1,4 @@
-"""Whether this process's event loop runs: while something holds it up, no answer of an engine is read."""
+"""How long this process's event loop ran: while something holds it up, no answer of an engine is read."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from types import TracebackType
 from typing import Self
 
 BEAT_S = 0.1
-LEAST_S = 0.5  # a loop that is late by less has read what came meanwhile well enough
+LEAST_S = 0.5  # what holds a loop up for less costs no answer
 
 
 class Pulse:
     """Beats in the running loop while its ``with`` block lasts."""
 
     def __init__(self) -> None:
-        self._last = 0.0
-        self._held_s = 0.0  # before the last beat
+        self._began = self._last = 0.0
+        self._held_s = 0.0
         self._next: asyncio.TimerHandle | None = None
 
     @property
     def held_s(self) -> float:
-        """Seconds for which the loop was held up just now; 0 where it ran."""
-        late = max(self._held_s, self._late())
-        return late if late > LEAST_S else 0.0
+        """Seconds for which the loop was held up since the block began."""
+        return self._held_s + self._late()
+
+    @property
+    def ran_s(self) -> float:
+        """Seconds for which it ran."""
+        return time.monotonic() - self._began - self.held_s
 
     def __enter__(self) -> Self:
-        self._last = time.monotonic()
+        self._began = self._last = time.monotonic()
         self._beat()
         return self
 
@@ -37,9 +41,10 @@ class Pulse:
             self._next.cancel()
 
     def _late(self) -> float:
-        return time.monotonic() - self._last - BEAT_S
+        late = time.monotonic() - self._last - BEAT_S
+        return late if late > LEAST_S else 0.0
 
     def _beat(self) -> None:
-        self._held_s = self._late()
+        self._held_s += self._late()
         self._last = time.monotonic()
         self._next = asyncio.get_running_loop().call_later(BEAT_S, self._beat)

@@ -38,7 +38,7 @@ from slime_like.rollout.startup import other_models
 
 POLL_S = 0.05
 ANSWER_S = 5.0  # longest wait for one answer of a server that starts
-DYING_S = 8.0  # SGLang looks at its workers for five seconds before it exits, on a GPU
+DYING_S = 8.0  # on a GPU SGLang waits five seconds before it exits
 LAST_WORDS_S = 1.0
 SCRATCH_PREFIX = "slime_like-engine-"
 SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project, as is

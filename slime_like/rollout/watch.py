@@ -51,7 +51,7 @@ class Watch:
             return True
         decodes = not self._pushing
         try:
-            answers = await self._fleet.answers(engine, decodes=decodes)
+            answers = await self._fleet.answers(seat, engine, decodes=decodes)
             stopped = await seat.keeper.stopped() if answers and not decodes else ()
         except EngineLost as error:
             if seat.client is engine and not seat.down:

@@ -211,12 +211,16 @@ class Pair:
 
     def stop_managers(self) -> None:
         """Those of a test that failed would restart engines under the next test's, and a stopped one would stay so."""
-        for manager in self._managers:
-            self.loop.run_until_complete(manager.stop())
-        self._managers.clear()
         for keeper in self.keepers:
             with contextlib.suppress(ProcessLookupError):
                 keeper.hurt(signal.SIGCONT)
+        managers, self._managers = self._managers, []
+
+        async def stop() -> None:
+            ends = await asyncio.gather(*(manager.stop() for manager in managers), return_exceptions=True)
+            assert not [end for end in ends if end is not None], ends
+
+        self.loop.run_until_complete(stop())
 
     async def send(
         self, names: Sequence[str], model: str, *, broadcast: bool = False, happens: Callable[[], object] = lambda: None

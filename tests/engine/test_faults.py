@@ -65,7 +65,7 @@ def test_a_stopped_engine_is_waited_for_where_the_config_says_so(pair: Pair) -> 
         pair.keepers[0].hurt(signal.SIGCONT)
         collected = await collecting
         check_whole(collected, 0, pair.models, "B", pair.version)
-        assert "does not answer and is waited for" in collected.warnings[0]
+        assert any("does not answer and is waited for" in said for said in collected.warnings)
         assert manager.last_recoveries() == ()
         await until(lambda: not [seat for seat in manager._fleet.seats if seat.stalled])
         assert await pair.push(manager, "A") == ("engine 0", "engine 1")
@@ -115,7 +115,7 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
     """The second goes on alone; when none is left, the first to come back gets weights, and ends the rollout."""
 
     async def scenario() -> None:
-        manager = pair.manager()
+        manager = pair.manager(timeout_s=6.0)  # SGLang looks once a second whether its worker lives, and then goes
         await pair.push(manager, "B")
         struck: list[str] = []
 

@@ -12,6 +12,7 @@ import pytest
 
 from slime_like.config.faults import HealthConfig
 from slime_like.deadline import scale
+from slime_like.rollout import pulse
 from slime_like.rollout.client import EngineClient
 from slime_like.rollout.fleet import Fleet
 
@@ -86,7 +87,7 @@ def check(server: Server, *, held_s: float) -> tuple[bool, tuple[str, ...]]:
 
         hold()
         try:
-            return await fleet.answers(fleet.seats[0].client, decodes=True), fleet.news()
+            return await fleet.answers(fleet.seats[0], fleet.seats[0].client, decodes=True), fleet.news()
         finally:
             await fleet.stop()
 
@@ -96,16 +97,50 @@ def check(server: Server, *, held_s: float) -> tuple[bool, tuple[str, ...]]:
 def test_an_answer_that_could_not_be_read_in_time_is_asked_for_again(server: Server) -> None:
     found, (told,) = check(server, held_s=TIMEOUT_S + 1.5)
     assert found
-    assert "read no answers for" in told
-    assert "belongs into asyncio.to_thread" in told
+    assert "was held up for" in told
+    assert "belongs in asyncio.to_thread" in told
 
 
-def test_an_engine_that_never_answers_is_not_excused_by_a_hold_that_was_over_in_time(server: Server) -> None:
+def test_an_engine_that_never_answers_is_excused_only_for_as_long_as_nothing_was_read(server: Server) -> None:
     server.answers = False
-    assert check(server, held_s=TIMEOUT_S / 2) == (False, ())
-    assert server.num_checks == 1
+    found, (told,) = check(server, held_s=TIMEOUT_S / 2)
+    assert not found
+    assert server.num_checks == 2
+    assert "is made again" in told
 
 
 def test_a_loop_that_runs_has_nothing_to_tell(server: Server) -> None:
     assert check(server, held_s=0) == (True, ())
     assert server.num_checks == 1
+
+
+def test_an_engine_that_never_answers_a_loop_that_runs_fails_its_first_check(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "LEAST_S", TIMEOUT_S)  # but for a hold that this test did not make
+    server.answers = False
+    assert check(server, held_s=0) == (False, ())
+    assert server.num_checks == 1
+
+
+def test_an_engine_that_was_replaced_meanwhile_is_not_asked_again(server: Server) -> None:
+    asked: list[bool] = []
+
+    async def scene() -> bool:
+        fleet = Fleet([Keeper(server.url)], HealthConfig(timeout_s=TIMEOUT_S), pushed=False)
+        seat, engine = fleet.seats[0], fleet.seats[0].client
+
+        async def replaced(seconds: float | None = None, *, decodes: bool = False) -> bool:
+            asked.append(decodes)
+            time.sleep(1)
+            seat.down = True
+            return False
+
+        engine.health = replaced
+        try:
+            return await fleet.answers(seat, engine)
+        finally:
+            await fleet.stop()
+
+    assert asyncio.run(scene()) is False
+    assert len(asked) == 1
