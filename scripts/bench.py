@@ -142,9 +142,12 @@ def _page(tables: list[str], where: str, command: str) -> str:
 
 
 def commit() -> str:
-    """The commit that is measured, and whether files differ from it."""
+    """The commit that is measured, and whether files differ from it, other than pages."""
     try:
-        asked = [["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]]
+        asked = [
+            ["rev-parse", "--short", "HEAD"],
+            ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs"],
+        ]
         head, changed = (
             subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
             for words in asked
@@ -169,8 +172,8 @@ def machine(load: float) -> str:
 
 def write(path: Path, text: str) -> None:
     """Replace the measured part of a page; what stands below the mark stays."""
-    below = path.read_text().partition(MARK)[2] if path.exists() else ""
-    path.write_text(f"{text.rstrip()}\n\n{MARK}\n{below}" if below else f"{text.rstrip()}\n")
+    below = path.read_text().partition(MARK)[2].lstrip("\n") if path.exists() else ""
+    path.write_text(f"{text.rstrip()}\n\n{MARK}\n\n{below}" if below else f"{text.rstrip()}\n")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from slime_like.cluster.plan_guard import ring_folder
-from slime_like.cluster.stacks import request_stacks
+from slime_like.cluster.stacks import gather_stacks
 from slime_like.distributed import forensics
 
 LIBRARIES = ("torch", "sglang", "megatron-core", "ray", "transformers", "numpy")
 TAIL_LINES = 60
 TAIL_BYTES = 65_536
-STACKS_WAIT_S = 1.0
+STACKS_WAIT_S = 2.0
 
 
 def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (), ray_logs: Path | None = None) -> Path:
@@ -26,18 +26,17 @@ def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (),
     bundle.mkdir(parents=True, exist_ok=True)
     (bundle / "cause.txt").write_text("\n".join([one_line(error), *extra]) + "\n")
     (bundle / "traceback.txt").write_text("".join(traceback.format_exception(error)))
+    if text := forensics.dump(ring_folder(str(run_dir))):  # before another run here sweeps rings of the dead
+        (bundle / "collectives.txt").write_text(text)
     (bundle / "versions.txt").write_text("\n".join(_versions()) + "\n")
     stacks = run_dir / "stacks"
     if stacks.exists():
-        request_stacks(stacks)
-        time.sleep(STACKS_WAIT_S)  # faulthandler writes from a signal handler and reports to nobody
+        gather_stacks(stacks, STACKS_WAIT_S)
         shutil.copytree(stacks, bundle / "stacks", dirs_exist_ok=True)
     for log in sorted((run_dir / "logs").glob("*.log")):
         (bundle / f"{log.stem}.tail.txt").write_text(_tail(log))
     for name, log in _worker_logs(stacks, ray_logs):
         (bundle / f"{name}.tail.txt").write_text(_tail(log))
-    if text := forensics.dump(ring_folder(str(run_dir))):
-        (bundle / "collectives.txt").write_text(text)
     config = run_dir / "config.yaml"
     if config.exists():
         shutil.copy(config, bundle / "config.yaml")

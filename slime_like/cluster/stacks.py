@@ -5,7 +5,13 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
+
+from slime_like.deadline import scale
+
+POLL_S = 0.1
 
 
 def dump_stacks_on_signal(folder: Path, name: str) -> None:
@@ -31,7 +37,33 @@ def living(folder: Path) -> dict[str, int]:
 def request_stacks(folder: Path) -> None:
     """Ask every living process of this node that registered in ``folder`` for its stacks."""
     for pid in living(folder).values():
-        os.kill(pid, signal.SIGUSR1)
+        with suppress(ProcessLookupError):  # it has ended since
+            os.kill(pid, signal.SIGUSR1)
+
+
+def gather_stacks(folder: Path, seconds: float) -> None:
+    """Ask for stacks and wait until all are written, at most ``seconds``, scaled: a stopped process writes none.
+
+    faulthandler writes from a signal handler and reports to nobody: a file that grew and then rests is taken for whole.
+    """
+    before = _sizes(folder)
+    request_stacks(folder)
+    last, until = before, time.monotonic() + seconds * scale()
+    while time.monotonic() < until:
+        time.sleep(POLL_S)
+        now, processes = _sizes(folder), set(living(folder).values())
+        waits = [path for path in now if _pid(path) in processes and now[path] == before.get(path)]
+        if now == last and not waits:
+            return
+        last = now
+
+
+def _sizes(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_size for path in folder.glob("*.txt")}
+
+
+def _pid(path: Path) -> int:
+    return int(path.stem.rsplit(".", 2)[1])
 
 
 def start_time(pid: int) -> str:

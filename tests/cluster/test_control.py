@@ -160,7 +160,9 @@ def test_askers_who_race_each_get_an_answer(control: Control) -> None:
             for request in control.read(step):
                 control.answer(request, str(step))
     assert {each.result() for each in found} == {"done"}
-    assert control.read(step + 1) == ()
+    for request in control.read(step + 1):  # asked for again by who then took the answer before it, of the same moment
+        control.answer(request, str(step))
+    assert control.read(step + 2) == ()
 
 
 def test_who_asked_is_said_where_it_is_somebody_else(

@@ -23,7 +23,7 @@ from slime_like.errors import EngineError, EngineLost
 from slime_like.rollout import server
 from slime_like.rollout.fleet import DEAD, Fleet
 
-START_S = 0.5
+START_S = 1.5
 # Stands where the interpreter of an engine's server does: a process that never listens, or that listens and never answers.
 SILENT = """#!{python} -IS
 import json, socket, sys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -96,6 +97,7 @@ def test_a_process_whose_title_is_written_over_its_mark_is_known(mark: str) -> N
     with subprocess.Popen(command, env=os.environ | {MARK: mark}, stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdout is not None and parent.stdin is not None
         worker = int(parent.stdout.readline())
+        ended = os.pidfd_open(worker)
         try:
             assert not is_marked(worker, mark)
             held.look()
@@ -104,7 +106,8 @@ def test_a_process_whose_title_is_written_over_its_mark_is_known(mark: str) -> N
             assert leftovers(held, died=False) == [f"process {worker}: ray::A"]
         finally:
             os.kill(worker, signal.SIGKILL)
-            parent.stdout.read()  # ends with the worker
+            select.select([ended], [], [])
+            os.close(ended)
     assert leftovers(held, died=False) == []
 
 

@@ -25,7 +25,7 @@ from slime_like.distributed.wrapper import Wrapper
 from slime_like.errors import CollectiveError
 from tests.train.ranks import World
 
-SECONDS = 1.5
+SECONDS = 3.0
 # What may pass beside the deadline until a rank at fault is named: errors.PATIENCE_S, in which late peers may yet arrive, and
 # as much again for the backend to notice and the rings to be read on a machine that does other things.
 GRACE_S = 4.0
@@ -113,11 +113,22 @@ def mismatch(world: World, folder: Path, kind: str) -> None:
         timeout=datetime.timedelta(seconds=SECONDS * scale()),
     )
     dist.all_reduce(torch.zeros(4))
+    if world.rank == 1:
+        _await_second(folder, 0, 2)  # who notices ends, and the others with it, which must have come
     if world.rank == 1 and kind == "op":
         dist.broadcast(torch.zeros(32), src=0)
     else:
         dist.all_reduce(torch.zeros(64 if world.rank == 1 and kind == "size" else 32))
     c10d._get_default_store().wait(["never"])  # so that a rank that was content does not take its ring with it
+
+
+def _await_second(folder: Path, *ranks: int) -> None:
+    """Until these ranks have issued their second op."""
+    issued = 0
+    while issued < len(ranks):
+        time.sleep(0.01)
+        readings = read_rings(folder)
+        issued = sum(any(r.sequence == 2 for r in readings[f"trainer_rank{rank}"].records) for rank in ranks)
 
 
 # ---- hangs that the process group does not notice ---------------------------------------------------------------------

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.cluster import crash
 from slime_like.cluster.crash import write_bundle
-from slime_like.cluster.plan_guard import ring_folder
 from slime_like.config.collectives import canonical
 from slime_like.deadline import scale
 from slime_like.distributed.forensics import dump, findings
@@ -98,17 +98,16 @@ def test_a_rank_that_does_not_come_to_make_communicators_again_is_named(
         ("op", "rank 1 issued broadcast of 128 bytes; ranks 0, 2 all_reduce of 128 bytes"),
     ],
 )
-def test_a_mismatch_is_read_from_the_rings_of_the_dead(kind: str, named: str, tmp_path: Path) -> None:
+def test_a_mismatch_is_read_from_the_rings_of_the_dead(
+    kind: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the driver reads them, within the deadline of the op; what they say is in its crash bundle."""
-    run_dir = tmp_path / "run"
-    folder = ring_folder(str(run_dir))
-    try:
-        with pytest.raises(AssertionError, match="ended with"):
-            run_ranks("tests.distributed.hangs:mismatch", 3, folder, kind)
-        first, now = findings(read_rings(folder))[0], time.perf_counter_ns()
-        bundle = write_bundle(run_dir, WorkerError("trainer rank 1 died", died=True))
-    finally:
-        shutil.rmtree(folder)
+    run_dir, folder = tmp_path / "run", tmp_path / "rings"  # where no other run here sweeps
+    monkeypatch.setattr(crash, "ring_folder", {str(run_dir): folder}.__getitem__)
+    with pytest.raises(AssertionError, match="ended with"):
+        run_ranks("tests.distributed.hangs:mismatch", 3, folder, kind)
+    first, now = findings(read_rings(folder))[0], time.perf_counter_ns()
+    bundle = write_bundle(run_dir, WorkerError("trainer rank 1 died", died=True))
     assert first.headline.endswith(f"#2 in group world: {named}")
     assert (now - first.since_ns) / 1e9 < LIMIT_S * scale()
     told = (bundle / "collectives.txt").read_text()

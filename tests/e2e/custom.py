@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from slime_like.interfaces import Engine, GenerateContext
 from slime_like.reward.kinds import scores_groups
 from slime_like.rollout.generate import single_turn
 from slime_like.types import Prompt, Sample, SampleGroup
+from tests.e2e.runs import last_step
+
+HOLD = "SLIME_LIKE_TEST_HOLD"  # the folder beside a run's where ``held`` reads and says how far it is
+POLL_S = 0.05
 
 
 async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
@@ -24,6 +31,22 @@ async def counted_seeds(
 ) -> Sequence[Sample]:
     """A fault: seeds by how many were drawn in this process, which a resumed run cannot know."""
     return await single_turn(prompt, engine, [next(_drawn) for _ in seeds], context)
+
+
+async def held(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
+    """Waits once the step in the file ``after`` is logged, for as long as that says so; an evaluation, of one seed, never does."""
+    folder = Path(os.environ[HOLD])
+    while len(seeds) > 1 and (after := _step(folder)) is not None and last_step(folder.parent / "run") >= after:
+        (folder / f"waits{after}").touch()
+        await asyncio.sleep(POLL_S)
+    return await single_turn(prompt, engine, seeds, context)
+
+
+def _step(folder: Path) -> int | None:
+    try:
+        return int((folder / "after").read_text())
+    except FileNotFoundError:
+        return None
 
 
 def even_prompts(group: SampleGroup) -> str | None:

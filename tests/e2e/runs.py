@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,7 +37,9 @@ class Training:
 
     started: ClassVar[list[Training]] = []  # by this process
 
-    def __init__(self, *arguments: str, log: Path, script: str = "train.py") -> None:
+    def __init__(
+        self, *arguments: str, log: Path, script: str = "train.py", environment: Mapping[str, str] | None = None
+    ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         self.held = Held(f"{os.getpid()}.{next(_numbers)}")
@@ -48,7 +50,7 @@ class Training:
                 cwd=REPOSITORY,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"HF_HUB_OFFLINE": "1", MARK: self.held.mark},
+                env=os.environ | (environment or {}) | {"HF_HUB_OFFLINE": "1", MARK: self.held.mark},
                 start_new_session=True,
             )
         self.started.append(self)
@@ -121,9 +123,9 @@ class Training:
         self._process.wait()
 
 
-def train(*arguments: str, log: Path) -> Finished:
+def train(*arguments: str, log: Path, environment: Mapping[str, str] | None = None) -> Finished:
     """Run train.py to its end."""
-    return Training(*arguments, log=log).wait()
+    return Training(*arguments, log=log, environment=environment).wait()
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from slime_like.data.prompts import FileSource, SourceContext
 from slime_like.data.token_view import load_view, view_path
 from tests.e2e import checks
 from tests.e2e.conftest import Warm
+from tests.e2e.custom import HOLD
 from tests.e2e.runs import Finished, Training, last_step, metrics, train
 from tests.report.pages import check_self_contained
 
@@ -49,9 +50,13 @@ class Done:
 
 @pytest.fixture(scope="module")
 def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """Asked for everything after its first step, stopped by Ctrl-C, then continued by the same command."""
+    """Asked for everything after its first step, stopped by Ctrl-C, then continued by the same command.
+
+    A rollout is held back while it is asked, so that all is seen before the next one, and while it is stopped.
+    """
     folder = tmp_path_factory.mktemp("colocated")
-    run_dir = folder / "run"
+    run_dir, hold = folder / "run", folder / "hold"
+    hold.mkdir()
     command = (
         "+recipe=quickstart",
         *warm.overrides,
@@ -62,16 +67,30 @@ def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
         f"rollout.temperature={TEMPERATURE}",
         "run.save_hf=true",
         "run.dump_rollouts=true",
+        "rollout.generate=tests.e2e.custom:held",
     )
-    first = Training(*command, log=folder / "first.log")
-    first.wait_until(lambda: last_step(run_dir) >= 1)
+    environment, log = {HOLD: str(hold)}, folder / "first.log"
+    hold_after(hold, 1)
+    first = Training(*command, log=log, environment=environment)
+    first.wait_until((hold / "waits1").exists)
     os.kill(first.pid, signal.SIGUSR2)  # a save
     for request in (Request.EVAL, Request.REPORT):
         ask(run_dir, request)
     (run_dir / "control" / "sav").touch()
+    asked = last_step(run_dir)
+    hold_after(hold, asked + 1)
+    first.wait_until((hold / f"waits{asked + 1}").exists)
     first.wait_until(lambda: outcomes(run_dir).get(Request.REPORT, "seen") != "seen")
     first.interrupt()
-    return Done(run_dir, first.wait(), train(*command, log=folder / "second.log"))
+    first.wait_until(lambda: "stopping after this rollout" in log.read_text())
+    (hold / "after").unlink()
+    return Done(run_dir, first.wait(), train(*command, log=folder / "second.log", environment=environment))
+
+
+def hold_after(hold: Path, step: int) -> None:
+    """Let rollouts go on until this step is logged."""
+    (hold / "new").write_text(str(step))
+    (hold / "new").replace(hold / "after")
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_run(run: Done) -> None:
@@ -316,8 +335,11 @@ def test_a_dead_engine_ends_the_run_with_its_cause(warm: Warm, tmp_path: Path) -
 
 
 def is_engine(process: psutil.Process) -> bool:
-    """Whether a process is the leader of an engine's group."""
-    return "slime_like.rollout.server" in " ".join(process.cmdline()) and os.getpgid(process.pid) == process.pid
+    """Whether a process is the leader of an engine's group; one that has ended is not."""
+    try:
+        return "slime_like.rollout.server" in " ".join(process.cmdline()) and os.getpgid(process.pid) == process.pid
+    except (psutil.Error, ProcessLookupError):
+        return False
 
 
 def is_of_run(process: psutil.Process, run_dir: Path) -> bool:

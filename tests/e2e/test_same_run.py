@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 PHASES = ("collect", "step", "push", "save")
 ROLLOUTS = 5
 SEED = 9  # the driver dies in save and a rank in push; the engine dies in collect, and a rank is stopped in step
-STEP_S = 5.0  # deadline of a phase where a rank is stopped
+STEP_S = 10.0  # deadline of a phase where a rank is stopped
 NOTICED_S = 5.0  # longest until a rank's death is known, and from a deadline's end to the crash bundle
 
 
@@ -49,12 +49,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         "slow_engine:collect:3,stop_rank:step:3",
         "stop_engine:collect:4",
     )
-    health = ("health.interval_s=0.5", "health.timeout_s=3", "health.first_wait_s=0", "chaos.slow_s=0.5")
+    health = ("health.interval_s=0.5", "health.first_wait_s=0", "chaos.slow_s=0.5")
     short = (f"loop.step_deadline_s={STEP_S}", f"weights.push_deadline_s={STEP_S}")
-    settings = {2: (*health, *short)}
+    settings = {2: short, 3: ("health.timeout_s=3",)}  # each where something is stopped
     parts = tuple(
         train(
-            *(*job, *settings.get(i, health)),
+            *(*job, *health, *settings.get(i, ())),
             *(f"run.dir={killed}", f"chaos.faults=[{planted}]"),
             log=folder / f"part{i}.log",
         )

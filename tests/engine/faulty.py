@@ -32,9 +32,9 @@ from tests.engine.conftest import KEY, Models
 from tests.engine.test_weights import Source
 
 HERE = "127.0.0.1"
-# An engine answers one group at a time, a third of a second each on an idle machine: a fault at its first or second answer
-# finds it at work on the groups after that, though this process learns of the answer late.
-GROUPS, SAMPLES, TOKENS = 12, 4, 400
+# An engine answers one group at a time and holds only so many: a fault at its first or second answer finds it with others
+# to answer, however fast it decodes and however late this process learns of the answer.
+GROUPS, SAMPLES, TOKENS, HELD = 12, 4, 400, 2
 Answered = Callable[[str], None]
 _answered: list[Answered] = []  # told the engine's name at each answer
 
@@ -77,9 +77,12 @@ def forget() -> None:
 
 
 class Told(EngineClient):
-    """Tells of its answers, and whether a health check waits for one."""
+    """Tells of its answers, and whether a health check waits for one. Asks for no more than ``HELD`` groups at a time."""
 
-    num_waiting_checks = 0
+    def __init__(self, url: str, *, admin_key: str, name: str, deadline_s: float) -> None:
+        super().__init__(url, admin_key=admin_key, name=name, deadline_s=deadline_s)
+        self.num_waiting_checks = 0
+        self._room = asyncio.Semaphore(HELD)
 
     async def health(self, seconds: float | None = None, *, decodes: bool = False) -> bool:
         self.num_waiting_checks += 1
@@ -91,9 +94,10 @@ class Told(EngineClient):
     async def extend(
         self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        found = await super().extend(token_ids, seeds, max_new_tokens, sampling)
-        for told in _answered:
-            told(self.name)
+        async with self._room:
+            found = await super().extend(token_ids, seeds, max_new_tokens, sampling)
+            for told in _answered:
+                told(self.name)
         return found
 
 
@@ -182,7 +186,7 @@ class Pair:
 
     def manager(self, engines: int = 2, **health: Any) -> RolloutManager:
         """A fresh manager of rollouts of ``GROUPS`` groups on the first engines as they are."""
-        settings: dict[str, Any] = {"interval_s": 0.5, "timeout_s": 3.0, "first_wait_s": 0.0} | health
+        settings: dict[str, Any] = {"interval_s": 0.5, "timeout_s": 30.0, "first_wait_s": 0.0} | health
         spec = ManagerSpec(
             rollout=RolloutConfig(
                 batch_size=GROUPS,

@@ -169,14 +169,16 @@ def test_a_step_has_the_bits_of_its_parts(
 
 
 def test_a_model_that_it_is_not_written_for_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    def serves(model: Model, rows: int = 100) -> bool:
+    threads = C().threads
+
+    def serves(model: Model, rows: int = 4 * threads) -> bool:
         product = Products(model, model.linears, model.lm_head, C())
         return DecodeStep(model, model.blocks, product, C()).serves(rows)
 
-    model, threads = Model(torch.bfloat16, (4, 2, 32), 64, biased=False), C().threads
+    model = Model(torch.bfloat16, (4, 2, 32), 64, biased=False)
     assert serves(model, threads) and not serves(model, threads - 1)
     monkeypatch.setattr(decode, "CACHED_BYTES", 1)  # each thread reads all weights: only for several rows
-    assert serves(model, 4 * threads) and not serves(model, 4 * threads - 1)
+    assert serves(model) and not serves(model, 4 * threads - 1)
     first = model.blocks[0]
     for other in (
         replace(first, down=model._linear(model.hidden, 63)),  # of an odd number of inputs

@@ -56,7 +56,7 @@ def check_whole(collected: Collected, rollout_id: int, models: Models, model: st
 
 def test_a_stopped_engine_is_waited_for_where_the_config_says_so(pair: Pair) -> None:
     async def scenario() -> None:
-        manager = pair.manager(on_stalled_engine="wait", interval_s=0.2)
+        manager = pair.manager(on_stalled_engine="wait", interval_s=0.2, timeout_s=3.0)
         assert await pair.push(manager, "B") == ("engine 0", "engine 1")
         at_answer("engine 0", 1, lambda: pair.keepers[0].hurt(signal.SIGSTOP))
         collecting = asyncio.ensure_future(manager.collect(0))

@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Engine, Models, prompt, sampled
+from tests.engine.in_flight import TRIES
 
 pytestmark = pytest.mark.engine
 
@@ -111,6 +112,7 @@ def test_abort_ends_a_request_with_the_tokens_it_has(engine: Engine) -> None:
             await engine.client.abort_all()
         return await request
 
-    (completion,) = engine.run(ask_and_abort())
-    assert completion.finish == "abort"
+    found = (engine.run(ask_and_abort())[0] for _ in range(TRIES))  # on a busy machine one may end before it is aborted
+    completion = next((completion for completion in found if completion.finish == "abort"), None)
+    assert completion is not None
     assert len(completion.token_ids) < 240

@@ -53,16 +53,17 @@ class Group:
         await self.stop()
 
     async def interrupted(self, *stops: int) -> asyncio.Task[Sequence[Completion]]:
-        """An answer that was stopped so often, and went on between. On a busy machine one may end before it can be stopped: then another is begun."""
+        """An answer that was stopped so often, and went on between. On a busy machine one may end, or not have begun, when it is stopped: then another."""
         for _ in range(TRIES):
             self.journal = Journal()
             answer = asyncio.create_task(self.generate())
             for tokens in stops:
                 self.gate.open()
                 await self.stop_after(tokens)
-            if not answer.done():
+            if not answer.done() and all(len(c.token_ids) for call in self.journal.copy() for c in call.completions):
                 return answer
             self.gate.open()
+            await answer
         raise AssertionError(f"{TRIES} answers of {TOKENS} tokens ended before they could be stopped")
 
     async def stop(self) -> None:

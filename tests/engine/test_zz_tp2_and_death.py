@@ -58,7 +58,8 @@ def test_an_engine_listens_on_loopback_only(engine_tp2: Engine) -> None:
     }
     listening: list[str] = []
     for table, loopback in (("tcp", "0100007F"), ("tcp6", "0" * 24 + "01000000")):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+        path = Path(f"/proc/net/{table}")
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():  # a kernel may be without IPv6
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
                 listening.append(fields[1])

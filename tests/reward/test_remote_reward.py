@@ -103,7 +103,8 @@ def test_a_late_server_counts_as_configured() -> None:
         pool = RewardPool(config(f"http://127.0.0.1:{port}", timeout_s=0.05, fallback=-1.0))
         assert await score(pool, "a") == [Reward(-1.0)]
         assert reduce_metrics(pool.metrics()) == counts(calls=1, remote_failures=1, fallbacks=1)
-        assert f"reward pool waited 0 s for reward server http://127.0.0.1:{port}" in pool.warnings()[0]
+        (told,) = pool.warnings()
+        assert re.search(rf"reward pool waited \d+ s for reward server http://127\.0\.0\.1:{port}", told), told
         await pool.stop()
         server.close()
 

@@ -36,7 +36,7 @@ def test_the_simulation_is_the_one_of_the_page(capsys: pytest.CaptureFixture[str
 
 
 def test_what_it_costs_is_of_the_size_told(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_guard.main(["cost", "--rounds", "4"])
+    bench_guard.main(["cost", "--rounds", "20"])
     found, page = rows(capsys.readouterr().out), rows(PAGE[PAGE.index("| op | wrapped calls |") :].split("\n\n")[0])
     calls = {op: row["wrapped calls"] for op, row in found.items()}
     assert calls == {op: row["wrapped calls"] for op, row in page.items()}

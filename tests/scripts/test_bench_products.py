@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not has_products(), reason="no C compiler, or a 
 
 def test_every_product_has_three_rates(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
-    assert bench_products.main(["--rows", "3", "--rounds", "1", "--cold-mb", "0"]) == 0
+    assert bench_products.main(["--rows", "3", "--rounds", "3", "--cold-mb", "0"]) == 0
     rows = re.findall(
         r"^\| .* \| 3 \| (?:bfloat16|float32) \| (\d+) \| (\d+) \| (\d+) \|$", capsys.readouterr().out, re.M
     )

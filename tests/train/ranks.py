@@ -174,7 +174,8 @@ def _child(target: str, rank: str, size: str, port: str, folder: str, limit: str
 
 
 def _work(function: Callable[..., Any], world: World, args: Sequence[Any], folder: Path, limit: float) -> NoReturn:
-    faulthandler.dump_traceback_later(max(1.0, limit - 5), exit=True)
+    # Shortly before the parent gives up, so that its message has the stacks; not at all near a limit of a few seconds.
+    faulthandler.dump_traceback_later(limit - 5 if limit > 10 else limit + 60, exit=True)
     try:
         result = function(world, *args)
     except BaseException:  # noqa: BLE001 (fault boundary: the parent shows it)

@@ -1,0 +1,83 @@
+"""Stacks of a run's processes: all are waited for, but those that cannot write any not for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from slime_like.cluster import stacks
+from slime_like.cluster.stacks import gather_stacks, living
+
+CHILD = """
+import sys
+from pathlib import Path
+from slime_like.cluster.stacks import dump_stacks_on_signal
+
+dump_stacks_on_signal(Path(sys.argv[1]), sys.argv[2])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+Start = Callable[[str], int]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a process that registers by a name; its id."""
+    children: list[subprocess.Popen[str]] = []
+
+    def begin(name: str) -> int:
+        command, pipe = [sys.executable, "-c", CHILD, str(tmp_path), name], subprocess.PIPE
+        child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        children.append(child)
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        return child.pid
+
+    yield begin
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+def written(folder: Path, name: str) -> str:
+    (path,) = folder.glob(f"{name}.*.txt")
+    return path.read_text()
+
+
+def test_a_process_that_is_late_is_waited_for(start: Start, tmp_path: Path) -> None:
+    late = start("late")
+    start("prompt")
+    os.kill(late, signal.SIGSTOP)
+    wake = threading.Timer(0.5, os.kill, (late, signal.SIGCONT))
+    wake.start()
+    gather_stacks(tmp_path, 60)
+    wake.join()
+    for name in ("late", "prompt"):
+        assert 'File "<string>", line ' in written(tmp_path, name)
+
+
+def test_a_stopped_process_does_not_hold_up_the_others(start: Start, tmp_path: Path) -> None:
+    os.kill(start("stopped"), signal.SIGSTOP)
+    start("prompt")
+    gather_stacks(tmp_path, 1.0)
+    assert written(tmp_path, "stopped") == ""
+    assert "in <module>" in written(tmp_path, "prompt")
+
+
+def test_a_process_that_ended_is_not_waited_for(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that ends between the look at who lives and the signal."""
+    start("prompt")
+    (tmp_path / "ended.1.0.txt").touch()
+    found = living(tmp_path)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr(stacks, "living", lambda _: found | {"gone": gone.pid})
+    assert "ended" not in found
+    gather_stacks(tmp_path, 3600)
+    assert "in <module>" in written(tmp_path, "prompt")
