@@ -11,7 +11,7 @@ import pytest
 from tests.e2e import checks
 from tests.e2e.conftest import Warm
 from tests.e2e.runs import Training, last_step, metrics, train
-from tests.e2e.test_colocated import expected_prompts
+from tests.e2e.test_colocated import SMALL, expected_prompts
 
 pytestmark = pytest.mark.e2e
 ROLLOUTS = 20
@@ -84,6 +84,7 @@ def test_a_push_that_never_happened_ends_the_run(warm: Warm, tmp_path: Path) -> 
     done = train(
         *COMMAND,
         *warm.overrides,
+        *SMALL,
         "evaluation.datasets={}",
         "rollout.temperature=0.7",
         "weights.debug_skip_push_at=2",

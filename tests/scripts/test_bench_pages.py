@@ -43,13 +43,28 @@ def test_pages_name_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert bench.commit() == "Commit unknown (no git checkout)."
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
     (tmp_path / "file").write_text("1")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page").write_text("1")
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout
     assert bench.commit() == f"Commit {head.strip()}."
     assert bench.machine(0.5).endswith(bench.commit())
+    (tmp_path / "docs" / "page").write_text("2")  # as by the measurement before this one
+    assert bench.commit() == f"Commit {head.strip()}."
     (tmp_path / "file").write_text("2")
     assert bench.commit() == f"Commit {head.strip()}, with changes that are not committed."
+
+
+def test_what_was_written_by_hand_stays_below_the_measured(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    for text in ("first", "second\n"):
+        bench.write(page, text)
+        assert page.read_text() == f"{text.strip()}\n"
+    page.write_text(f"old\n\n{bench.MARK}\n\n## Findings\n\nOne.\n")
+    for text in ("third\n\n", "fourth"):
+        bench.write(page, text)
+        assert page.read_text() == f"{text.strip()}\n\n{bench.MARK}\n\n## Findings\n\nOne.\n"
 
 
 def test_decode_steps_are_read_from_the_engines_log() -> None:
