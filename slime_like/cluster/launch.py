@@ -88,11 +88,11 @@ def _say(cfg: TrainConfig, text: str) -> None:
 
 
 def _bundle(run_dir: Path, error: Exception, deaths: list[str], ray_logs: Path | None) -> str:
-    """Path of the crash bundle, or why there is none: a full disk must not hide the cause."""
+    """Path of the crash bundle, or why there is none: a full disk, or a fault in what reads the evidence, must not hide the cause."""
     try:
         return str(write_bundle(run_dir, error, deaths, ray_logs))
-    except OSError as failure:
-        return f"could not be written ({failure})"
+    except Exception as failure:  # noqa: BLE001  the fault boundary of the evidence
+        return f"could not be written ({type(failure).__name__}: {failure})"
 
 
 def _with_context(error: Exception, deaths: list[str], who: str, bundle: str) -> Exception:

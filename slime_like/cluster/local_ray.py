@@ -1,5 +1,5 @@
 """Ray on this machine alone, for one run: on loopback, and started again where a busy machine made it late. Ray of any
-kind: without its hold on SIGTERM.
+kind: without its hold on SIGTERM, from its start to its end.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import os
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
+from ray._private import worker as ray_worker
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
 
 from slime_like.deadline import Deadline
@@ -42,7 +44,7 @@ def start(namespace: str) -> None:
                 logging_level=logging.ERROR,
             )
     except Exception as error:
-        ray.shutdown()
+        shutdown()
         if _is_late(error):
             raise deadline.exceeded("the node of Ray that it started") from error
         raise
@@ -65,12 +67,35 @@ def keep_sigterm() -> Generator[None]:
         signal.signal(signal.SIGTERM, handler)  # the handler in C goes by this
 
 
+def shutdown() -> None:
+    """``ray.shutdown``, and SIGTERM stays what it was.
+
+    Ray 2.60 gives it the default action as its core goes, and only then takes its processes down, for a second or more: another
+    SIGTERM would end the driver before it has done so. About a millisecond is left until the handler is back. Goes when
+    ``ray.shutdown`` leaves signals alone.
+    """
+    assert hasattr(ray_worker, "_global_node"), "ray moved _global_node: find what it calls once its core is gone"
+    handler, node = signal.getsignal(signal.SIGTERM), ray_worker._global_node  # pyright: ignore[reportPrivateUsage]
+    if node is not None:
+        take_down = node.kill_all_processes
+
+        def kill_all_processes(*arguments: Any, **options: Any) -> None:
+            signal.signal(signal.SIGTERM, handler)
+            take_down(*arguments, **options)
+
+        node.kill_all_processes = kill_all_processes
+    try:
+        ray.shutdown()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 def _is_late(error: BaseException) -> bool:
     return LATE in str(error)
 
 
 def _clear(_: RetryCallState) -> None:
-    ray.shutdown()
+    shutdown()
 
 
 def _stay_on_loopback() -> None:

@@ -188,4 +188,4 @@ class Placement:
             ray.kill(actor)
         if self._bundles is not None:
             remove_placement_group(self._bundles)
-        ray.shutdown()
+        local_ray.shutdown()

@@ -26,12 +26,8 @@ def living(folder: Path) -> dict[str, int]:
 
     The start time guards against a process id that has passed to somebody else.
     """
-    found: dict[str, int] = {}
-    for path in folder.glob("*.txt"):
-        name, pid, started = path.stem.rsplit(".", 2)
-        if start_time(int(pid)) == started:
-            found[name] = int(pid)
-    return found
+    found = (path.stem.rsplit(".", 2) for path in _of_living(folder))
+    return {name: int(pid) for name, pid, _ in found}
 
 
 def request_stacks(folder: Path) -> None:
@@ -51,19 +47,20 @@ def gather_stacks(folder: Path, seconds: float) -> None:
     last, until = before, time.monotonic() + seconds * scale()
     while time.monotonic() < until:
         time.sleep(POLL_S)
-        now, processes = _sizes(folder), set(living(folder).values())
-        waits = [path for path in now if _pid(path) in processes and now[path] == before.get(path)]
-        if now == last and not waits:
+        now = _sizes(folder)
+        if now == last and all(now[path] > before.get(path, 0) for path in _of_living(folder) if path in now):
             return
         last = now
 
 
+def _of_living(folder: Path) -> list[Path]:
+    """The files of the processes that live."""
+    named = ((path, path.stem.rsplit(".", 2)) for path in folder.glob("*.txt"))
+    return [path for path, (_, pid, started) in named if start_time(int(pid)) == started]
+
+
 def _sizes(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_size for path in folder.glob("*.txt")}
-
-
-def _pid(path: Path) -> int:
-    return int(path.stem.rsplit(".", 2)[1])
 
 
 def start_time(pid: int) -> str:

@@ -65,7 +65,7 @@ def test_a_process_that_is_late_is_waited_for(start: Start, tmp_path: Path) -> N
 def test_a_stopped_process_does_not_hold_up_the_others(start: Start, tmp_path: Path) -> None:
     os.kill(start("stopped"), signal.SIGSTOP)
     start("prompt")
-    gather_stacks(tmp_path, 1.0)
+    gather_stacks(tmp_path, 2.0)
     assert written(tmp_path, "stopped") == ""
     assert "in <module>" in written(tmp_path, "prompt")
 

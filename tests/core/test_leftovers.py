@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import pytest
 
+from slime_like.deadline import Deadline
 from tests.e2e import leftovers as module
 from tests.e2e.leftovers import MARK, SHARED, Held, address_of, is_marked, leftovers, listening
 
@@ -106,8 +107,9 @@ def test_a_process_whose_title_is_written_over_its_mark_is_known(mark: str) -> N
             assert leftovers(held, died=False) == [f"process {worker}: ray::A"]
         finally:
             os.kill(worker, signal.SIGKILL)
-            select.select([ended], [], [])
+            over, _, _ = select.select([ended], [], [], Deadline("test", "worker", 30).limit)
             os.close(ended)
+            assert over
     assert leftovers(held, died=False) == []
 
 

@@ -21,7 +21,7 @@ from slime_like.imports import heavy_imports
 from tests.train.ranks import World
 
 CYCLES = 50
-LOOKS = 100
+LOOKS = 3  # in a row that find no fewer
 SPEC = GuardSpec(wrap=True, default=Policy(checks="never"), release=True)
 Held = tuple[int, int]
 
@@ -29,12 +29,12 @@ Held = tuple[int, int]
 def held() -> Held:
     """Threads and file descriptors of this process: the fewest for a while, since a thread that was joined may yet be listed."""
     gc.collect()
-    least = _held()
-    for _ in range(LOOKS):
+    least, same = _held(), 0
+    while same < LOOKS:
         time.sleep(0.01)
-        before, least = least, min(least, _held())
-        if least == before:
-            break
+        threads, files = _held()
+        fewer = min(threads, least[0]), min(files, least[1])
+        same, least = (same + 1 if fewer == least else 0), fewer
     return least
 
 

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime_like.data.dump import load_groups, rollout_path
-from slime_like.distributed.pace import OVERDRAFT
 from slime_like.metrics import dictionary
 from slime_like.types import Sample, Source
 
@@ -40,10 +39,10 @@ def check_documented(rows: list[dict[str, Any]]) -> None:
 
 
 def check_guard(rows: list[dict[str, Any]]) -> None:
-    """The memory guard asked, and took what ``guard=auto`` promises: a thousandth of the steps' time and ``OVERDRAFT`` questions.
+    """The memory guard asked, and took a thousandth of the steps' time at most: that of the budget of ``guard=auto``.
 
     Of all steps but the first together, as the budget is, and by the median of the steps' prices of a question: one that a
-    busy machine interrupted is paid for by fewer later, of which a short run has too few.
+    busy machine interrupted is paid for by fewer later, for which a short run is too short.
     """
     told = [row for row in rows if "guard/time" in row and "perf/step_time" in row]
     steady = [row for row in told[1:] if not row["guard/clears"]]  # to clear is no question
@@ -53,7 +52,7 @@ def check_guard(rows: list[dict[str, Any]]) -> None:
     price = float(
         np.median([row["guard/time"] / row["guard/checks"] for row in steady if row["guard/checks"]] or [0.0])
     )
-    assert questions * price <= 0.001 * whole + OVERDRAFT * price, f"{questions} of {price:.6f} s each in {whole:.1f} s"
+    assert questions * price <= 0.001 * whole, f"{questions} of {price:.6f} s each in {whole:.1f} s"
 
 
 def check_export(run_dir: Path, rollout_id: int, versions: set[int], temperature: float) -> None:

@@ -35,10 +35,12 @@ async def counted_seeds(
 
 async def held(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
     """Waits once the step in the file ``after`` is logged, for as long as that says so; an evaluation, of one seed, never does."""
-    folder = Path(os.environ[HOLD])
+    folder, waited = Path(os.environ[HOLD]), 0
     while len(seeds) > 1 and (after := _step(folder)) is not None and last_step(folder.parent / "run") >= after:
         (folder / f"waits{after}").touch()
+        waited = after
         await asyncio.sleep(POLL_S)
+    (folder / f"goes{waited}").touch()
     return await single_turn(prompt, engine, seeds, context)
 
 

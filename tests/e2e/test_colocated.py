@@ -52,7 +52,8 @@ class Done:
 def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Asked for everything after its first step, stopped by Ctrl-C, then continued by the same command.
 
-    A rollout is held back while it is asked, so that all is seen before the next one, and while it is stopped.
+    A rollout is held back while it is asked, so that all is seen before the next one. Ctrl-C comes as one begins, and the
+    one after it is held back, so that the run does not end by itself before.
     """
     folder = tmp_path_factory.mktemp("colocated")
     run_dir, hold = folder / "run", folder / "hold"
@@ -72,18 +73,22 @@ def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
     environment, log = {HOLD: str(hold)}, folder / "first.log"
     hold_after(hold, 1)
     first = Training(*command, log=log, environment=environment)
-    first.wait_until((hold / "waits1").exists)
-    os.kill(first.pid, signal.SIGUSR2)  # a save
-    for request in (Request.EVAL, Request.REPORT):
-        ask(run_dir, request)
-    (run_dir / "control" / "sav").touch()
-    asked = last_step(run_dir)
-    hold_after(hold, asked + 1)
-    first.wait_until((hold / f"waits{asked + 1}").exists)
-    first.wait_until(lambda: outcomes(run_dir).get(Request.REPORT, "seen") != "seen")
-    first.interrupt()
-    first.wait_until(lambda: "stopping after this rollout" in log.read_text())
-    (hold / "after").unlink()
+    try:
+        first.wait_until((hold / "waits1").exists)
+        os.kill(first.pid, signal.SIGUSR2)  # a save
+        for request in (Request.EVAL, Request.REPORT):
+            ask(run_dir, request)
+        (run_dir / "control" / "sav").touch()
+        asked = last_step(run_dir)
+        hold_after(hold, asked + 1)
+        first.wait_until((hold / f"waits{asked + 1}").exists)
+        first.wait_until(lambda: outcomes(run_dir).get(Request.REPORT, "seen") != "seen")
+        hold_after(hold, asked + 2)
+        first.wait_until((hold / f"goes{asked + 1}").exists)
+        first.interrupt()
+        first.wait_until(lambda: "stopping after this rollout" in log.read_text())
+    finally:
+        (hold / "after").unlink()
     return Done(run_dir, first.wait(), train(*command, log=folder / "second.log", environment=environment))
 
 

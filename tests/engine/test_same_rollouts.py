@@ -79,7 +79,5 @@ def test_a_rollout_made_again(engine: Engine, tmp_path: Path, generate: str, dif
     assert [text for text in found if not text.endswith(": logprobs")] == []
     sides = (load_groups(rollout_path(tmp_path / run / "rollouts", 1)) for run in ("killed", "resumed"))
     for mine, theirs in zip(*([s for group in side for s in group.samples] for side in sides), strict=True):
-        sampled = mine.num_response_tokens
-        assert_close(
-            mine.logprobs[-sampled:], theirs.logprobs[-sampled:]
-        )  # in every bit where run.deterministic, which this is not
+        # In every bit only where run.deterministic, which this is not.
+        assert_close(mine.logprobs[-mine.num_response_tokens :], theirs.logprobs[-theirs.num_response_tokens :])

@@ -175,9 +175,8 @@ def test_what_is_not_a_tensor_of_this_model_is_refused_and_the_engine_lives(engi
         with pytest.raises(EngineError, match="could not be loaded"):
             engine.run(send(body))
     region.close()
-    nobody = re.sub(
-        rb'"pid": \d+', b'"pid": 4194305', region.write(Bucket(()))
-    )  # above what Linux gives to any process
+    # A number above those that Linux gives to processes.
+    nobody = re.sub(rb'"pid": \d+', b'"pid": 4194305', region.write(Bucket(())))
     with pytest.raises(EngineError, match="memory of the sender cannot be opened"):
         engine.run(send(nobody))
     body = io.BytesIO()
