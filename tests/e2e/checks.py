@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime_like.data.dump import load_groups, rollout_path
+from slime_like.distributed.pace import OVERDRAFT
 from slime_like.metrics import dictionary
 from slime_like.types import Sample, Source
 
@@ -38,21 +39,23 @@ def check_documented(rows: list[dict[str, Any]]) -> None:
     assert dictionary.unknown(names) == []
 
 
-def check_guard(rows: list[dict[str, Any]]) -> None:
-    """The memory guard asked, and took a thousandth of the steps' time at most: that of the budget of ``guard=auto``.
+def check_guard(rows: list[dict[str, Any]], ranks: int = 1) -> None:
+    """The memory guard asked, and took what ``guard=auto`` promises: a thousandth of the time, and ``OVERDRAFT`` questions.
 
-    Of all steps but the first together, as the budget is, and by the median of the steps' prices of a question: one that a
-    busy machine interrupted is paid for by fewer later, for which a short run is too short.
+    Of all steps but the first together, as the budget is. Questions that a busy machine interrupted, which fewer later ones
+    pay for when a run is longer, count by the median of the steps' prices. A run of fewer questions than may be overdrawn
+    shows less, so one that was not interrupted costs a thousandth of a step at most.
     """
     told = [row for row in rows if "guard/time" in row and "perf/step_time" in row]
     steady = [row for row in told[1:] if not row["guard/clears"]]  # to clear is no question
     assert len(told) > 3
     assert sum(row["guard/checks"] for row in told) > 0
-    questions, whole = (sum(row[name] for row in steady) for name in ("guard/checks", "perf/step_time"))
-    price = float(
-        np.median([row["guard/time"] / row["guard/checks"] for row in steady if row["guard/checks"]] or [0.0])
-    )
-    assert questions * price <= 0.001 * whole, f"{questions} of {price:.6f} s each in {whole:.1f} s"
+    times, steps = ([row[name] for row in steady] for name in ("guard/time", "perf/step_time"))
+    asked = [row["guard/checks"] / ranks for row in steady]  # by a rank; the time is that of the slowest
+    prices = [time / count for time, count in zip(times, asked, strict=True) if count] or [0.0]
+    price, seen = float(np.median(prices)), f"questions {asked}, times {times}, steps {steps}"
+    assert min(sum(times), sum(asked) * price) <= 0.001 * sum(steps) + OVERDRAFT * price, seen
+    assert min(prices) <= 0.001 * np.median(steps), seen
 
 
 def check_export(run_dir: Path, rollout_id: int, versions: set[int], temperature: float) -> None:
