@@ -8,8 +8,10 @@ python scripts/export_hf.py /models/Qwen3-4B_torch_dist --hf-checkpoint /models/
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -56,5 +58,16 @@ def model_of(source: Path) -> str:
     return from_yaml(config.read_text()).model.hf_checkpoint
 
 
+def leave(code: int) -> NoReturn:
+    """End this process with ``code`` at once, as nothing is left to do.
+
+    A thread of gloo that still lets go of a tensor asks for the GIL, and a finalizing interpreter aborts such a thread
+    together with its process ("terminate called without an active exception").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))
