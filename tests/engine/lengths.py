@@ -13,19 +13,18 @@ from slime_like.interfaces import Completion, Engine, GenerateContext
 from slime_like.rollout.generate import to_sample
 from slime_like.types import Prompt, Reward, Sample
 
-SHORT, LONG = 4, 150
+SHORT, LONG = 4, 200
 
 
 async def long_for_odd_prompts(
     prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
 ) -> Sequence[Sample]:
-    """``SHORT`` or ``LONG`` tokens and one more for each further sample, fewer where a stop token comes."""
-    least = LONG if prompt.prompt_id % 2 else SHORT
+    """``SHORT`` tokens, fewer where a stop token comes, or ``LONG`` ones; one more for each further sample."""
+    least, stops = (LONG, ()) if prompt.prompt_id % 2 else (SHORT, context.sampling.stop_token_ids)
 
     async def ask(index: int, seed: int) -> Completion:
-        (completion,) = await engine.generate(
-            prompt.token_ids, [seed], replace(context.sampling, max_new_tokens=least + index)
-        )
+        sampling = replace(context.sampling, max_new_tokens=least + index, stop_token_ids=stops)
+        (completion,) = await engine.generate(prompt.token_ids, [seed], sampling)
         return completion
 
     completions = await asyncio.gather(*(ask(index, seed) for index, seed in enumerate(seeds)))

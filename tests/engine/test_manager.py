@@ -24,8 +24,8 @@ from tests.engine.kept import Kept
 from tests.rollout.counting import Counting
 
 pytestmark = pytest.mark.engine
-N, BATCH, BEGUN, LONGEST = 2, 2, 8, 200
-STOPS = tuple(range(2, VOCAB, 60))  # one token in sixty ends an answer: some are long
+N, BATCH, BEGUN, LONGEST = 2, 2, 8, 240
+STOPS = tuple(range(2, VOCAB, 60))  # one token in sixty ends a short answer: some groups end with equal lengths
 
 
 @pytest.fixture(autouse=True)
