@@ -13,7 +13,6 @@ cores, which its own CPU time does not see. A layer that every rank computes in 
 from __future__ import annotations
 
 import argparse
-import os
 import pickle
 import tempfile
 import time
@@ -28,6 +27,7 @@ import torch.multiprocessing as mp
 from slime_like.config.gdn import GDNConfig
 from slime_like.config.guard_policy import GuardSpec
 from slime_like.config.resolved import ActorSpec, Layout
+from slime_like.leave import leave
 from slime_like.ports import PortLease
 from slime_like.train.megatron import host
 from slime_like.train.megatron.convert import untrained_spec
@@ -74,7 +74,7 @@ def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: 
     activations, collectives, seconds = measure(layer, hidden, packed, args.repeats)
     Path(folder, str(rank)).write_bytes(pickle.dumps(Cost(parameters, activations, collectives, seconds)))
     torch.distributed.barrier()
-    os._exit(0)  # gloo's threads do not always let an interpreter go
+    leave(0)
 
 
 def build(place: Any, spec: ActorSpec, args: argparse.Namespace) -> tuple[Any, torch.Tensor, Any]:

@@ -38,6 +38,7 @@ from slime_like.cluster.placement import CPU_ENV  # noqa: E402
 from slime_like.config.algo import GrpoConfig  # noqa: E402
 from slime_like.config.model import ModelConfig, OptimConfig  # noqa: E402
 from slime_like.config.resolved import ActorSpec, Layout  # noqa: E402
+from slime_like.leave import leave  # noqa: E402
 from slime_like.ports import PortLease  # noqa: E402
 from slime_like.train.megatron.convert import untrained_spec  # noqa: E402
 
@@ -137,7 +138,7 @@ def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, fold
             norms.setdefault(arm, next(metric.value for metric in metrics if metric.name == "train/grad_norm"))
     found = {"times": {arm: pairs[WARM_UP:] for arm, pairs in times.items()}, "norms": norms}
     (Path(folder) / "found.json").write_text(json.dumps(found))
-    os._exit(0)  # gloo's threads do not always let an interpreter go
+    leave(0)
 
 
 def spec_of(model: str, dtype: str, arm: str, num_steps: int) -> ActorSpec:

@@ -8,16 +8,15 @@ python scripts/export_hf.py /models/Qwen3-4B_torch_dist --hf-checkpoint /models/
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime_like.checkpoint_files import megatron_folder
 from slime_like.config.load import from_yaml
 from slime_like.errors import CheckpointError, SlimeLikeError
+from slime_like.leave import leave
 
 
 def main(argv: list[str]) -> int:
@@ -56,17 +55,6 @@ def model_of(source: Path) -> str:
     if not config.is_file():
         raise CheckpointError(f"{config}: missing, so the model is unknown: give its folder with --hf-checkpoint")
     return from_yaml(config.read_text()).model.hf_checkpoint
-
-
-def leave(code: int) -> NoReturn:
-    """End this process with ``code`` at once, as nothing is left to do.
-
-    A thread of gloo that still lets go of a tensor asks for the GIL, and a finalizing interpreter aborts such a thread
-    together with its process ("terminate called without an active exception").
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

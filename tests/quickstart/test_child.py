@@ -35,7 +35,7 @@ said = []
 def note(number, frame):
     said.append(signal.Signals(number).name)
     if len(said) == 2:
-        os.write(1, " ".join([*sorted(said), "\\n"]).encode())
+        os.write(1, (" ".join(sorted(said)) + "\\n").encode())
         raise SystemExit(130)
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, note)
@@ -83,7 +83,7 @@ def test_a_signal_ends_the_child_as_a_second_one_would(number: signal.Signals) -
             os.killpg(process.pid, number)
         said = rest(process)
         assert process.wait() == 1
-    assert "SIGINT SIGTERM \n" in said, "each once, though the terminal's group got more"
+    assert "SIGINT SIGTERM\n" in said, "each once, though the terminal's group got more"
     assert "stopping the child: a moment" in said
     assert f"the child was stopped by {number.name}" in said and "Traceback" not in said
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from slime_like.deadline import Deadline
+from slime_like.leave import leave
 from slime_like.ports import PortLease
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,8 +186,7 @@ def _work(function: Callable[..., Any], world: World, args: Sequence[Any], folde
     scratch = folder / f"result{world.rank}.tmp"
     scratch.write_bytes(pickle.dumps(result))
     scratch.rename(folder / f"result{world.rank}")
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads do not always let an interpreter go
+    leave(0)
 
 
 if __name__ == "__main__":
