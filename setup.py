@@ -10,11 +10,30 @@ setup(
     name="slime-like",
     version="0.1.0",
     description="GRPO post-training of large language models with Ray, megatron-core and SGLang, on CPU and GPU alike",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The slime_like authors",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["reinforcement learning", "large language models", "GRPO", "RLHF", "Megatron", "SGLang", "Ray"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.12,<3.13",
     packages=[*find_packages(include=["slime_like", "slime_like.*"]), *find_packages(where="plugins")],
     package_dir={"slime_like": "slime_like", "slime_like_plugins": "plugins/slime_like_plugins"},
     package_data={
+        "slime_like": ["py.typed"],
+        "slime_like_plugins": ["py.typed"],
         "slime_like.config": ["upstream/*.json"],
+        "slime_like.convert": ["*.tsv"],
         "slime_like.distributed": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
         "slime_like_plugins.megatron_cpu": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
         "slime_like_plugins.sglang_cpu": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
@@ -31,6 +50,7 @@ setup(
         "numpy",
         "datasets",
         "safetensors",
+        "msgspec",
         "rich",
         "tenacity",
         "math-verify",

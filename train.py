@@ -16,7 +16,9 @@ def main(argv: "list[str]") -> int:
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("slime_like"):
             raise
-        sys.stderr.write(f"{missing.name} is not installed for {sys.executable}: {SETUP}\n")
+        from slime_like.printable import visible
+
+        sys.stderr.write(visible(f"{missing.name} is not installed for {sys.executable}: {SETUP}\n"))
         return 2
 
 

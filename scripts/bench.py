@@ -24,6 +24,7 @@ from scripts import bench_arms, bench_spin, bench_startup  # noqa: E402
 from scripts.bench_arms import Record  # noqa: E402
 from scripts.bench_inputs import NEW_TOKENS, PROMPTS, SAMPLES, SHAPES, TOKENS, write_inputs  # noqa: E402
 from slime_like.cluster.machine import cpu_count, memory_bytes  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
 
 PAGES = REPOSITORY / "docs" / "measurements"
 STEPS = {"tiny": 25, "20m": 12}
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
     load = os.getloadavg()[0]
     if load > QUIET_LOAD:
         sys.stderr.write(
-            f"load average {load:.1f}: other processes run, and threads that spin (TRL's) suffer most of it\n"
+            visible(f"load average {load:.1f}: other processes run, and threads that spin (TRL's) suffer most of it\n")
         )
     where, command, sizes = machine(load), f"python scripts/bench.py {' '.join(argv)}", args.sizes.split(",")
     if args.what == "startup":
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
         python = bench_arms.trl_python(Path(args.trl_env).resolve())
         tables = [compare(size, args, work, python) for size in sizes]
         page, text = "bench_trl.md", _page(tables, where, command)
-    sys.stdout.write(text)
+    sys.stdout.write(visible(text))
     if args.write and page is not None:
         write(PAGES / page, text)
     if not args.work:
@@ -89,7 +90,7 @@ def compare(size: str, args: argparse.Namespace, work: Path, python: Path) -> st
             bench_arms.trl(records["TRL", dtype], inputs, dtype, steps, folder, python)
             for side in ("slime_like", "TRL"):
                 record = records[side, dtype]
-                sys.stderr.write(f"{size} round {index + 1}: {record.arm}: {record.runs[-1]:.3f} s per step\n")
+                sys.stderr.write(visible(f"{size} round {index + 1}: {record.arm}: {record.runs[-1]:.3f} s per step\n"))
     return table(size, inputs.num_parameters, steps, args.rounds, records)
 
 

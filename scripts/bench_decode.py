@@ -34,6 +34,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from slime_like.config.resolved import EngineSpec
 from slime_like.interfaces import Sampling
+from slime_like.printable import visible
 from slime_like.rollout.client import EngineClient
 from slime_like.rollout.server import EngineServer
 
@@ -159,7 +160,7 @@ def arms(options: argparse.Namespace, shape: Shape, folder: Path) -> Generator[d
             found[name] = engines[-1]
         for engine in engines:
             engine.server.wait_ready()
-            print(f"{engine.name}: {engine.server.decodes_with()}")
+            print(visible(f"{engine.name}: {engine.server.decodes_with()}"))
         yield found
     finally:
         for engine in engines:
@@ -168,7 +169,7 @@ def arms(options: argparse.Namespace, shape: Shape, folder: Path) -> Generator[d
 
 def measure(found: dict[str, Callable[..., None]], options: argparse.Namespace, shape: Shape) -> None:
     """Rounds of all arms in turn, per batch size; prints four rows each."""
-    print("| batch | time | " + " | ".join(f"{name} tok/s (ms)" for name in found) + " | ratios to hf |")
+    print(visible("| batch | time | " + " | ".join(f"{name} tok/s (ms)" for name in found) + " | ratios to hf |"))
     for batch in options.batches:
         seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in found} for kind in KINDS}
         for number in range(options.rounds + 1):
@@ -198,7 +199,7 @@ def print_row(batch: int, kind: str, median: dict[str, float], steps: int) -> No
     cells = [f"{batch * steps / t:,.0f} ({t / steps * 1e3:.1f})" for t in median.values()]
     base = median.get("hf", next(iter(median.values())))
     ratios = ", ".join(f"{name} {base / t:.2f}" for name, t in median.items())
-    print(f"| {batch} | {kind} | " + " | ".join(cells) + f" | {ratios} |", flush=True)
+    print(visible(f"| {batch} | {kind} | " + " | ".join(cells) + f" | {ratios} |"), flush=True)
 
 
 def main() -> None:
@@ -213,7 +214,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "sglang", "transformers"))
-    print(f"{' '.join(sys.argv)}\nPython {platform.python_version()}, {packages}, load {os.getloadavg()[0]:.1f}")
+    print(
+        visible(f"{' '.join(sys.argv)}\nPython {platform.python_version()}, {packages}, load {os.getloadavg()[0]:.1f}")
+    )
     shape = SHAPES[options.model]
     with tempfile.TemporaryDirectory() as folder, arms(options, shape, Path(folder)) as found:
         measure(found, options, shape)

@@ -30,6 +30,7 @@ import torch  # noqa: E402
 from bench_gdn_arms import Arm, Shape, kernels_seen, make_arms, make_call, measure, ratio  # noqa: E402
 from bench_gdn_plot import plot  # noqa: E402
 
+from slime_like.printable import visible  # noqa: E402
 from tests.gdn import recurrence  # noqa: E402
 
 ARMS = ("hf", "torch", "fla", "flashqla")
@@ -87,7 +88,7 @@ def speed(arms: list[Arm], options: argparse.Namespace) -> list[str]:
                 f"| {shape} | {name} | {one.cold * 1e3:.0f} | {forward:.1f} | {both:.1f} | {one.peak:.0f} | {ratios} |"
             )
             rows.append(row)
-            print(row, file=sys.stderr, flush=True)
+            print(visible(row), file=sys.stderr, flush=True)
     return rows
 
 
@@ -104,7 +105,7 @@ def growth(arms: list[Arm], options: argparse.Namespace) -> tuple[list[str], str
         cells = " | ".join(f"{lines[name][-1][1]:.1f}" for name in lines)
         first, *others = found.values()
         rows.append(f"| {tokens} | {cells} | {', '.join(f'{ratio(first.both, one.both):.2f}x' for one in others)} |")
-        print(rows[-1], file=sys.stderr, flush=True)
+        print(visible(rows[-1]), file=sys.stderr, flush=True)
     title = f"Gated delta rule, forward + backward, {heads}/{value_heads} heads of {dim}, {options.dtype} on {options.device}"
     return rows, plot(title, "tokens of one sequence", "ms", lines)
 
@@ -196,11 +197,11 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     arms, missing = make_arms(options.arms, options.device, options.dtype, shape_of(options.shapes[0]).dim)
     for name, why in missing.items():
-        print(f"{name} does not run here: {why}", file=sys.stderr)
+        print(visible(f"{name} does not run here: {why}"), file=sys.stderr)
     if not arms:
         return 1
     text, picture, fine = page(arms, missing, options)
-    print(text)
+    print(visible(text))
     if options.output is not None:
         svg = options.output.with_suffix(".svg")
         svg.write_text(picture)

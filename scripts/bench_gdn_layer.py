@@ -28,7 +28,8 @@ from slime_like.config.gdn import GDNConfig
 from slime_like.config.guard_policy import GuardSpec
 from slime_like.config.resolved import ActorSpec, Layout
 from slime_like.leave import leave
-from slime_like.ports import PortLease
+from slime_like.ports import Meeting, PortLease
+from slime_like.printable import visible
 from slime_like.train.megatron import host
 from slime_like.train.megatron.convert import untrained_spec
 
@@ -68,7 +69,7 @@ def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: 
     spec = untrained_spec("none", layout, args.dtype)
     mode = GDNConfig(cp_mode="state" if name.endswith(STATE) else "head")
     spec = replace(spec, model=replace(spec.model, gdn=mode), guard=GuardSpec(wrap=True))
-    place = groups.enter(spec, rank=rank, world_size=layout.world_size, master=("127.0.0.1", port))
+    place = groups.enter(spec, rank=rank, world_size=layout.world_size, master=Meeting("127.0.0.1", port))
     layer, hidden, packed = build(place, spec, args)
     parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
     activations, collectives, seconds = measure(layer, hidden, packed, args.repeats)
@@ -189,7 +190,7 @@ def main() -> None:
             f"{worst.collectives / 2**20:.1f} MiB",
             f"{1000 * worst.seconds:.0f} ms ({worst.seconds / first.seconds:.2f})",
         )
-        print(f"| {name} | {layout.world_size} | {' | '.join(cells)} |", flush=True)
+        print(visible(f"| {name} | {layout.world_size} | {' | '.join(cells)} |"), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from slime_like.config.load import load_config
 from slime_like.config.rules import trainer_ranks
 from slime_like.data.dump import load_groups
 from slime_like.metrics.flops import DecoderShape, decoder_shape, train_flops
+from slime_like.printable import visible
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # steps that compile and tune
@@ -65,7 +66,7 @@ def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) ->
             rows.append(row(name, read_steps(folder), shape, trainer_ranks(cfg)))
     said_of = [f"- `{name}` ran: {kernels}" for name, kernels in ran.items()]
     said_of += [f"- `{name}` did not run: {reason}" for name, reason in why.items()]
-    sys.stdout.write("\n".join(["", *table(rows), "", *said_of, ""]))
+    sys.stdout.write(visible("\n".join(["", *table(rows), "", *said_of, ""])))
     return int(not rows)
 
 
@@ -77,7 +78,7 @@ def run(arguments: Sequence[str]) -> tuple[int, list[str], str]:
         child = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert child.stdout is not None
         for line in child.stdout:
-            sys.stdout.write(line)
+            sys.stdout.write(visible(line))
             sys.stdout.flush()
             said.append(line)
         code = child.wait()

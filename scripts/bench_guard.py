@@ -31,6 +31,7 @@ from slime_like.config.load import load_config  # noqa: E402
 from slime_like.distributed import calls as calls_module  # noqa: E402
 from slime_like.distributed import install  # noqa: E402
 from slime_like.distributed import wrapper as wrapper_module  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
 
 CALLS, ROUNDS, STEPS = 50, 60, 10
 CPU = torch.device("cpu")
@@ -233,7 +234,7 @@ def main(argv: Sequence[str]) -> None:
     given = parser.parse_args(argv)
     with world():
         for line in cost(given.rounds) if given.what == "cost" else simulate(given.steps):
-            sys.stdout.write(line + "\n")
+            sys.stdout.write(visible(line + "\n"))
             sys.stdout.flush()
 
 

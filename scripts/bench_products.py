@@ -21,6 +21,7 @@ from torch import Tensor
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 
+from slime_like.printable import visible  # noqa: E402
 from slime_like_plugins.sglang_cpu.build import BuildError, build  # noqa: E402  (found by the line above)
 from slime_like_plugins.sglang_cpu.kernels import CKernels  # noqa: E402
 from slime_like_plugins.sglang_cpu.products import OneDnn  # noqa: E402
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
                     lines.append(f"| {name} | {rows} | {str(dtype).removeprefix('torch.')} | {text} |")
     finally:
         torch.set_num_threads(threads)
-    sys.stdout.write("GFLOP/s on one thread:\n\n" + "\n".join(lines) + "\n")
+    sys.stdout.write(visible("GFLOP/s on one thread:\n\n" + "\n".join(lines) + "\n"))
     return 0
 
 

@@ -39,6 +39,7 @@ from slime_like.data.prompts import FileSource, SourceContext  # noqa: E402
 from slime_like.data.tokenizer import open_tokenizer  # noqa: E402
 from slime_like.interfaces import Bucket, Engine, GenerateContext, Sampling  # noqa: E402
 from slime_like.metrics.types import reduce_metrics  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
 from slime_like.quickstart.model import ModelSpec, write_model  # noqa: E402
 from slime_like.rollout.client import EngineClient  # noqa: E402
 from slime_like.rollout.generate import to_sample  # noqa: E402
@@ -263,7 +264,7 @@ def main() -> None:
         f"`python {' '.join(sys.argv)}`, Python {platform.python_version()}, {packages}, load {os.getloadavg()[0]:.1f}."
     )
     text = f"{words} {table(arms, options)}\n16 groups of 8 samples, 256 tokens of prompt, 16 sampled, one engine:\n\n{shared}\n"
-    print(text)
+    print(visible(text))
     if options.out is not None:
         before, line, _ = options.out.read_text().partition("<!-- measured -->\n")
         options.out.write_text(f"{before}{line}\n{text}")
@@ -290,7 +291,7 @@ def hf_tensors(folder: Path) -> list[tuple[str, Any]]:
     """As a trainer exports them: tied embeddings once."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     return [(name, value.detach()) for name, value in model.named_parameters()]
 
 

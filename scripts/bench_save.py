@@ -25,7 +25,8 @@ from slime_like.config.algo import SftConfig  # noqa: E402  (found by the line a
 from slime_like.config.model import ModelConfig, OptimConfig  # noqa: E402
 from slime_like.config.resolved import ActorSpec, Layout  # noqa: E402
 from slime_like.config.run import RunConfig  # noqa: E402
-from slime_like.ports import PortLease  # noqa: E402
+from slime_like.ports import meeting_at  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
 from slime_like.quickstart.model import ModelSpec, write_model  # noqa: E402
 
 HOST = "127.0.0.1"
@@ -63,11 +64,15 @@ def main() -> int:
                 if k:  # the first warms up
                     seconds[kind].append(found)
         size = sum(path.stat().st_size for path in (folder / "in line").rglob("*.distcp"))
-    print(f"a checkpoint is {size / 2**20:.0f} MiB; medians of {options.rounds} rounds of {options.rollouts} rollouts")
+    print(
+        visible(
+            f"a checkpoint is {size / 2**20:.0f} MiB; medians of {options.rounds} rounds of {options.rollouts} rollouts"
+        )
+    )
     print("| checkpoint | seconds per rollout | of them in the save |\n|---|---|---|")
     for kind, pairs in seconds.items():
         whole, save = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"| {kind} | {whole:.2f} | {save:.2f} |")
+        print(visible(f"| {kind} | {whole:.2f} | {save:.2f} |"))
     return 0
 
 
@@ -135,8 +140,7 @@ def _actor(model: Path) -> Any:
         seed=0,
         deadline_s=600.0,
     )
-    with PortLease(HOST) as port:
-        return MegatronActor(spec, rank=0, world_size=1, master_addr=HOST, master_port=port, local_rank=0)
+    return MegatronActor(spec, rank=0, world_size=1, master=meeting_at(HOST), local_rank=0)
 
 
 if __name__ == "__main__":

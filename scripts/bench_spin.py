@@ -17,6 +17,7 @@ from pathlib import Path
 from scripts import bench_arms
 from scripts.bench_arms import Record
 from scripts.bench_inputs import NEW_TOKENS, PROMPTS, SAMPLES, TOKENS, write_inputs
+from slime_like.printable import visible
 from slime_like.rollout.server import SPIN
 
 INTERVAL = 16  # of NEW_TOKENS, so that most intervals lie within one rollout
@@ -54,7 +55,9 @@ def measure(sizes: Sequence[str], turns: Sequence[int], rounds: int, steps: int,
                     run_dir = bench_arms.ours(arm.record, inputs, DTYPE, steps, out, [override])
                 arm.decode_s.append(decode_seconds((run_dir / "logs" / "engine_0.log").read_text(errors="replace")))
                 where = f"{size} round {index + 1}, {count} turns"
-                print(f"{where}: rollout {rollout_by_round(arm.record, rounds=index + 1)[-1]:.3f} s", flush=True)
+                print(
+                    visible(f"{where}: rollout {rollout_by_round(arm.record, rounds=index + 1)[-1]:.3f} s"), flush=True
+                )
         tables.append(table(size, rounds, steps, arms))
     return "\n".join(tables)
 

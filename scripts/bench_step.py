@@ -39,7 +39,8 @@ from slime_like.config.algo import GrpoConfig  # noqa: E402
 from slime_like.config.model import ModelConfig, OptimConfig  # noqa: E402
 from slime_like.config.resolved import ActorSpec, Layout  # noqa: E402
 from slime_like.leave import leave  # noqa: E402
-from slime_like.ports import PortLease  # noqa: E402
+from slime_like.ports import Meeting, PortLease  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
 from slime_like.train.megatron.convert import untrained_spec  # noqa: E402
 
 ARMS = ("torch", "c")
@@ -79,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     head = [machine(os.getloadavg()[0]), "", f"Command: `{' '.join(['python scripts/bench_step.py', *argv])}`", ""]
     tables = {"steps": lambda: steps(args.cases, args.rounds, args.sequences), "parts": lambda: parts(args.rounds)}
     text = "\n".join([*head, *(line for name in args.tables for line in (*tables[name](), ""))])
-    sys.stdout.write(text)
+    sys.stdout.write(visible(text))
     if args.output is not None:
         args.output.write_text(text)
     return 0
@@ -122,7 +123,7 @@ def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, fold
 
     inputs = write_inputs(Path(folder), case.size)
     specs = {arm: spec_of(str(inputs.model), case.dtype, arm, WARM_UP + rounds) for arm in ARMS}
-    place = groups.enter(specs["c"], rank=rank, world_size=1, master=("127.0.0.1", port))
+    place = groups.enter(specs["c"], rank=rank, world_size=1, master=Meeting("127.0.0.1", port))
     from slime_like.train.megatron.trainer import RankTrainer  # megatron, which the groups have prepared
 
     trainers = {arm: RankTrainer(spec, place) for arm, spec in specs.items()}

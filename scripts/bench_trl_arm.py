@@ -80,11 +80,11 @@ def main() -> None:
             generating[0] = 0.0
 
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False),
         reward_funcs=digits,
         args=configuration(args),
         train_dataset=Dataset.from_list([json.loads(line) for line in args.rows.read_text().splitlines()]),
-        processing_class=AutoTokenizer.from_pretrained(args.model),
+        processing_class=AutoTokenizer.from_pretrained(args.model, trust_remote_code=False),
         callbacks=[Clock()],
     )
     trainer.remove_callback(PrinterCallback)

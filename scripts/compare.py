@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.printable import complaint, visible
 from slime_like.report.comparison import compare
 from slime_like.report.comparison_view import chosen, html_page, print_comparison
 from slime_like.report.record import read_record
@@ -38,9 +39,9 @@ def main(argv: list[str]) -> int:
         if given.html is not None:
             given.html.parent.mkdir(parents=True, exist_ok=True)
             given.html.write_text(html_page(found, given.metrics))
-            print(f"\n{given.html}")
+            print(visible(f"\n{given.html}"))
     except (SlimeLikeError, OSError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(complaint(error))
         return 2
     return 0 if all(metric.step is None for metric in chosen(found, given.metrics)) else 1
 

@@ -16,6 +16,7 @@ from slime_like.cluster.control import Request
 from slime_like.cluster.status import DONE, STATUS, Answer, read_status
 from slime_like.deadline import Deadline
 from slime_like.errors import DataError, SlimeLikeError
+from slime_like.printable import complaint, visible
 
 WHAT = {
     Request.EVAL: "evaluate",
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
             return show(given.run)
         return request(given.run, Request(given.request), given.wait)
     except SlimeLikeError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(complaint(error))
         return 2 if isinstance(error, DataError) else 1
 
 
@@ -47,10 +48,10 @@ def request(run_dir: Path, wanted: Request, wait: float | None) -> int:
     status = living(run_dir)
     asked = ask(run_dir, wanted)
     if wait is None:
-        print(f"asked to {WHAT[wanted]}; the run is at rollout {status.step + 1} of {status.num_steps}")
+        print(visible(f"asked to {WHAT[wanted]}; the run is at rollout {status.step + 1} of {status.num_steps}"))
         return 0
     answer = wait_for_answer(run_dir, wanted, asked, Deadline("scripts/control.py", "wait", wait))
-    print(line(answer))
+    print(visible(line(answer)))
     return 0 if answer.state == DONE else 1
 
 
@@ -62,9 +63,13 @@ def show(run_dir: Path) -> int:
     where = f"process {status.pid} on {status.host}"
     state = "runs" if status.alive else "has ended" if not status.running else "is gone without a word: see its logs"
     age = time.time() - status.time
-    print(f"{run_dir} {state} ({where}): {status.step} of {status.num_steps} rollouts, as it said {age:.0f} s ago")
+    print(
+        visible(
+            f"{run_dir} {state} ({where}): {status.step} of {status.num_steps} rollouts, as it said {age:.0f} s ago"
+        )
+    )
     for answer in status.requests:
-        print(f"  {line(answer)}")
+        print(visible(f"  {line(answer)}"))
     return 0
 
 

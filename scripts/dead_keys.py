@@ -17,6 +17,7 @@ sys.path[:0] = [str(REPOSITORY)]
 from slime_like.config.base import Config  # noqa: E402
 from slime_like.config.known import ALGORITHMS, known_keys  # noqa: E402
 from slime_like.config.root import TrainConfig  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
 
 PACKAGE = REPOSITORY / "slime_like"
 
@@ -109,9 +110,9 @@ def main(argv: list[str]) -> int:
     keys = known_keys()
     dead = dead_keys(package, keys)
     for key in dead:
-        sys.stdout.write(f"{key}: nothing in {package} reads it; remove the key, or use it\n")
+        sys.stdout.write(visible(f"{key}: nothing in {package} reads it; remove the key, or use it\n"))
     if not dead:
-        sys.stdout.write(f"every one of {len(keys)} keys is read\n")
+        sys.stdout.write(visible(f"every one of {len(keys)} keys is read\n"))
     return int(bool(dead))
 
 

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slime_like.printable import visible
+
 OUT = Path(__file__).parents[1] / "slime_like" / "config" / "upstream"
 Table = dict[str, dict[str, Any]]
 
@@ -114,11 +116,11 @@ def main() -> int:
     stale = [path for path, text in files().items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if "--check" in sys.argv[1:]:
-            print(f"{path} differs from the installed package: run python {Path(__file__).name}")
+            print(visible(f"{path} differs from the installed package: run python {Path(__file__).name}"))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(files()[path])
-            print(f"wrote {path}")
+            print(visible(f"wrote {path}"))
     return int(bool(stale) and "--check" in sys.argv[1:])
 
 

@@ -11,12 +11,14 @@ import argparse
 import sys
 from pathlib import Path
 
+import yaml
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime_like.checkpoint_files import megatron_folder
-from slime_like.config.load import from_yaml
 from slime_like.errors import CheckpointError, SlimeLikeError
 from slime_like.leave import leave
+from slime_like.printable import complaint, visible
 
 
 def main(argv: list[str]) -> int:
@@ -35,9 +37,9 @@ def main(argv: list[str]) -> int:
 
         export_checkpoint(source, hf, args.output, dtype=args.dtype, max_bytes=int(args.max_shard_gb * 2**30))
     except SlimeLikeError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(complaint(error))
         return 1
-    sys.stdout.write(f"{source} -> {args.output}\n")
+    sys.stdout.write(visible(f"{source} -> {args.output}\n"))
     return 0
 
 
@@ -50,11 +52,15 @@ def find(path: Path) -> Path:
 
 
 def model_of(source: Path) -> str:
-    """``model.hf_checkpoint`` of the run that ``source`` belongs to."""
-    config = source.parents[1] / "config.yaml"
-    if not config.is_file():
-        raise CheckpointError(f"{config}: missing, so the model is unknown: give its folder with --hf-checkpoint")
-    return from_yaml(config.read_text()).model.hf_checkpoint
+    """``model.hf_checkpoint`` of the run that ``source`` belongs to. Nothing else that its config.yaml names is looked at."""
+    path = source.parents[1] / "config.yaml"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing, so the model is unknown: give its folder with --hf-checkpoint")
+    try:
+        return str(yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["hf_checkpoint"])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise CheckpointError(f"{path}: names no model ({reason}): give its folder with --hf-checkpoint") from error
 
 
 if __name__ == "__main__":

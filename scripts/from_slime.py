@@ -1,6 +1,8 @@
 """Turn a launch script of slime (run-*.sh) into a recipe, and say what became of every flag. Nothing of it is run.
 
 python scripts/from_slime.py run-qwen3-4B.sh [--out my_configs/recipe/qwen3_4b.yaml] [--set NUM_GPUS=8] [--skip FILE] [--drop FLAG]
+python scripts/from_slime.py --check FOLDER   # what becomes of every launch script below a folder; no recipe is kept
+Exit code: 0, the recipe is the same job; 1, it is once the functions that it names are ported; 2, there is none.
 """
 
 from __future__ import annotations
@@ -10,30 +12,38 @@ import re
 import sys
 from pathlib import Path
 
-from slime_like.convert.launch_script import read_launch
-from slime_like.convert.recipe_file import write_recipe
+from slime_like.convert.check import check_folder
+from slime_like.convert.slime_job import NONE, convert_script
 from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.printable import complaint, visible
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0, or 2 where the script cannot be read or no configuration says what it says."""
+    """Exit code: 0 the same job, 1 the same job once code of the user's is ported, 2 no recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", type=Path)
+    parser.add_argument("script", type=Path, help="a launch script, or a folder of them with --check")
+    parser.add_argument("--check", action="store_true", help="a table of what becomes of every script in a folder")
     parser.add_argument("--out", type=Path, help="the recipe to write; default: from_slime/recipe/<name>.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script")
     parser.add_argument("--skip", action="append", default=[], metavar="FILE", help="a sourced file to leave out")
     parser.add_argument("--drop", action="append", default=[], metavar="FLAG", help="a flag to leave out: --drop=--lr")
     parser.add_argument("--force", action="store_true", help="replace a recipe that is there")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        if wrong := [text for text in given.set if not re.match(r"[A-Za-z_]\w*=", text)]:
+        if wrong := [text for text in args.set if not re.match(r"[A-Za-z_]\w*=", text)]:
             raise ConfigError(f"--set {wrong[0]}: write a variable of the script as NAME=VALUE")
-        launch = read_launch(given.script, given=dict(text.split("=", 1) for text in given.set), skip=given.skip)
-        sys.stdout.write(write_recipe(launch, given.out, drop=given.drop, force=given.force))
+        given = dict(text.split("=", 1) for text in args.set)
+        if args.check:
+            sys.stdout.write(visible(check_folder(args.script, given=given)))
+            return 0
+        done = convert_script(args.script, args.out, given=given, skip=args.skip, drop=args.drop, force=args.force)
     except SlimeLikeError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2
-    return 0
+        sys.stderr.write(complaint(error))
+        return NONE
+    sys.stdout.write(visible(done.report))
+    if done.problem:
+        sys.stderr.write(visible(f"ConfigError: {done.problem}\n"))
+    return done.code
 
 
 if __name__ == "__main__":

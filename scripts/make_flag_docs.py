@@ -1,10 +1,10 @@
-"""Fill the tables of docs/coming_from_slime.md and docs/coming_from_verl.md from the flag table."""
+"""Fill the tables of the pages for people who come from slime or verl, from the tables of ``slime_like.convert``."""
 
 from pathlib import Path
 
-from slime_like.convert.pages import filled
+from slime_like.convert.pages import PAGES, filled
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
-for name in ("coming_from_slime.md", "coming_from_verl.md"):
+for name in PAGES:
     DOCS.joinpath(name).write_text(filled(DOCS.joinpath(name).read_text()))

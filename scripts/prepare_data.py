@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_like.printable import visible
+
 GSM8K_HINT = "Let's think step by step and give the final answer after ####, in \\boxed{}."
 
 
@@ -88,9 +90,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         for path in convert(args.name, args.target, args.source):
-            sys.stdout.write(f"{path}: {sum(1 for _ in path.open())} rows\n")
+            sys.stdout.write(visible(f"{path}: {sum(1 for _ in path.open())} rows\n"))
     except (BadRow, OSError, ValueError) as error:  # datasets raises these for what is missing or unreachable
-        sys.stderr.write(f"{args.name}: {error}\n")
+        sys.stderr.write(visible(f"{args.name}: {error}\n"))
         return 1
     return 0
 

@@ -26,6 +26,7 @@ from slime_like.cluster.plan_guard import profile_folder  # noqa: E402
 from slime_like.config.load import load_config  # noqa: E402
 from slime_like.distributed import advice  # noqa: E402
 from slime_like.errors import SlimeLikeError  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
 
 SIZES = (2**10, 2**16, 2**22)  # bytes
 REPEATS = 5
@@ -58,11 +59,13 @@ def main(argv: Sequence[str]) -> int:
             sys.stderr.write("no rank issued a collective: profile a run with several trainer ranks, or --sweep 2\n")
             return 1
         for line in advice.table(ranks):
-            sys.stdout.write(line + "\n")
+            sys.stdout.write(visible(line + "\n"))
         path = given.out / "guard" / f"{given.name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(advice.to_yaml(ranks, origin))
-        sys.stdout.write(f"\n{path}; use it by --config-dir {given.out} guard={given.name}\n\n{path.read_text()}")
+        sys.stdout.write(
+            visible(f"\n{path}; use it by --config-dir {given.out} guard={given.name}\n\n{path.read_text()}")
+        )
     return 0
 
 

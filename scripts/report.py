@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from slime_like.errors import SlimeLikeError
+from slime_like.printable import complaint, visible
 from slime_like.report.write import write_report
 
 
@@ -20,9 +21,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="where to; default: report.html in the run's folder")
     given = parser.parse_args(argv)
     try:
-        print(write_report(given.run, given.out))
+        print(visible(str(write_report(given.run, given.out))))
     except (SlimeLikeError, OSError) as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(complaint(error))
         return 2
     return 0
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(REPOSITORY))
 from slime_like.cluster.asking import ask, living  # noqa: E402  (found by the line above)
 from slime_like.cluster.control import Request  # noqa: E402
 from slime_like.errors import SlimeLikeError  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
 from slime_like.report.write import write_report  # noqa: E402
 from tests.report.browser import VARIABLE, find_browser, look  # noqa: E402
 from tests.report.terminal import frames, on_terminal, write_page  # noqa: E402
@@ -60,7 +61,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "images", help="where the pictures go")
     given, job = parser.parse_known_args(argv)
     if (browser := find_browser()) is None:
-        sys.stderr.write(f"no browser on PATH, none of Playwright's, no {VARIABLE}: see tests/report/browser.py\n")
+        sys.stderr.write(
+            visible(f"no browser on PATH, none of Playwright's, no {VARIABLE}: see tests/report/browser.py\n")
+        )
         return 2
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = (given.folder or Path(scratch) / "run").resolve()
@@ -70,7 +73,7 @@ def main(argv: list[str]) -> int:
         write_report(run_dir)
         found = [frame for frame in frames(written) if SHOWN in frame]
         if not found:
-            sys.stderr.write(f"the live view never said {SHOWN!r}\n")
+            sys.stderr.write(visible(f"the live view never said {SHOWN!r}\n"))
             return 1
         live = Path(scratch) / "live.html"
         write_page(found[0], live)
@@ -87,10 +90,12 @@ def main(argv: list[str]) -> int:
             seen = look(browser, page, width=width, height=height, at=at)
             (given.out / name).write_bytes(seen.png)
             print(
-                f"{given.out / name}: {len(seen.png)} bytes, {len(seen.complaints)} complaints, {len(seen.loaded)} loaded"
+                visible(
+                    f"{given.out / name}: {len(seen.png)} bytes, {len(seen.complaints)} complaints, {len(seen.loaded)} loaded"
+                )
             )
             complaints += [f"{page.name}: {text}" for text in (*seen.complaints, *seen.loaded)]
-    sys.stderr.write("".join(f"{text}\n" for text in complaints))
+    sys.stderr.write(visible("".join(f"{text}\n" for text in complaints)))
     return 1 if complaints else 0
 
 
@@ -99,7 +104,7 @@ def run(run_dir: Path, job: list[str]) -> bool:
     command = [sys.executable, str(REPOSITORY / "train.py"), *job, *ALWAYS, f"run.dir={run_dir}"]
     code, written = on_terminal(command, os.environ | {"TERM": "xterm-256color"}, Asking(run_dir))
     if code:
-        sys.stderr.write(written[-3000:])
+        sys.stderr.write(visible(written[-3000:]))
         return False
     (run_dir / TERMINAL).write_text(written, newline="")
     return True
@@ -109,4 +114,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except SlimeLikeError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        sys.exit(visible(f"{type(error).__name__}: {error}"))

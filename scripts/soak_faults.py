@@ -1,23 +1,24 @@
 """Plant random faults in one long run, part after part, and compare it with one that nothing happened to.
 
 python scripts/soak_faults.py [--faults 50] [--most 10] [--seed 0] [--rollouts 480] [--folder FOLDER] [--table FILE]
+    [--write]
 
-A part of the run is one call of train.py. Faults that a run goes on from (chaos.*: an engine killed, stopped or slow) strike
-in four of its rollouts, at times before an engine is back from the last one, then one that ends it: a rank or the rollout
-manager killed, a rank stopped, the driver killed, SIGINT or SIGTERM at a phase, or once or twice at a moment of its start.
-Parts differ in the number of engines and in how weights reach them. A part is clean when its exit code is that of what ended
-it (-15, of SIGTERM, only where that came before the run had taken signals over), and when it left one crash bundle, which
-names the victim, where a rank or the manager ended it, and none elsewhere. After each part processes, listening ports, named
+A part of the run is one call of train.py. Faults that a run survives (an engine or a part of it killed, stopped or slow, a
+reward worker killed) strike in four of its rollouts, at times before an engine is back from the last one, then one that ends
+it: a rank, the rollout manager, the driver or a process of Ray killed or stopped, SIGINT, SIGTERM or SIGHUP at a phase, or
+once or twice at a moment of its start. The kinds that were tried least come first (``soak_draw.py``), so that 14 parts, of 66
+faults where all strike, have each of them. Parts differ in the number of engines and in how weights reach them. A part is clean when its exit code is that
+of what ended it, and when it left one crash bundle, which names the victim, where that was no signal, and none elsewhere. After
+each part processes, listening ports, named
 shared memory and scratch folders that it left are counted. At the end every sample (id, prompt, seed, tokens, log-
 probabilities, version), every loss and the final weights are compared with the undisturbed run, bit for bit. The
 folder keeps what has been done: the same command goes on where it stopped, by at most --most faults per call, and
-rewrites the table.
+rewrites the table. ``--write`` puts the counts by kind into docs/measurements/robustness.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -38,34 +39,40 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from slime_like.config.faults import FATAL, FAULTS, RECOVERED, Fault  # noqa: E402  (found by the line above)
+from scripts.page import replace_section  # noqa: E402  (found by the line above)
+from scripts.soak_draw import STARTING, SURVIVED, draw_part  # noqa: E402
+from slime_like.config.faults import FATAL, FAULTS  # noqa: E402
 from slime_like.data import faults  # noqa: E402
 from slime_like.deadline import Deadline  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+from slime_like.private import temporary_folder  # noqa: E402
 from tests.e2e.runs import Training, last_step  # noqa: E402
 from tests.e2e.same_run import differences, sample_differences, undisturbed  # noqa: E402
 
-PHASES = {"collect": 0.25, "step": 0.1, "push": 0.1}  # of faults, and how long they take on an idle machine (s)
-STARTING = "signals_at_start"
-ENDS = (*FATAL, STARTING)
-STARTED = ": starting "  # what a run says as soon as it has taken signals over
-LAYOUTS = (  # what may change between parts of one run
-    ("one engine", ()),
-    ("two engines", ("rollout.num_engines=2",)),
-    ("two engines, broadcast", ("rollout.num_engines=2", "placement.mode=split")),
-)
 SETTINGS = (
     *("health.interval_s=1", "health.timeout_s=8", "health.first_wait_s=0", "chaos.slow_s=3"),
     *("loop.step_deadline_s=60", "weights.push_deadline_s=60", "guard.deadline_s=10"),
 )
-CODES = {
-    "kill_driver": -signal.SIGKILL,
-    "interrupt": 130,
-    "terminate": 130,
-    STARTING: 130,
-    "": 0,
-}  # by what ended a part
+PAGE = REPOSITORY / "docs" / "measurements" / "robustness.md"
+HEADING = "## Faults"
+MEANING = (
+    "A fault is handled where the part of the run that it struck went on, or ended with its exit code and a crash bundle that "
+    "names the victim, within every deadline, and left no process, port, shared memory or scratch folder behind."
+)
+CODES = {"interrupt": 130, "terminate": 130, "hangup": 130, STARTING: 130, "": 0}  # by what ended a part
 # What ends a part with exit code 1 and a crash bundle, and whom the bundle must name.
-VICTIMS = {"kill_rank": "trainer rank 0", "stop_rank": "trainer rank 0", "kill_manager": "rollout manager"}
+VICTIMS = {
+    "kill_rank": "trainer rank 0",
+    "stop_rank": "trainer rank 0",
+    "kill_manager": "rollout manager",
+    "kill_driver": "the driver",
+    "kill_raylet": "Ray's raylet",
+    "stop_raylet": "Ray's raylet",
+    "kill_gcs": "Ray's gcs_server",
+    "stop_gcs": "Ray's gcs_server",
+    "kill_dashboard_agent": "Ray's dashboard agent",
+    "kill_runtime_env_agent": "Ray's runtime-env agent",
+}
 STARTS = (2.0, 25.0)  # s within which signals at start come
 PART_S = 300.0  # longest that a part may take: its start, four restarts, the deadlines of what ends it
 
@@ -85,21 +92,26 @@ class Part:
     outcomes: list[tuple[str, str, str]]  # fault, target, what came of it
     leftovers: list[str]
     said: str  # the last line of its output
-    early: bool = False  # its signals came before it had taken signals over
     causes: list[str] = field(default_factory=list[str])  # first lines of the crash bundles that it left
 
     @property
     def planted(self) -> list[tuple[str, str, str]]:
-        """Outcomes of what was planted; the others are losses that followed from it."""
-        return [found for found in self.outcomes if found[0].partition(":")[0] in FAULTS or found[0].startswith("SIG")]
+        """Outcomes of the planted faults that met a process; the others are losses that followed from one."""
+        return [outcome for outcome in self._drawn if outcome[1]]
+
+    @property
+    def missed(self) -> list[tuple[str, str, str]]:
+        """Planted faults of which no victim was running."""
+        return [outcome for outcome in self._drawn if not outcome[1]]
+
+    @property
+    def _drawn(self) -> list[tuple[str, str, str]]:
+        return [one for one in self.outcomes if one[0].partition(":")[0] in FAULTS or one[0].startswith("SIG")]
 
     @property
     def clean(self) -> bool:
         """Whether it ended as its fault must, with the crash bundle that belongs to it."""
-        codes = {CODES.get(self.end, 1)}
-        if self.end == STARTING and self.early:  # nothing was there to be taken down
-            codes.add(-signal.SIGTERM)
-        return not self.hung and self.code in codes and self.explained
+        return not self.hung and self.code == CODES.get(self.end, 1) and self.explained
 
     @property
     def explained(self) -> bool:
@@ -116,11 +128,12 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rollouts", type=int, default=480)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "soak_faults")
+    parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--table", type=Path, default=None)
+    parser.add_argument("--write", action="store_true", help=f"replace the section {HEADING!r} of {PAGE.name}")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted: the same command goes on"))
-    soak = Soak(options.folder, options.seed, options.rollouts)
+    soak = Soak(options.folder or temporary_folder("soak_faults"), options.seed, options.rollouts)
     soak.reference()
     stop_at = min(options.faults, soak.num_faults + options.most)
     while soak.num_faults < stop_at and not soak.finished:
@@ -131,7 +144,9 @@ def main() -> int:
         soak.part(0)
         if options.table is not None:
             options.table.write_text(soak.table())
-    print(soak.table())
+    print(visible(soak.table()))
+    if options.write:
+        replace_section(PAGE, HEADING, soak.section())
     return int(not soak.good)
 
 
@@ -171,33 +186,11 @@ class Soak:
         number = len(self.parts)
         rng = random.Random(f"{self.seed} {number}")
         first = max(0, last_step(self.run))
-        layout, overrides = rng.choice(LAYOUTS)
-        apart = (1, 2) if layout == "one engine" else (4, 16)  # rollouts; with one engine none ends before it is back
-        planted = self._draw(rng, first, most, apart)
-        deck = random.Random(f"{self.seed} ends {number // len(ENDS)}").sample(
-            ENDS, len(ENDS)
-        )  # each as often as another
-        end = deck[number % len(ENDS)] if most else ""
-        if end in FATAL:
-            at = min(planted[-1].rollout_id + rng.randint(*apart), self.rollouts - 1) if planted else first
-            phase = rng.choice(list(PHASES))
-            planted.append(Fault(end, phase, at, round(rng.uniform(0, PHASES[phase]), 3)))
-        elif end == STARTING:
-            planted = []
-        named = f"chaos.faults=[{','.join(map(str, planted))}]"
-        self._go(number, layout, end, (*overrides, *SETTINGS, named), rng)
-
-    def _draw(self, rng: random.Random, first: int, most: int, apart: tuple[int, int]) -> list[Fault]:
-        """Faults that the run goes on from, in rollouts that are so far ``apart``."""
-        count = max(0, most - 1)
-        kinds = [rng.choice(list(RECOVERED)) for _ in range(count)]
-        phases = [rng.choice(list(PHASES)) for _ in range(count)]
-        at = list(itertools.accumulate((rng.randint(*apart) for _ in range(count)), initial=first))
-        return [
-            Fault(kind, phase, rollout, round(rng.uniform(0, PHASES[phase]), 3))
-            for rollout, kind, phase in zip(at, kinds, phases, strict=False)
-            if rollout < self.rollouts - 1
-        ]
+        ends = Counter(part.end for part in self.parts)
+        struck = Counter(_kind(what) for part in self.parts for what, *_ in part.planted)
+        plan = draw_part(rng, range(first, self.rollouts), most, ends, struck)
+        named = f"chaos.faults=[{','.join(map(str, plan.faults))}]"
+        self._go(number, plan.layout, plan.end, (*plan.overrides, *SETTINGS, named), rng)
 
     def _go(self, number: int, layout: str, end: str, overrides: tuple[str, ...], rng: random.Random) -> None:
         scratch = Path(tempfile.mkdtemp(prefix="soak"))
@@ -207,7 +200,7 @@ class Soak:
         log = self.folder / f"part_{number}.log"
         training = Training(*self._job, f"run.dir={self.run}", *overrides, log=log)
         try:
-            sent, early = self._signals(training, log, rng) if end == STARTING else ([], False)
+            sent = self._signals(training, rng) if end == STARTING else []
             code, hung = self._end(training)
         except BaseException:  # the soak itself is interrupted: the next one goes on where this part ended
             training.end()
@@ -232,35 +225,32 @@ class Soak:
             outcomes=[*outcomes, *sent],
             leftovers=left,
             said=said[0],
-            early=early,
             causes=[_first_line(bundle / "cause.txt") for bundle in sorted({*self.run.glob("crash-*")} - bundles)],
         )
         self.parts.append(part)
         with self._notes.open("a") as file:
             file.write(json.dumps(asdict(part)) + "\n")
         ended = f"{end or 'to its end'}, code {code}, {seconds:.0f} s, {len(left)} leftovers"
-        print(f"part {number} ({layout}): {len(part.planted)} faults, {ended}; {self.num_faults} in all", flush=True)
+        print(
+            visible(f"part {number} ({layout}): {len(part.planted)} faults, {ended}; {self.num_faults} in all"),
+            flush=True,
+        )
         if not hung:
             shutil.rmtree(scratch, ignore_errors=True)
 
     @staticmethod
-    def _signals(training: Training, log: Path, rng: random.Random) -> tuple[list[tuple[str, str, str]], bool]:
-        """One or two signals at moments of the start; the first lets it go on to its first checkpoint.
-
-        Also whether the last came before the run had taken signals over.
-        """
+    def _signals(training: Training, rng: random.Random) -> list[tuple[str, str, str]]:
+        """One or two signals at moments of the start; the first lets it go on to its first checkpoint."""
         sent: list[tuple[str, str, str]] = []
-        number = rng.choice((signal.SIGINT, signal.SIGTERM))
+        number = rng.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         at = rng.uniform(*STARTS)
         time.sleep(at)
-        early = False
         for again in range(rng.choice((1, 2))):
             if training.running():
-                early = STARTED not in log.read_text()
                 training.signal(number)
                 sent.append((f"{number.name} after {at:.1f} s", "driver", "the second" if again else "the first"))
                 time.sleep(0.5)
-        return sent, early
+        return sent
 
     @staticmethod
     def _end(training: Training) -> tuple[int, bool]:
@@ -283,7 +273,7 @@ class Soak:
         lines = ["# Faults, soaked", "", setting(), "", *self._counts(), ""]
         lines += ["| fault | planted | came of it |", "|---|---|---|"]
         planted = [(part, outcome) for part in self.parts for outcome in part.planted]
-        for kind in (*RECOVERED, *FATAL, STARTING):
+        for kind in (*SURVIVED, *FATAL, STARTING):
             here = [
                 (p, o)
                 for p, o in planted
@@ -300,14 +290,27 @@ class Soak:
             names = ", ".join(f"{what} ({where})" for what, where, _ in part.planted)
             lines.append(
                 f"| {part.number} | {part.layout} | {part.first} to {part.last} | {names} | {part.end or 'its end'} | "
-                f"{_code(part)} | {'; '.join(part.causes) or 'none'} | {part.seconds:.0f} | {', '.join(part.leftovers) or 'nothing'} |"
+                f"{part.code} | {'; '.join(part.causes) or 'none'} | {part.seconds:.0f} | {', '.join(part.leftovers) or 'nothing'} |"
             )
         return "\n".join(lines) + "\n"
+
+    def section(self) -> str:
+        """Markdown: what was tried, handled and not, by kind of fault."""
+        rows = ["| fault | tried | handled | not |", "|---|---|---|---|"]
+        planted = [(part, found[0]) for part in self.parts for found in part.planted]
+        for kind in (*SURVIVED, *FATAL, STARTING):
+            here = [part for part, what in planted if _kind(what) == kind]
+            handled = sum(part.clean and not part.leftovers for part in here)
+            if here:
+                rows.append(
+                    f"| {FAULTS.get(kind, 'signals at the start')} | {len(here)} | {handled} | {len(here) - handled} |"
+                )
+        return "\n".join([HEADING, "", setting(), "", MEANING, "", *rows, "", *self._counts()]) + "\n"
 
     def _counts(self) -> list[str]:
         planted = [found for part in self.parts for *_, found in part.planted]
         lost = [found for found in planted if "noticed after" in found]
-        others = [found for part in self.parts for found in part.outcomes if found not in part.planted]
+        others = [found for part in self.parts for found in part.outcomes if found not in (*part.planted, *part.missed)]
         ended = [part for part in self.parts if part.end]
         failed = [part for part in self.parts if part.code == 1]
         done = self.rollouts if self.finished else max(0, last_step(self.run))
@@ -315,6 +318,7 @@ class Soak:
         compared = "samples, losses and weights" if self.finished else "samples so far"
         counts = {
             "faults": len(planted),
+            "planted faults without a running victim, not counted": sum(len(part.missed) for part in self.parts),
             "parts of the run": len(self.parts),
             "rollouts": f"{done} of {self.rollouts}",
             "engines lost": len(lost),
@@ -335,8 +339,12 @@ class Soak:
         return [*lines, *(f"- {text}" for text in different[:5])]
 
 
+def _kind(what: str) -> str:
+    return STARTING if what.startswith("SIG") else what.partition(":")[0]
+
+
 def setting() -> str:
-    """What ran where."""
+    """Return the command, versions and machine of this soak."""
     git = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
@@ -348,16 +356,12 @@ def setting() -> str:
     )
 
 
-def _code(part: Part) -> str:
-    return f"{part.code}{' (before it had taken signals over)' * (part.early and part.code < 0)}"
-
-
 def _first_line(path: Path) -> str:
     return (path.read_text().splitlines() or [""])[0].replace("|", "/") if path.exists() else f"no {path.name}"
 
 
 def _summary(kind: str, here: list[tuple[Part, tuple[str, str, str]]]) -> str:
-    if kind not in RECOVERED:
+    if kind in FATAL or kind == STARTING:
         return f"{sum(part.clean for part, _ in here)} ended the part as they must"
     lost = [what for _, (_, _, what) in here if "noticed after" in what]
     again = [

@@ -15,16 +15,17 @@ import argparse
 import json
 import random
 import shutil
-import signal
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from slime_like.config.faults import Fault  # noqa: E402  (found by the line above)
+from slime_like.checkpoint_files import LATEST, NONE_YET  # noqa: E402  (found by the line above)
+from slime_like.config.faults import Fault  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+from slime_like.private import temporary_folder  # noqa: E402
 from tests.e2e.runs import metrics, train  # noqa: E402
 from tests.e2e.same_run import DRIFT, PROBE, differences, undisturbed  # noqa: E402
 
@@ -35,7 +36,6 @@ TIMES = {
     "save": "perf/save_time",
 }
 PHASES = tuple(TIMES)
-LATEST = "latest_checkpointed_iteration.txt"
 SAVE_S = 0.3  # where the metrics have no time of saving
 
 
@@ -66,16 +66,16 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rollouts", type=int, default=20)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "soak_resume")
+    parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--table", type=Path, default=None)
     options = parser.parse_args()
-    soak = Soak(options.folder, options.seed, options.rollouts)
+    soak = Soak(options.folder or temporary_folder("soak_resume"), options.seed, options.rollouts)
     soak.reference()
     while len(soak.kills) < options.kills:
         soak.one_run(options.kills - len(soak.kills))
         if options.table is not None:
             options.table.write_text(soak.table())
-    print(soak.table())
+    print(visible(soak.table()))
     return int(not soak.good)
 
 
@@ -130,7 +130,10 @@ class Soak:
                 file.write(json.dumps({"kind": type(note).__name__, **asdict(note)}) + "\n")
         self.kills += kills
         self.verdicts.append(verdict)
-        print(f"run {run}: {len(kills)} kills, {len(found)} differences, {len(self.kills)} kills in all", flush=True)
+        print(
+            visible(f"run {run}: {len(kills)} kills, {len(found)} differences, {len(self.kills)} kills in all"),
+            flush=True,
+        )
         if not found:
             shutil.rmtree(folder)
 
@@ -145,14 +148,15 @@ class Soak:
         )
         text = f"chaos.faults=[kill_driver:{point.phase}:{point.rollout_id}:{point.seconds:.3f}]"
         done = train(*self._job, f"run.dir={folder}", text, log=self.folder / f"run_{run}_kill.log")
-        died = done.code == -signal.SIGKILL
+        died = done.code == 1 and "was killed by SIGKILL" in done.output
         return Kill(run, phase, point.rollout_id, point.seconds, died, self._saved(folder))
 
     @staticmethod
     def _saved(folder: Path) -> int:
         """Rollouts that the newest checkpoint has behind it."""
         marker = folder / "checkpoints" / LATEST
-        return int(marker.read_text()) if marker.exists() else 0
+        text = marker.read_text() if marker.exists() else NONE_YET
+        return 0 if text == NONE_YET else int(text)
 
     def table(self) -> str:
         """Markdown: per phase, and per run."""

@@ -13,6 +13,7 @@ from typing import Any
 from slime_like.config.flags import translate
 from slime_like.config.load import load_config
 from slime_like.errors import SlimeLikeError
+from slime_like.printable import complaint, visible
 
 
 def main(argv: list[str]) -> int:
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> int:
     cfg = load_config(argv, files=False)
     path = Path(cfg.run.dir) / "metrics.jsonl"
     if not path.is_file():
-        sys.stderr.write(f"the run left no {path}\n")
+        sys.stderr.write(visible(f"the run left no {path}\n"))
         return 1
     return max([0, *(summarize(path, f"eval/{dataset}") for dataset in cfg.evaluation.datasets)])
 
@@ -32,10 +33,11 @@ def summarize(path: Path, metric: str) -> int:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     with_metric: list[dict[str, Any]] = [row for row in rows if metric in row]
     if not with_metric:
-        sys.stderr.write(f"{path} has no {metric}\n")
+        sys.stderr.write(visible(f"{path} has no {metric}\n"))
         return 1
     first, last = with_metric[0], with_metric[-1]
-    print(f"held-out accuracy ({metric}): {first[metric]:.3f} {_when(first)}, {last[metric]:.3f} {_when(last)}")
+    text = f"held-out accuracy ({metric}): {first[metric]:.3f} {_when(first)}, {last[metric]:.3f} {_when(last)}"
+    print(visible(text))
     return 0
 
 
@@ -48,4 +50,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except SlimeLikeError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        sys.exit(complaint(error).rstrip())

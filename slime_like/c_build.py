@@ -1,4 +1,4 @@
-"""Compiles C sources with the machine's compiler into a cache of this user. Standard library only.
+"""Compiles C sources with the machine's compiler into a cache of this user.
 
 Objects are made for the very CPU they run on, so they are never shipped: their name holds a hash of source, flags,
 compiler and CPU. The folder is private, since what lies in it is executed.
@@ -15,6 +15,10 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from slime_like import caches
+from slime_like.caches import is_private
+from slime_like.errors import SlimeLikeError
 
 COMPILERS = ("cc", "gcc", "clang")
 SECONDS = 300
@@ -52,26 +56,11 @@ def find_compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """The private folder objects are kept in, made when it is not there. Raises ``BuildError``."""
+    """Return the private folder that objects are kept in, made when it is not there. Raises ``BuildError``."""
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:  # no HOME, and a user without an entry
-        raise BuildError(f"cannot tell where to keep compiled kernels: {error}; set XDG_CACHE_HOME") from error
-    folder = base / "slime_like" / "cpu_kernels"
-    for part in (folder.parent, folder):  # who may write to the first could put another in place of the second
-        try:
-            part.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise BuildError(f"cannot keep compiled kernels in {folder}: {error}; set XDG_CACHE_HOME") from error
-        if not is_private(part):
-            raise BuildError(f"{part} is not this user's alone: chown and chmod 700 it, or set XDG_CACHE_HOME")
-    return folder
-
-
-def is_private(path: Path) -> bool:
-    """Whether only this user can change what ``path`` itself is: no link, its own, not writable by others."""
-    state = path.lstat()
-    return state.st_uid == os.getuid() and not state.st_mode & 0o022 and not path.is_symlink()
+        return caches.cache_folder("cpu_kernels")
+    except (OSError, SlimeLikeError) as error:
+        raise BuildError(f"cannot keep compiled kernels: {error}; set XDG_CACHE_HOME") from error
 
 
 def cpu_identity() -> str:

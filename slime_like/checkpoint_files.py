@@ -1,7 +1,8 @@
 """What checkpoints are on disk, and the order of writing that keeps the newest whole one named whatever dies. No torch.
 
-    latest_checkpointed_iteration.txt    names the newest whole iteration; replaced last
-    iter_0000004/                        megatron's files, and checkpoint.json: what they are, and the size of each
+    latest_checkpointed_iteration.txt    names the newest whole iteration; replaced last; none until the first is whole
+    iter_0000004/                        megatron's files, and checkpoint.json: size and hash of each, of the rollout side's, and
+                                         the settings and inputs of the run that wrote them
     rollout/state_4.json                 the rollout side of the same instant;
     rollout/leftover_4[_made_5].npz      groups of it; leftover_4_in_flight.npz: those that were begun
     *.tmp                                not whole: of a save that is going on, or that died
@@ -12,37 +13,22 @@ the iteration that the latest file names is whole, as it was named.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
 
 from slime_like.errors import CheckpointError
+from slime_like.reading import InputFile, shown
 
 LATEST = "latest_checkpointed_iteration.txt"
 MANIFEST = "checkpoint.json"
+NONE_YET = "none"  # in the place of an iteration, from the beginning of a first save until it is whole
+RELEASE = "release"  # in the place of an iteration: megatron's word for converted weights
 SCRATCH = ".tmp"
 CRITIC = "critic"  # folder of a critic's iterations, among those of its actor
-FORMAT = 1
-Scalar = str | int | float | bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a checkpoint is of. ``model`` and ``layout`` are compared key by key with those of the run that reads it."""
-
-    iteration: int
-    version: int
-    schedule_steps: int
-    max_lr: float
-    min_lr: float
-    distributed_optimizer: bool
-    layout: Mapping[str, int]
-    model: Mapping[str, Scalar]
+ROLLOUT = "rollout"
+_NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 def iteration_folder(folder: Path, iteration: int) -> Path:
@@ -57,19 +43,47 @@ def iterations(folder: Path) -> list[int]:
 
 
 def latest_iteration(folder: Path) -> int:
-    """The iteration that ``folder``'s latest file names. Raises ``CheckpointError`` where there is none to be read."""
-    path = folder / LATEST
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing; {folder} holds no finished checkpoint") from None
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: must hold one iteration number ({error})") from error
-    if not text.isdigit():
-        raise CheckpointError(
-            f"{path} says {text!r}, which is not an iteration: write the number of an iter_* folder beside it into it"
-        )
+    """Return the iteration that ``folder``'s latest file names. Raises ``CheckpointError`` where it names none."""
+    iteration = resumable_iteration(folder)
+    if iteration is None:
+        state = "no iteration was whole when its run ended" if (folder / LATEST).exists() else "missing"
+        raise CheckpointError(f"{folder / LATEST}: {state}; give a folder that holds whole iter_* folders")
+    return iteration
+
+
+def resumable_iteration(folder: Path) -> int | None:
+    """Return the iteration that a run in ``folder`` resumes from; None where the run has yet to complete its first save.
+
+    Raises ``CheckpointError`` where the latest file cannot be read, or is lost while iterations are there.
+    """
+    path, present = folder / LATEST, iterations(folder)
+    if not path.exists():
+        if present:
+            raise _unnamed(folder, "missing", present)
+        return None
+    file = InputFile(path, CheckpointError, f"write the number of an iter_* folder of {folder} into it")
+    text = file.text().strip()
+    if text == NONE_YET:
+        if len(present) > 1:  # a first save that was cut leaves one folder at most
+            raise _unnamed(folder, f"says {NONE_YET}", present)
+        return None
+    if not _NUMBER.fullmatch(text):
+        raise file.refused(f"says {shown(text)}, which is not an iteration")
     return int(text)
+
+
+def _unnamed(folder: Path, state: str, present: list[int]) -> CheckpointError:
+    names = ", ".join(iteration_folder(folder, k).name for k in present[-3:])
+    return CheckpointError(
+        f"{folder / LATEST}: {state}, though {folder} holds {names}: write {present[-1]} into it to resume from there, or "
+        "choose another run.dir to start over; nothing was changed"
+    )
+
+
+def begin_first(folder: Path) -> None:
+    """Record that a first save begins, so that an iteration which is never named is not taken for a lost latest file."""
+    if not (folder / LATEST).exists():
+        write_text(folder / LATEST, NONE_YET)
 
 
 def megatron_folder(folder: Path) -> Path | None:
@@ -78,14 +92,22 @@ def megatron_folder(folder: Path) -> Path | None:
         return folder
     if not (folder / LATEST).is_file():
         return None
-    text = (folder / LATEST).read_text(encoding="utf-8").strip()
-    found = iteration_folder(folder, int(text)) if text.isdigit() else folder / text  # "release": converted weights
+    released = InputFile(folder / LATEST, CheckpointError).text().strip() == RELEASE
+    found = folder / RELEASE if released else iteration_folder(folder, latest_iteration(folder))
     return found if (found / "metadata.json").is_file() else None
 
 
 def name_latest(folder: Path, iteration: int) -> None:
     """Make ``iteration``, which is whole, the one that a run resumes from."""
     write_text(folder / LATEST, str(iteration))
+
+
+def other_iterations(folder: Path) -> str:
+    """Return the fix where ``folder``, an iteration, cannot be used: the iterations beside it."""
+    others = [k for k in iterations(folder.parent) if iteration_folder(folder.parent, k).name != folder.name]
+    if not others:
+        return "there is no other iteration beside it: start over with another run.dir"
+    return f"write an earlier iteration ({', '.join(map(str, others[-3:]))}) into {folder.parent / LATEST}"
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -123,83 +145,9 @@ def publish(scratch: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Describe ``folder``, whose other files are all there."""
-    files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    write_text(folder / MANIFEST, json.dumps({"format": FORMAT, **asdict(manifest), "files": files}, indent=2) + "\n")
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
-def read_manifest(folder: Path) -> Manifest:
-    """What ``folder`` holds, after a look at the size of every file of it.
-
-    Raises ``CheckpointError`` naming the folder or file that is missing, cut short, garbled or of another format.
-    """
-    path = folder / MANIFEST
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: missing, though {folder.parent / LATEST} names it; {_fix(folder)}")
-    try:
-        values = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-        if (found := values.pop("format")) != FORMAT:
-            raise CheckpointError(
-                f"{path}: format {found!r}, this version reads {FORMAT}; resume with the version that wrote it"
-            )
-        sizes = {str(name): int(size) for name, size in values.pop("files").items()}
-        manifest = Manifest(**values)
-    except FileNotFoundError:
-        raise CheckpointError(_not_ours(folder)) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: garbled ({type(error).__name__}: {error}); {_fix(folder)}") from error
-    for name, size in sizes.items():
-        _check_size(folder / name, size)
-    return manifest
-
-
-def _check_size(path: Path, size: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{path}: missing ({error.strerror}); {_fix(path.parent)}") from error
-    if found != size:
-        raise CheckpointError(f"{path}: torn, {found} bytes where {size} were written; {_fix(path.parent)}")
-
-
-def _not_ours(folder: Path) -> str:
-    if (folder / "metadata.json").is_file():
-        return (
-            f"{folder}: a Megatron checkpoint of another trainer (no {MANIFEST}), which cannot be resumed; "
-            "start from its weights with model.megatron_checkpoint"
-        )
-    return f"{folder}: incomplete (no {MANIFEST}); {_fix(folder)}"
-
-
-def _fix(folder: Path) -> str:
-    others = [k for k in iterations(folder.parent) if iteration_folder(folder.parent, k).name != folder.name]
-    if not others:
-        return "there is no other iteration beside it: start anew with another run.dir"
-    return f"write an earlier iteration ({', '.join(map(str, others[-3:]))}) into {folder.parent / LATEST}"
-
-
-def critic_source(folder: Path) -> Path:
-    """The iteration of a critic that ``folder`` is, or the newest one that it holds.
-
-    Raises ``CheckpointError`` where there is none, or where it is not a critic's: an actor's has no value head.
-    """
-    found = iterations(folder)
-    if not (folder / MANIFEST).is_file() and found:
-        newest = latest_iteration(folder) if (folder / LATEST).is_file() else found[-1]
-        folder = iteration_folder(folder, newest)
-    check_value_head(folder, read_manifest(folder))
-    return folder
-
-
-def check_value_head(folder: Path, manifest: Manifest) -> None:
-    """Raise ``CheckpointError`` unless ``folder`` is a critic's."""
-    if manifest.model.get("head") != "value":
-        raise CheckpointError(
-            f"{folder}: holds no value head, as it is an actor's and not a critic's; give critic.load the {CRITIC} folder "
-            "of a run with algo=ppo, or null for a fresh head on critic.hf_checkpoint"
-        )
+def side_files(folder: Path, iteration: int) -> list[str]:
+    """Return the names of the files below ``folder/rollout`` that belong to ``iteration``."""
+    return sorted(path.name for path in (folder / ROLLOUT).glob("*") if side_of(path) == iteration)
 
 
 # ---- removing --------------------------------------------------------------------------------------------------------
@@ -217,12 +165,13 @@ def prune(folder: Path, keep: int) -> None:
     latest = latest_iteration(folder)
     old = [k for k in iterations(folder) if k <= latest][:-keep]
     kept = set(iterations(folder)) - set(old)
-    sides = [(path, side_of(path)) for path in (folder / "rollout").glob("*")]
+    sides = [(path, side_of(path)) for path in (folder / ROLLOUT).glob("*")]
     gone = [path for path, k in sides if k is not None and k <= latest and k not in kept]
     for iteration in old:
         gone += folder.rglob(iteration_folder(folder, iteration).name)
     for path in gone:
         aside = path.with_name(path.name + SCRATCH)  # half removed, it must not have the name of a whole one
+        _remove(aside)  # of a removal that failed in part
         path.rename(aside)
         _remove(aside)
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass, field
 
-from slime_like.errors import DeadlineExceeded
+from slime_like.errors import ConfigError, DeadlineExceeded
 
 FACTOR_VARIABLE = "SLIME_LIKE_DEADLINE_FACTOR"
 
 
 def scale() -> float:
-    """Factor on every limit: raise ``SLIME_LIKE_DEADLINE_FACTOR`` on a slow or shared machine."""
+    """Return the factor on every limit: raise ``SLIME_LIKE_DEADLINE_FACTOR`` on a slow or shared machine.
+
+    Raises ``ConfigError`` where it is not a positive number.
+    """
     text = os.environ.get(FACTOR_VARIABLE, "1")
     try:
         factor = float(text)
     except ValueError:
         factor = 0.0
-    if factor <= 0:
-        raise ValueError(f"{FACTOR_VARIABLE}={text!r} must be a positive number, such as 2")
+    if not (0 < factor < math.inf):
+        raise ConfigError(f"{FACTOR_VARIABLE}={text!r} must be a positive number, such as 2")
     return factor
 
 

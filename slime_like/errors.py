@@ -1,8 +1,21 @@
 """Errors a user can meet. Each takes one message (so that it pickles across Ray) naming key or file, value and fix."""
 
+import sys
+
+from slime_like.printable import complaint
+
 
 class SlimeLikeError(Exception):
     """Base of every error this project raises on purpose."""
+
+    said = False
+
+    def say(self) -> None:
+        """Print the error, once: a run prints it before it takes its processes down, its caller at the end."""
+        if not self.said:
+            self.said = True
+            sys.stderr.write(complaint(self))
+            sys.stderr.flush()
 
 
 class ConfigError(SlimeLikeError, ValueError):
@@ -19,6 +32,10 @@ class CheckpointError(SlimeLikeError, RuntimeError):
 
 class RewardError(SlimeLikeError, RuntimeError):
     """A reward function that failed, timed out or returned something that is not a finite number."""
+
+
+class UserCodeError(SlimeLikeError, RuntimeError):
+    """A generate function, filter or data source of the user's that raised, or returned something unusable."""
 
 
 class AgentError(SlimeLikeError, RuntimeError):
@@ -49,6 +66,10 @@ class WorkerError(SlimeLikeError, RuntimeError):
         self.died = died
 
 
+class ProcessLost(SlimeLikeError, RuntimeError):
+    """The driver or a process of Ray that died or was stopped: the run is over, and the same command continues it."""
+
+
 class DeadlineExceeded(SlimeLikeError, TimeoutError):
     """A wait that took longer than its owner allowed; the message says who waited for whom."""
 
@@ -63,3 +84,16 @@ class CollectiveError(SlimeLikeError, RuntimeError):
 
 class MemoryShortage(SlimeLikeError, RuntimeError):
     """Less free memory than ``guard.threshold`` before a collective, under ``guard.action=raise``."""
+
+
+def exit_code(error: BaseException | None) -> int:
+    """Exit code of a run: 0 done, 1 it failed, 2 its configuration or files are wrong, 130 stopped before its end."""
+    match error:
+        case None | RunComplete():
+            return 0
+        case KeyboardInterrupt():
+            return 130
+        case ConfigError() | DataError() | CheckpointError():
+            return 2
+        case _:
+            return 1

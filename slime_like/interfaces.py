@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from slime_like.batch import Rows, TrainBatch
-from slime_like.metrics.types import Metric
+from slime_like.metrics.types import Metric, RunWarning
 from slime_like.types import F32, I32, Prompt, Reward, Sample, SampleGroup, StepStats
 
 if TYPE_CHECKING:
@@ -375,6 +375,10 @@ class MetricSink(Protocol):
     def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None: ...
     def note(self, text: str) -> None:
         """A line for whoever watches."""
+        ...
+
+    def warn(self, step: int, warning: RunWarning) -> None:
+        """Keep a warning of ``step`` where the run is looked at later."""
         ...
 
     def close(self) -> None: ...

@@ -1,14 +1,69 @@
-"""Free ports for servers that bind a moment later."""
+"""Ports and interfaces: a listener at one address only, free ports for servers that bind a moment later."""
 
 from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
+
+import psutil
 
 from slime_like.errors import SlimeLikeError
 
+BACKLOG = 2048  # ranks that connect at once
 PORTS = range(15_000, 32_000)  # below Linux's ephemeral range, where any outgoing connection could take one meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The address at which the ranks of a process group meet. Rank 0 may bring the socket that listens there already."""
+
+    host: str
+    port: int
+    listener: socket.socket | None = None
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at ``host`` and at no other address; port 0 is one of the kernel's choice.
+
+    Raises ``SlimeLikeError`` where it cannot: the port is taken, or the address is none of this machine.
+    """
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except OSError as error:
+        raise SlimeLikeError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+
+
+def meeting_at(host: str) -> Meeting:
+    """Listen at ``host``, for rank 0 of a process group; nobody else can have the port meanwhile."""
+    listener = listen(host)
+    return Meeting(host, listener.getsockname()[1], listener)
+
+
+def interface_towards(host: str) -> str:
+    """Return the name of the interface that packets to ``host`` leave by, ``lo`` for loopback; empty where none does.
+
+    An address of this machine gives the interface that has it.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return ""
+    found = (name for name, addresses in psutil.net_if_addrs().items() for a in addresses if a.address == own)
+    return next(found, "")
+
+
+def interface_environment(host: str) -> Mapping[str, str]:
+    """Return the variables that keep gloo and NCCL to the interface towards ``host``.
+
+    By themselves gloo listens at whatever address the host name stands for, NCCL on the first interface but loopback.
+    """
+    name = interface_towards(host)
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
 
 
 class PortLease:

@@ -59,7 +59,7 @@ class Prompt:
     rm_type: str | None  # reward of this row, in place of the run's default
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     dataset: str = "train"
-    messages: tuple[Mapping[str, Any], ...] = ()  # chat messages that ``text`` was rendered from; none: it is as it was
+    messages: tuple[Mapping[str, Any], ...] = ()  # chat messages of the row; ``text`` is rendered from those asked
 
 
 @dataclass(frozen=True, slots=True)

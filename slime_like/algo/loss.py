@@ -37,7 +37,6 @@ class PolicyLoss:
         """
         cfg = self.config
         old = view.logprobs.detach() if view.old_logprobs is None else view.old_logprobs
-        drift = (old - view.rollout_logprobs).abs()
         found = self.surrogate(view, view.rollout_logprobs if cfg.use_rollout_logprobs else old)
         corrected = correction(cfg, old, view.rollout_logprobs, view.sequences)
         means = found.means | corrected.means
@@ -54,9 +53,7 @@ class PolicyLoss:
             bonus = cfg.entropy_coef * view.entropy
             loss = loss - (bonus if corrected.keep is None else bonus * corrected.keep)
             means["entropy_loss"] = view.entropy.detach()
-        means["train_rollout_logprob_abs_diff"] = drift
-        maxima = found.maxima | {"train_rollout_logprob_abs_diff_max": drift}
-        return LossOutput(loss=loss, means=means, maxima=maxima)
+        return LossOutput(loss=loss, means=means, maxima=found.maxima)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -13,23 +14,24 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from slime_like.cluster import family
 from slime_like.cluster.stacks import living
-from slime_like.config.faults import FATAL, RECOVERED, REWARDS, ChaosConfig, Fault, parse_fault
+from slime_like.config.faults import FATAL, RECOVERED, REWARDS, WORKERS, ChaosConfig, Fault, parse_fault
 from slime_like.data import faults
 from slime_like.data.faults import REWARD_SERVER, Recovery, Strike
+from slime_like.errors import DataError
+from slime_like.printable import visible
 
 DRAWN_PHASES = ("collect", "step", "push")
 SIGNALS = {
-    "kill_engine": "SIGKILL",
-    "stop_engine": "SIGSTOP",
     "slow_engine": "SIGSTOP",
-    "kill_rank": "SIGKILL",
-    "stop_rank": "SIGSTOP",
-    "kill_manager": "SIGKILL",
-    "kill_driver": "SIGKILL",
     "interrupt": "SIGINT",
     "terminate": "SIGTERM",
+    "hangup": "SIGHUP",
 }
+VERBS = {"kill": "SIGKILL", "stop": "SIGSTOP"}  # by which the other kinds begin
+ENGINE_PARTS = {"kill_http_server": "http server", "kill_detokenizer": "detokenizer"}  # the others strike all of it
+RAY = ("raylet", "gcs", "dashboard_agent", "runtime_env_agent")
 NAMES = {"rank": "trainer_rank", "manager": "rollout_manager"}  # of the processes that register for stacks
 
 
@@ -65,9 +67,10 @@ class Chaos:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def plan(self, num_rollout: int) -> None:
-        """Take up what has not struck yet."""
-        over = {strike.fault for strike in faults.read(self.run_dir)[0]}
-        self.pending = [fault for fault in planned(self.config, num_rollout) if str(fault) not in over]
+        """Take up every fault that has not struck yet."""
+        due = planned(self.config, num_rollout)
+        over = {strike.fault for strike in faults.read(self.run_dir)[0]} if due else set[str]()
+        self.pending = [fault for fault in due if str(fault) not in over]
 
     @contextmanager
     def __call__(self, phase: str, rollout_id: int) -> Generator[None]:
@@ -88,7 +91,10 @@ class Chaos:
     def recovered(self, lost: Sequence[Recovery]) -> None:
         """Note engines that were lost, and what became of them."""
         self.recoveries = faults.newest([*self.recoveries, *lost])
-        faults.append(self.run_dir, *lost)
+        try:
+            faults.append(self.run_dir, *lost)
+        except DataError as error:  # a full disk; the report at the end has them
+            sys.stderr.write(visible(f"warning: {error}\n"))
 
     def _strike(self, fault: Fault) -> None:
         """Once per fault, whichever thread is first; the other waits until it has struck, so that its phase does not end before."""
@@ -110,7 +116,7 @@ class Chaos:
             return
         name = rng.choice(sorted(self.engines))
         self._note(fault, name)
-        self.engines[name].hurt.remote(SIGNALS[fault.kind])
+        self.engines[name].hurt.remote(_signal_of(fault), ENGINE_PARTS.get(fault.kind, ""))
         if fault.kind == "slow_engine":
             goes_on = threading.Timer(self.config.slow_s, self.engines[name].hurt.remote, ("SIGCONT",))
             goes_on.daemon = True
@@ -124,22 +130,31 @@ class Chaos:
         self.manager.lose_reward_server.remote(self.config.slow_s)
 
     def _signal(self, fault: Fault, rng: Random) -> None:
-        assert fault.kind in FATAL
-        prefix = NAMES.get(fault.kind.rpartition("_")[2])
+        assert fault.kind in FATAL | WORKERS
+        victim = fault.kind.partition("_")[2]
         found = {"driver": os.getpid()}
-        if prefix is not None:
+        if victim in RAY:
+            wanted = victim.replace("_", " ").replace("gcs", "gcs_server")
+            found = {name: pid for name, pid in family.of_ray().items() if name.replace("-", " ") == wanted}
+        elif victim == "reward_worker":
+            found = {f"reward worker {pid}": pid for pid in family.reward_workers()}
+        elif (prefix := NAMES.get(victim)) is not None:
             found = {name: pid for name, pid in living(self.run_dir / "stacks").items() if name.startswith(prefix)}
         if not found:
             self._note(fault, "", "no such process on the driver's node")
             return
         name = rng.choice(sorted(found))
         self._note(fault, name)
-        os.kill(found[name], signal.Signals[SIGNALS[fault.kind]])
+        os.kill(found[name], signal.Signals[_signal_of(fault)])
 
     def _note(self, fault: Fault, target: str, note: str = "") -> None:
         strike = Strike(str(fault), target, time.time(), note)
         self.strikes.append(strike)
         faults.append(self.run_dir, strike)
+
+
+def _signal_of(fault: Fault) -> str:
+    return SIGNALS.get(fault.kind) or VERBS[fault.kind.partition("_")[0]]
 
 
 def report_lines(strikes: Sequence[Strike], recoveries: Sequence[Recovery], pending: Sequence[Fault] = ()) -> list[str]:

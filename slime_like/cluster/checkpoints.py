@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from slime_like.checkpoint_files import SCRATCH, name_latest, prune, remove_scratch
+from slime_like.checkpoint_files import SCRATCH, begin_first, iteration_folder, name_latest, prune, remove_scratch
+from slime_like.checkpoint_record import add_run
 from slime_like.cluster.rollouts import Rollout
 from slime_like.config.run import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import Trainer
+from slime_like.printable import visible
 
 NONE = -1
 
@@ -26,6 +31,7 @@ class Checkpoints:
     config: RunConfig
     enabled: bool  # a run without a trainer has nothing to save
     last: int  # the newest iteration that needs no save: resumed from, begun or written
+    run: Mapping[str, Any] = field(default_factory=dict[str, Any])  # ``run_record``, written into each
     _pending: int | None = field(default=None)
 
     def save(self, done: int, *, final: bool = False, wait: bool = False) -> bool:
@@ -44,6 +50,8 @@ class Checkpoints:
         try:
             if done != self.last:
                 self.last = done
+                with _named_disk_errors("no checkpoint was begun"):
+                    begin_first(self.folder)
                 self.rollout.save(self.folder, done)
                 self.trainer.begin_save(self.folder, done)
                 self._pending = done
@@ -70,25 +78,35 @@ class Checkpoints:
         if not self.trainer.finish_save(wait=wait):
             self._pending = iteration
             return
-        name_latest_checked(self.folder, iteration)
+        name_latest_checked(self.folder, iteration, self.run)
         if self.config.keep_checkpoints is not None:
-            prune(self.folder, self.config.keep_checkpoints)
+            try:
+                prune(self.folder, self.config.keep_checkpoints)
+            except OSError as error:  # no reason to end a run whose newest checkpoint is whole
+                text = f"warning: {error.filename}: an old checkpoint could not be removed ({error.strerror})\n"
+                sys.stderr.write(visible(text))
 
     def _failed(self, error: CheckpointError, *, final: bool) -> None:
         self.last = NONE  # so that the next one is not taken for saved
         if final or self.config.on_failed_save == "stop":
             raise error
-        sys.stderr.write(f"warning: {error}; training goes on (run.on_failed_save=continue)\n")
+        sys.stderr.write(visible(f"warning: {error}; training goes on (run.on_failed_save=continue)\n"))
 
 
-def name_latest_checked(folder: Path, iteration: int) -> None:
-    """``name_latest``. Raises ``CheckpointError`` where the disk refuses."""
-    try:
+def name_latest_checked(folder: Path, iteration: int, run: Mapping[str, Any]) -> None:
+    """Record the ``run`` that wrote it, then ``name_latest``. Raises ``CheckpointError`` where the disk refuses."""
+    with _named_disk_errors(f"the checkpoint of iteration {iteration} is whole but not named the latest"):
+        if run:
+            add_run(iteration_folder(folder, iteration), run)
         name_latest(folder, iteration)
+
+
+@contextmanager
+def _named_disk_errors(state: str) -> Generator[None]:
+    try:
+        yield
     except OSError as error:
-        raise CheckpointError(
-            f"{error.filename}: {error.strerror}; the checkpoint of iteration {iteration} is whole but not named the latest"
-        ) from error
+        raise CheckpointError(f"{error.filename}: {error.strerror}; {state}") from error
 
 
 def remove_leftovers(run_dir: Path) -> None:

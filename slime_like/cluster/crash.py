@@ -13,8 +13,10 @@ from pathlib import Path
 from slime_like.cluster.plan_guard import ring_folder
 from slime_like.cluster.stacks import gather_stacks
 from slime_like.distributed import forensics
+from slime_like.printable import visible
 
 LIBRARIES = ("torch", "sglang", "megatron-core", "ray", "transformers", "numpy")
+RAY = ("raylet", "gcs_server", "dashboard_agent", "runtime_env_agent")
 TAIL_LINES = 60
 TAIL_BYTES = 65_536
 STACKS_WAIT_S = 2.0
@@ -24,10 +26,10 @@ def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (),
     """Write ``run_dir/crash-<time>``: cause, traceback, stacks, who was in which collective, log tails, config, versions."""
     bundle = run_dir / f"crash-{time.strftime('%Y%m%d-%H%M%S')}"
     bundle.mkdir(parents=True, exist_ok=True)
-    (bundle / "cause.txt").write_text("\n".join([one_line(error), *extra]) + "\n")
-    (bundle / "traceback.txt").write_text("".join(traceback.format_exception(error)))
+    (bundle / "cause.txt").write_text(visible("\n".join([one_line(error), *extra]) + "\n"))
+    (bundle / "traceback.txt").write_text(visible("".join(traceback.format_exception(error))))
     if text := forensics.dump(ring_folder(str(run_dir))):  # before another run here sweeps rings of the dead
-        (bundle / "collectives.txt").write_text(text)
+        (bundle / "collectives.txt").write_text(visible(text))
     (bundle / "versions.txt").write_text("\n".join(_versions()) + "\n")
     stacks = run_dir / "stacks"
     if stacks.exists():
@@ -44,10 +46,12 @@ def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (),
 
 
 def _worker_logs(stacks: Path, ray_logs: Path | None) -> list[tuple[str, Path]]:
-    """What the run's Ray actors printed: Ray names each file by the process id, as the stacks do."""
-    found: list[tuple[str, Path]] = []
+    """Return the logs of Ray's own processes, and what the run's actors printed: Ray names each of these by the process id,
+    as the stacks do. Ray's folder goes with the run.
+    """
     if ray_logs is None:
-        return found
+        return []
+    found = [(f"ray_{log.name}", log) for name in RAY for log in ray_logs.glob(f"{name}.*") if log.stat().st_size]
     for path in stacks.glob("*.txt"):
         name, pid, _ = path.stem.rsplit(".", 2)
         found += [(f"{name}{log.suffix}", log) for log in ray_logs.glob(f"worker-*-{pid}.*") if log.stat().st_size]
@@ -55,17 +59,17 @@ def _worker_logs(stacks: Path, ray_logs: Path | None) -> list[tuple[str, Path]]:
 
 
 def _tail(path: Path) -> str:
-    """The last lines of a log, however long it is."""
+    """Return the last lines of a log, however long it is, as they may be written to a terminal."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    return "\n".join(text.splitlines()[-TAIL_LINES:]) + "\n"
+    return visible("\n".join(text.splitlines()[-TAIL_LINES:]) + "\n")
 
 
 def one_line(error: BaseException) -> str:
     """The cause without its traceback."""
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else '(no message)'}"
+    return visible(f"{type(error).__name__}: {text[0] if text else '(no message)'}")
 
 
 def _versions() -> list[str]:

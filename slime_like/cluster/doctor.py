@@ -17,10 +17,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TextIO
 
+from slime_like.cluster.limits import too_low
 from slime_like.cluster.machine import cpu_count, memory_bytes, probe_machine
 from slime_like.deadline import Deadline
 from slime_like.errors import DeadlineExceeded
 from slime_like.gpus import installed_gpus
+from slime_like.printable import visible
 
 GIB = 2**30
 REQUIREMENTS = Path(__file__).parents[2] / "scripts" / "requirements"
@@ -59,9 +61,9 @@ def doctor(out: TextIO) -> int:
         for finding in check():
             missing += finding.level is Level.MISSING
             fix = f"\n{'':<24}fix: {finding.fix}" if finding.fix else ""
-            out.write(f"{finding.level:<8} {finding.subject:<14} {finding.text}{fix}\n")
+            out.write(visible(f"{finding.level:<8} {finding.subject:<14} {finding.text}{fix}\n"))
             out.flush()
-    out.write("everything required is here\n" if not missing else f"{missing} required things are missing\n")
+    out.write(visible("everything required is here\n" if not missing else f"{missing} required things are missing\n"))
     return int(missing > 0)
 
 
@@ -183,7 +185,12 @@ def check_storage() -> Iterator[Finding]:
     for subject, folder, needed, fix in (
         ("/dev/shm", "/dev/shm", 1.0, "docker run --shm-size=4g ...; Ray falls back to the disk, which is slow"),
         ("disk", os.getcwd(), 5.0, "free some space: checkpoints go to run.dir"),
-        ("tmp", tempfile.gettempdir(), 2.0, "free some space, or point TMPDIR elsewhere: Ray's session lies there"),
+        (
+            "tmp",
+            tempfile.gettempdir(),
+            2.0,
+            "free some space, or point TMPDIR elsewhere (a short path): Ray's files of a run lie there",
+        ),
     ):
         if not Path(folder).is_dir():
             yield Finding(Level.WARNING, subject, f"{folder} does not exist", fix)
@@ -192,6 +199,16 @@ def check_storage() -> Iterator[Finding]:
         good = free >= needed
         level = Level.OK if good else Level.WARNING
         yield Finding(level, subject, f"{free:.1f} GiB free in {folder}", "" if good else fix)
+
+
+def check_limits() -> Iterator[Finding]:
+    """ulimit and /dev/shm."""
+    problems = list(too_low("cuda" if probe_machine().num_gpus else "cpu"))
+    for problem in problems:
+        text, _, fix = problem.rpartition(": ")
+        yield Finding(Level.MISSING, "limits", text, fix)
+    if not problems:
+        yield Finding(Level.OK, "limits", "open files, addresses, file size and shared memory suffice")
 
 
 def check_network() -> Iterator[Finding]:
@@ -283,7 +300,9 @@ def check_collective() -> Iterator[Finding]:
         f"two processes all-reduced in {deadline.elapsed():.1f} s"
         if good
         else f"two processes could not all-reduce: {why}",
-        "" if good else "if the host name does not resolve, add it to /etc/hosts or set GLOO_SOCKET_IFNAME=lo",
+        ""
+        if good
+        else "unset GLOO_SOCKET_IFNAME, or set it to the interface of the network that ranks share (lo on one machine)",
     )
 
 
@@ -299,6 +318,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_versions,
     check_devices,
     check_storage,
+    check_limits,
     check_network,
     check_plugins,
     check_cpu_kernels,

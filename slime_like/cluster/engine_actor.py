@@ -11,9 +11,11 @@ from pathlib import Path
 
 from ray.util import get_node_ip_address
 
+from slime_like.caches import keep_caches_private
 from slime_like.cluster.stacks import dump_stacks_on_signal
 from slime_like.cluster.trainer_worker import EngineAddress
 from slime_like.config.resolved import EngineSpec
+from slime_like.config.trained_sampling import changing_variables
 from slime_like.errors import EngineError
 from slime_like.rollout import processes
 from slime_like.rollout.server import EngineServer
@@ -27,6 +29,9 @@ class EngineActor:
     def __init__(self, name: str, spec: EngineSpec, admin_key: str, stacks_dir: str, env: Mapping[str, str]) -> None:
         """The server listens where Ray does: on loopback in a cluster of this machine alone, else at the node's address."""
         os.environ.update(env)  # the server inherits it
+        for variable in changing_variables(os.environ) if spec.trained_on else ():  # of this node: the driver has none
+            del os.environ[variable]
+        keep_caches_private()
         dump_stacks_on_signal(Path(stacks_dir), name.replace(" ", "_"))
         self._name = name
         self._spec = spec
@@ -61,10 +66,14 @@ class EngineActor:
         """Processes of the server that are stopped, as by SIGSTOP."""
         return processes.stopped(self._server.pid) if self._server.alive() else ()
 
-    def hurt(self, signal_name: str) -> None:
-        """A fault of ``chaos.*``: a signal to the server and everything it started, if it is there."""
+    def hurt(self, signal_name: str, part: str = "") -> None:
+        """A fault of ``chaos.*``: a signal to one ``part`` of the server, or to all of it, if it is there."""
+        number = signal.Signals[signal_name]
         with contextlib.suppress(ProcessLookupError):  # an earlier fault's restart is under way
-            os.killpg(self._server.pid, signal.Signals[signal_name])
+            if not part:
+                os.killpg(self._server.pid, number)
+            for pid in processes.parts(self._server.pid, part) if part else ():
+                os.kill(pid, number)
 
     def cause_of_death(self, suspected: bool) -> str:
         """Exit code and last log lines of a dead server, empty while it lives; waits for one that is suspected to die."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from slime_like.config.load import to_yaml
 from slime_like.config.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like.private import open_lock, planted_by_another
+from slime_like.reading import reason
 
 
 @contextmanager
@@ -18,9 +20,14 @@ def claimed(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
 
     Raises ``ConfigError`` when it cannot be written, or when a living run holds it.
     """
+    named = Path(cfg.run.dir).absolute()  # a link on the way may be another user's
+    if part := planted_by_another(named) or planted_by_another(run_dir):
+        raise ConfigError(
+            f"run.dir={cfg.run.dir!r}: {part} belongs to another user, in a folder where others may write: choose another run.dir"
+        )
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / ".lock").open("w")
+        lock = open_lock(run_dir / ".lock")
     except OSError as error:
         raise ConfigError(f"run.dir={cfg.run.dir!r} cannot be written ({error}): choose another folder") from error
     with lock:
@@ -31,6 +38,9 @@ def claimed(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
                 f"run.dir={cfg.run.dir!r} is held by a run that is still going on: wait for its end, or choose another run.dir"
             ) from error
         partial = run_dir / "config.yaml.partial"
-        partial.write_text(to_yaml(cfg))
-        partial.replace(run_dir / "config.yaml")
+        try:
+            partial.write_text(to_yaml(cfg))
+            partial.replace(run_dir / "config.yaml")
+        except OSError as error:
+            raise ConfigError(f"{run_dir / 'config.yaml'} cannot be written ({reason(error)}): move it away") from error
         yield

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slime_like.cluster.crash import one_line
 from slime_like.cluster.plan import Plan
 from slime_like.config import names
+from slime_like.config.hf import downloaded, read_hf_config
 from slime_like.config.root import TrainConfig
+from slime_like.data.conversations import Conversations
 from slime_like.data.demonstrations import Demonstrations
-from slime_like.data.dump import rollout_path
+from slime_like.data.dump import load_groups, rollout_path
 from slime_like.data.heldout import EvalSet, eval_sets
 from slime_like.data.prompts import FileSource, SourceContext
 from slime_like.data.rows import any_row
 from slime_like.data.tokenizer import open_tokenizer
-from slime_like.errors import CheckpointError, ConfigError, DataError
+from slime_like.errors import DataError
+from slime_like.reading import Count
 from slime_like.registry import resolve
 from slime_like.reward.check import check_reward, label_rule, row_rule
 from slime_like.types import Prompt
 
 TRAIN = "data.train"
+_NO_END = (
+    "no token ends a response: the tokenizer, generation_config.json and config.json of model.hf_checkpoint={folder!r} name "
+    "no eos_token_id, so that every response has rollout.max_response_len tokens; set rollout.stop_token_ids"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stops:
+    """Tokens that end a response, as generation_config.json and config.json have them."""
+
+    eos_token_id: Count | list[Count] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +46,21 @@ class Inputs:
     stop_token_ids: tuple[int, ...]
     source: Any = None  # DataSource, or Demonstrations for supervised fine-tuning
     heldout: Mapping[str, Sequence[Prompt]] = field(default_factory=dict[str, Sequence[Prompt]])
+    advice: tuple[str, ...] = ()  # legal and probably not meant
 
 
 def load_inputs(cfg: TrainConfig, plan: Plan) -> Inputs:
     """Read tokenizer and datasets. Raises ``ConfigError`` or ``DataError`` naming key or file, value and fix."""
-    tokenizer = load_tokenizer(cfg.model.hf_checkpoint)
-    stops = stop_tokens(cfg, tokenizer)
+    tokenizer = open_tokenizer(cfg.model.hf_checkpoint)
+    vocab_size = read_hf_config("model.hf_checkpoint", cfg.model.hf_checkpoint).vocab_size
+    stops = stop_tokens(cfg, tokenizer, vocab_size)
     if cfg.run.replay_from is not None:
         _check_dumps(cfg, Path(cfg.run.replay_from))
         return Inputs(tokenizer, stops)
     check_reward(cfg.reward)
     supervised = not plan.needs_engines
     needs_label = _always if supervised else label_rule(cfg.reward)
+    begun = cfg.rollout.over_sampling_batch_size or cfg.rollout.batch_size
 
     def context(path: str, dataset: str, key: str) -> SourceContext:
         return SourceContext(
@@ -58,17 +73,23 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> Inputs:
             shuffle=cfg.data.shuffle and key == TRAIN,
             dataset=dataset,
             key=key,
+            vocab_size=vocab_size,
+            supervised=supervised,
+            batch_size=begun,
+            most_prompts=begun * (1 + cfg.rollout.max_refills),
         )
 
     factory: Any = resolve("data.source", cfg.data.source, names.DATA_SOURCES)
     train = factory(cfg.data, context(cfg.data.train, "train", TRAIN))
     if supervised:
-        train = Demonstrations(train, tokenizer, plan.max_context_len)
+        conversations = Conversations(tokenizer, cfg.data.conversation, cfg.data.chat_template_kwargs)
+        train = Demonstrations(train, tokenizer, plan.max_context_len, conversations)
     heldout = {
         found.name: _heldout(cfg, found, context(found.path, found.name, f"evaluation.datasets.{found.name}"))
         for found in eval_sets(cfg.evaluation)
     }
-    return Inputs(tokenizer, stops, train, heldout)
+    advice = () if stops or supervised else (_NO_END.format(folder=cfg.model.hf_checkpoint),)
+    return Inputs(tokenizer, stops, train, heldout, advice)
 
 
 def _heldout(cfg: TrainConfig, chosen: EvalSet, context: SourceContext) -> tuple[Prompt, ...]:
@@ -83,6 +104,8 @@ def _check_dumps(cfg: TrainConfig, folder: Path) -> None:
             f"run.replay_from={str(folder)!r} lacks {rollout_path(folder, missing[0]).name}: loop.num_rollout is "
             f"{cfg.loop.num_rollout}, the folder holds {cfg.loop.num_rollout - len(missing)} of them; lower loop.num_rollout"
         )
+    for k in range(cfg.loop.num_rollout):
+        load_groups(rollout_path(folder, k))
 
 
 def _always(rm_type: str | None) -> bool:
@@ -91,27 +114,24 @@ def _always(rm_type: str | None) -> bool:
     return True
 
 
-def load_tokenizer(folder: str) -> Any:
-    """The HF tokenizer of a checkpoint folder."""
-    try:
-        return open_tokenizer(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.hf_checkpoint={folder!r}: its tokenizer cannot be loaded ({one_line(error)}); copy the tokenizer files there"
-        ) from error
+def stop_tokens(cfg: TrainConfig, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """Return the tokens that end a response: the tokenizer's EOS, the checkpoint's, and the user's.
 
-
-def stop_tokens(cfg: TrainConfig, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's EOS, the checkpoint's, and the user's."""
-    found = set(cfg.rollout.stop_token_ids)
+    Raises ``DataError`` where the model has no row for one of the checkpoint's, as no response could end with it.
+    """
+    folder = Path(cfg.model.hf_checkpoint)
+    ends: dict[str, list[int]] = {}
     if tokenizer.eos_token_id is not None:
-        found.add(int(tokenizer.eos_token_id))
+        ends["tokenizer"] = [int(tokenizer.eos_token_id)]
     for name in ("generation_config.json", "config.json"):
-        path = Path(cfg.model.hf_checkpoint) / name
-        if path.exists():
-            try:
-                eos = json.loads(path.read_text()).get("eos_token_id")
-            except ValueError as error:
-                raise CheckpointError(f"{path} is not JSON ({error}): copy it again") from error
-            found.update([eos] if isinstance(eos, int) else eos or [])
-    return tuple(sorted(found))
+        if (folder / name).exists():
+            file = downloaded("model.hf_checkpoint", folder / name)
+            eos = file.typed({"eos_token_id": file.json_object().get("eos_token_id")}, _Stops).eos_token_id
+            ends[name] = [eos] if isinstance(eos, int) else eos or []
+    for name, tokens in ends.items():
+        if beyond := next((token for token in tokens if token >= vocab_size), None):
+            raise DataError(
+                f"model.hf_checkpoint: the {name} of {folder} ends responses with token {beyond}, and the vocabulary of "
+                f"its config.json ends at {vocab_size - 1}: no response could end with it; correct eos_token_id or vocab_size"
+            )
+    return tuple(sorted({*cfg.rollout.stop_token_ids, *(token for tokens in ends.values() for token in tokens)}))

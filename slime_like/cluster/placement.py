@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import worker as ray_worker
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from slime_like.cluster import local_ray
+from slime_like.cluster import local_ray, supervised
 from slime_like.cluster.engine_actor import VISIBLE_DEVICES, EngineActor
 from slime_like.cluster.plan import Plan
 from slime_like.cluster.role_group import RoleWorker
@@ -27,6 +25,8 @@ from slime_like.errors import ConfigError
 # Set before torch is imported: OpenMP threads that spin while they wait starve the other processes of a small machine.
 # By the actors themselves: a Ray runtime_env would wait for Ray's agent and pass over the workers it has already started.
 CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+STOP_S = 20.0  # for actors to stop what they have started
+CLOSE_S = 45.0  # for all of it; Ray does not return while one of its processes is stopped
 ENGINE_CALLS = 4  # at a time: one may wait for a server to start while it is looked at, or stopped
 # What cuBLAS and NCCL need, before they start, to sum in the same order each time; read on GPUs only.
 DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
@@ -47,6 +47,7 @@ class Placement:
     def __init__(self, cfg: TrainConfig, plan: Plan, stacks_dir: str) -> None:
         self._plan = plan
         self._stacks_dir = stacks_dir
+        self._logs = Path(cfg.run.dir).resolve() / "logs"
         self._actors: list[Any] = []
         self._bundles: Any = None
         self._gpus: list[tuple[str, str]] = []  # node id and GPU id of each bundle
@@ -58,13 +59,7 @@ class Placement:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = cfg.placement.ray_address
         if address is not None:
-            with local_ray.keep_sigterm():
-                ray.init(
-                    address=address,
-                    namespace=f"slime_like_{cfg.run.name}",
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
+            local_ray.join(address, f"slime_like_{cfg.run.name}")
         else:
             local_ray.start(f"slime_like_{cfg.run.name}")
         if self._plan.device == "cuda":
@@ -73,8 +68,7 @@ class Placement:
     @property
     def log_dir(self) -> Path | None:
         """Where Ray writes what this node's actors print; None while Ray is not up."""
-        node: Any = ray_worker._global_node
-        return None if node is None else Path(node.get_logs_dir_path())
+        return local_ray.log_dir()
 
     def _reserve_gpus(self, seconds: float) -> None:
         """One bundle per GPU; a split placement's engines follow the trainer's ranks."""
@@ -148,7 +142,9 @@ class Placement:
     def manager(self) -> Any:
         """The rollout manager."""
         remote: Any = ray.remote(RolloutActor)
-        actor = remote.options(num_cpus=0, max_concurrency=1000).remote(self._stacks_dir, CPU_ENV)
+        actor = remote.options(num_cpus=0, max_concurrency=1000).remote(
+            self._stacks_dir, CPU_ENV, str(self._logs / "rollout_manager.log")
+        )
         self._actors.append(actor)
         return actor
 
@@ -181,11 +177,12 @@ class Placement:
 
     def close(self, stop_first: Sequence[tuple[Any, str]]) -> None:
         """Stop: first politely (``(actor, verb)``), then every actor of ours, then the Ray we started or joined."""
-        refs = [getattr(actor, verb).remote() for actor, verb in stop_first]
-        if refs:
-            ray.wait(refs, num_returns=len(refs), timeout=20)
-        for actor in self._actors:
-            ray.kill(actor)
-        if self._bundles is not None:
-            remove_placement_group(self._bundles)
-        local_ray.shutdown()
+        with supervised.limit(Deadline("driver", "teardown", CLOSE_S), "Ray to end the processes of this run"):
+            refs = [getattr(actor, verb).remote() for actor, verb in stop_first]
+            if refs:
+                ray.wait(refs, num_returns=len(refs), timeout=STOP_S)
+            for actor in self._actors:
+                ray.kill(actor)
+            if self._bundles is not None:
+                remove_placement_group(self._bundles)
+            local_ray.shutdown()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime_like.cluster.machine import Machine, probe_machine
 from slime_like.cluster.plan_actor import actor_spec
+from slime_like.cluster.plan_advice import advice
 from slime_like.cluster.plan_fit import PROCESS_BYTES, check_fits, rank_roles, roles_beside
+from slime_like.cluster.plan_gate import Gates, gates
 from slime_like.cluster.plan_gdn import settle_gdn
 from slime_like.cluster.plan_roles import critic_spec, role_bytes, teacher_spec
 from slime_like.cluster.plan_types import Decision, Notes, Role
@@ -21,10 +23,6 @@ from slime_like.errors import ConfigError
 __all__ = ["Decision", "Machine", "Plan", "Role", "make_plan", "probe_machine"]
 
 MAX_THREADS = 16
-# Float32 engines and trainers differ by the order of their sums alone: a few 1e-6 per layer. Bfloat16 has 8 bits of
-# mantissa, each layer rounds, and the largest of some hundred log-probabilities strays by up to a tenth; weights that
-# did not arrive are off by far more.
-PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.15}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +43,11 @@ class Plan:
     max_context_len: int
     samples_per_rollout: int
     samples_per_step: int
-    probe_tolerance: float
+    gates: Gates
     run_dir: str
     roles: tuple[Role, ...]
     decisions: tuple[Decision, ...]
+    advice: tuple[str, ...] = ()  # settings that are legal and probably not meant
 
     @property
     def summary(self) -> str:
@@ -76,8 +75,11 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         dtype = "bfloat16" if device == "cuda" else "float32"
         notes.add("model.dtype", dtype, f"placement.device is {device}")
     context = _context(cfg, model, notes)
+    gate = gates(cfg, device, dtype, notes)
     actor = settle_gdn(cfg, actor_spec(cfg, model, device, dtype, notes), model, machine, notes)
     supervised = isinstance(cfg.algo, SftConfig)
+    by_layer = cfg.weights.probe_layers and not supervised
+    actor = replace(actor, sample_tolerance=gate.samples, drift_by_layer=by_layer)
     needs_trainer = cfg.run.mode != "rollout_only"
     critic = critic_spec(cfg, actor, notes.add) if needs_trainer else None
     teacher = teacher_spec(cfg, actor) if needs_trainer else None
@@ -105,10 +107,11 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         max_context_len=context,
         samples_per_rollout=samples_per_rollout(cfg),
         samples_per_step=batch_identity(cfg),
-        probe_tolerance=_tolerance(cfg, device, dtype, notes),
+        gates=gate,
         run_dir=str(Path(cfg.run.dir).resolve()),
         roles=roles,
         decisions=tuple(notes.decisions),
+        advice=advice(cfg, machine, roles, device),
     )
 
 
@@ -158,6 +161,7 @@ def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[E
             max_running_requests=rollout.max_running_requests,
             deterministic=cfg.run.deterministic,
             cpu_kernels=rollout.cpu_kernels,
+            trained_on=cfg.run.mode != "rollout_only",
             sglang=dict(rollout.sglang),
         )
         for index in range(rollout.num_engines)
@@ -189,13 +193,3 @@ def _threads(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device
     notes.add("threads per training rank", threads[0], why)
     notes.add("threads per engine rank", threads[1], why)
     return threads[0], threads[1]
-
-
-def _tolerance(cfg: TrainConfig, device: str, dtype: str, notes: Notes) -> float:
-    if cfg.run.deterministic and device == "cpu":
-        notes.add("weights.probe_tolerance", 0.0, "run.deterministic: engine and trainer agree in every bit")
-        return 0.0
-    if cfg.weights.probe_tolerance is not None:
-        return cfg.weights.probe_tolerance
-    notes.add("weights.probe_tolerance", PROBE_TOLERANCE[dtype], f"rounding of {dtype}")
-    return PROBE_TOLERANCE[dtype]

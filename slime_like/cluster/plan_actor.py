@@ -7,6 +7,7 @@ from dataclasses import replace
 from slime_like.cluster.plan_guard import guard_spec, releases
 from slime_like.cluster.plan_roles import teacher_swap
 from slime_like.cluster.plan_types import Notes
+from slime_like.cluster.verify import on_ranks
 from slime_like.config.algo import SftConfig
 from slime_like.config.attention import check_attention
 from slime_like.config.deterministic import check_bits
@@ -63,6 +64,7 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
         deterministic=cfg.run.deterministic,
         teacher_checkpoint=teacher_swap(cfg, notes.add),
         guard=guard_spec(cfg, "trainer", release=releases(cfg, device, world, notes.add)),
+        verify=on_ranks(cfg),
         tells_advantages=cfg.run.dump_rollouts,
     )
     check_attention(cfg, device, dtype)

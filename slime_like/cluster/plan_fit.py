@@ -5,9 +5,10 @@ from __future__ import annotations
 from slime_like.cluster.machine import Machine
 from slime_like.cluster.plan_roles import role_devices
 from slime_like.cluster.plan_types import Role
-from slime_like.config.hf import HfConfig, check_weights
+from slime_like.config.hf import HfConfig
 from slime_like.config.resolved import ActorSpec, CriticSpec, EngineSpec, TeacherSpec
 from slime_like.config.root import TrainConfig
+from slime_like.config.weight_files import check_weights
 from slime_like.errors import ConfigError
 
 PROCESS_BYTES = 600 * 2**20  # resident memory of a process that has imported torch, before any weights

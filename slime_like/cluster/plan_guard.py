@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from slime_like.config.root import TrainConfig
 from slime_like.distributed.ring import PREFIX, SHARED
 
 WIDTH = 96
+_SECRET = secrets.token_bytes(16)  # of this process and its forks
 
 
 def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSpec:
@@ -63,8 +65,12 @@ def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str
 
 
 def ring_folder(run_dir: str) -> Path:
-    """Where the ranks of a run keep their last collectives: one folder of shared memory per run folder and node."""
-    return SHARED / f"{PREFIX}{hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:12]}"
+    """Return where the ranks of a run keep their last collectives: one folder of shared memory per run and node.
+
+    Its name cannot be told beforehand: another user can neither take it nor put a link in its place. The process that
+    supervises the driver is its parent, and knows the same name.
+    """
+    return SHARED / f"{PREFIX}{hashlib.sha256(_SECRET + str(Path(run_dir).resolve()).encode()).hexdigest()[:16]}"
 
 
 def profile_folder(run_dir: str) -> Path:

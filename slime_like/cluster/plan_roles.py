@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from slime_like.checkpoint_files import critic_source
-from slime_like.config.hf import check_weights, read_hf_config
+from slime_like.checkpoint_record import critic_source
+from slime_like.config.hf import read_hf_config
 from slime_like.config.resolved import ActorSpec, CriticSpec, Layout, TeacherSpec
 from slime_like.config.role_algo import DistillConfig, PpoConfig
 from slime_like.config.role_rules import shape_difference
 from slime_like.config.roles import CriticConfig, TeacherConfig
 from slime_like.config.root import TrainConfig
 from slime_like.config.schedule import settle_schedule
+from slime_like.config.weight_files import check_weights
 from slime_like.errors import ConfigError
 
 Note = Callable[[str, object, str], None]  # key, value, reason

@@ -66,7 +66,11 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
         f"{plan.samples_per_rollout} = global_batch_size {plan.samples_per_step} * "
         f"steps_per_rollout {loop.steps_per_rollout}"
     )
-    yield f"           {loop.num_rollout} rollouts, {plan.actor.num_steps} optimizer steps, max_staleness {loop.max_staleness}"
+    epochs = f" ({loop.num_epoch} epochs)" if loop.num_epoch is not None else ""
+    yield (
+        f"           {loop.num_rollout} rollouts{epochs}, {plan.actor.num_steps} optimizer steps, "
+        f"max_staleness {loop.max_staleness}"
+    )
     scores = ["rollout", *(["old"] if plan.actor.needs_old_logprobs else [])]
     scores += ["reference"] if plan.actor.needs_reference else []
     scores += ["teacher"] if plan.actor.swaps_teacher or plan.teacher is not None else []
@@ -77,6 +81,10 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     yield ""
     yield "resolved"
     yield from _table([(d.key, d.value, d.reason) for d in plan.decisions])
+    if plan.advice:
+        yield ""
+        yield "advice"
+        yield from (f"  {line}" for line in plan.advice)
 
 
 def _virtual(layout: Layout) -> str:

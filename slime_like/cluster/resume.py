@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slime_like.checkpoint_files import (
-    CRITIC,
-    LATEST,
-    Manifest,
-    iteration_folder,
-    latest_iteration,
-    read_manifest,
-)
+from slime_like.checkpoint_files import CRITIC, LATEST, iteration_folder, iterations, resumable_iteration
+from slime_like.checkpoint_record import Manifest, Record, read_record
+from slime_like.cluster.identity import DATA, changed_inputs, flatten, run_record
 from slime_like.cluster.rollouts import read_state
-from slime_like.config.load import from_yaml
+from slime_like.cluster.verify import verify
+from slime_like.config.load import read_config, saved_settings
 from slime_like.config.role_algo import PpoConfig
 from slime_like.config.role_rules import check_critic
 from slime_like.config.root import TrainConfig
 from slime_like.config.saved_model import check_saved_model
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
+from slime_like.printable import visible
 
 # What may change between the parts of one run without making it another experiment.
 FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights", "guard", "health", "chaos")
 FIXED_KEYS = ("run.seed", "run.deterministic")
 FREE_KEYS = (
     "loop.num_rollout",
+    "loop.num_epoch",
     "loop.step_deadline_s",
     "rollout.num_engines",
     "rollout.tp",
@@ -48,60 +48,68 @@ def checkpoint_folder(cfg: TrainConfig, run_dir: Path) -> Path:
     return run_dir / "checkpoints" if cfg.run.resume in ("auto", "never") else Path(cfg.run.resume)
 
 
-def first_rollout(cfg: TrainConfig, run_dir: Path) -> int:
-    """How many rollouts the checkpoint to resume from has behind it; 0 for a fresh run.
+def first_rollout(cfg: TrainConfig, run_dir: Path, run: Mapping[str, Any] | None = None) -> int:
+    """Return how many rollouts the checkpoint to resume from has behind it; 0 for a fresh run.
 
-    Raises ``CheckpointError`` where there is none to be read, ``ConfigError`` where ``run.resume=auto`` would go on with
-    another experiment than the folder holds, ``RunComplete`` where nothing is left to train.
+    ``run`` is the ``run_record`` of ``cfg``, made here where it is None and needed. Raises ``CheckpointError`` where there is
+    no checkpoint to be read or its files are not as they were written, ``ConfigError`` where ``run.resume=auto`` would go on
+    with another experiment than the folder holds, ``RunComplete`` where nothing is left to train.
     """
     folder, own = checkpoint_folder(cfg, run_dir), run_dir / "checkpoints"
-    if not (folder / LATEST).exists():
-        if cfg.run.resume not in ("auto", "never"):
-            raise CheckpointError(
-                f"run.resume={cfg.run.resume!r}: no {LATEST} in {folder}; give the folder that holds the iter_* folders"
-            )
-        return 0
-    if folder.resolve() != own and (own / LATEST).exists():
-        raise ConfigError(
-            f"run.resume={cfg.run.resume!r}, but run.dir={cfg.run.dir!r} has checkpoints of its own (iteration "
-            f"{latest_iteration(own)}): run.resume=auto goes on with those; to start from the others choose another run.dir"
-        )
-    if cfg.run.resume == "never":
+    if cfg.run.resume == "never" and (iterations(own) or resumable_iteration(own) is not None):
         raise CheckpointError(
             f"run.resume=never, but run.dir={cfg.run.dir!r} holds checkpoints: choose another run.dir, or run.resume=auto"
         )
-    if cfg.run.resume == "auto":
-        _check_same_experiment(cfg, run_dir)
-    done = latest_iteration(folder)
-    check_content(cfg, iteration_folder(folder, done))
+    done = resumable_iteration(folder)
+    if done is None:
+        if cfg.run.resume not in ("auto", "never"):
+            raise CheckpointError(
+                f"run.resume={cfg.run.resume!r}: no {LATEST} in {folder} that names an iteration; give the folder that holds "
+                "the iter_* folders"
+            )
+        return 0
+    if folder.resolve() != own and (mine := resumable_iteration(own)) is not None:
+        raise ConfigError(
+            f"run.resume={cfg.run.resume!r}, but run.dir={cfg.run.dir!r} has checkpoints of its own (iteration "
+            f"{mine}): run.resume=auto goes on with those; to start from the others choose another run.dir"
+        )
+    source = iteration_folder(folder, done)
+    records = {source: check_saved(cfg, source)}
+    _check_same_run(cfg, run_dir, source, records[source], run or run_record(cfg))
     if isinstance(cfg.algo, PpoConfig):
-        _check_critic(cfg, iteration_folder(folder / CRITIC, done))
-    if cfg.run.replay_from is None:
-        read_state(folder, done)
+        critic = iteration_folder(folder / CRITIC, done)
+        records[critic] = _check_critic(cfg, critic)
     exported = not cfg.run.save_hf or (run_dir / "hf").exists()
     if done >= cfg.loop.num_rollout and exported:
         raise RunComplete(
             f"run.dir={cfg.run.dir!r} is complete: {done} rollouts were trained, loop.num_rollout is {cfg.loop.num_rollout}; "
             "raise loop.num_rollout to train on, or choose another run.dir for a new run"
         )
+    for path, record in records.items():
+        verify(cfg, path, record)
+    if cfg.run.replay_from is None:
+        read_state(folder, done)
     return done
 
 
-def check_content(cfg: TrainConfig, source: Path) -> None:
-    """Raise ``CheckpointError`` unless ``source`` is whole and of the model that the run trains."""
-    manifest = read_manifest(source)
+def check_saved(cfg: TrainConfig, source: Path) -> Record:
+    """Return the description of ``source``. Raises ``CheckpointError`` unless it is of the model that the run trains."""
+    record = read_record(source)
+    manifest = record.manifest
     check_saved_model(manifest, source, "model.hf_checkpoint", cfg.model.hf_checkpoint, cfg.parallel.tp)
     _check_optimizer(cfg, manifest, source)
+    return record
 
 
-def _check_critic(cfg: TrainConfig, source: Path) -> None:
+def _check_critic(cfg: TrainConfig, source: Path) -> Record:
     if not source.is_dir():
         raise CheckpointError(
             f"{source}: missing, as of a run without a critic; resume a run with algo=ppo, or choose another run.dir"
         )
-    manifest = read_manifest(source)
-    check_critic(cfg, source, manifest)
-    _check_optimizer(cfg, manifest, source)
+    record = read_record(source)
+    check_critic(cfg, source, record.manifest)
+    _check_optimizer(cfg, record.manifest, source)
+    return record
 
 
 def _check_optimizer(cfg: TrainConfig, manifest: Manifest, source: Path) -> None:
@@ -113,28 +121,49 @@ def _check_optimizer(cfg: TrainConfig, manifest: Manifest, source: Path) -> None
         )
 
 
-def _check_same_experiment(cfg: TrainConfig, run_dir: Path) -> None:
-    saved = run_dir / "config.yaml"
-    if not saved.exists():
-        return
-    before, now = flatten(asdict(from_yaml(saved.read_text()))), flatten(asdict(cfg))
+def _check_same_run(cfg: TrainConfig, run_dir: Path, source: Path, record: Record, run: Mapping[str, Any]) -> None:
+    """Check that settings and inputs are those of the checkpoint, or have changed where they may.
+
+    ``run.resume=auto`` refuses other ones; a checkpoint's path is where a new run with new settings may start, which is
+    warned of another tokenizer or config.json alone.
+    """
+    auto = cfg.run.resume == "auto"
+    before = record.run["config"] if record.run is not None else _settings_of(run_dir / "config.yaml")
+    if auto and before is not None:
+        _check_same_settings(cfg, run_dir, before)
+    changed = changed_inputs(record.run, run) if record.run is not None else []
+    if auto and changed:
+        raise ConfigError(
+            f"run.dir={cfg.run.dir!r}: {_listed(changed)} changed since {source.name} was written: restore it, "
+            f"choose another run.dir for a new run, or run.resume={run_dir / 'checkpoints'} to go on with what is there now"
+        )
+    if odd := [name for name in changed if name != DATA]:
+        sys.stderr.write(
+            visible(
+                f"warning: run.resume={cfg.run.resume!r}: {_listed(odd)} is not what the checkpoint was trained with\n"
+            )
+        )
+
+
+def _check_same_settings(cfg: TrainConfig, run_dir: Path, saved: Mapping[str, Any]) -> None:
+    before, now = flatten(saved_settings(saved)), flatten(asdict(cfg))
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key) and not _free(key)]
     if changed:
-        shown = ", ".join(f"{key} {before.get(key)!r} -> {now.get(key)!r}" for key in changed[:SHOWN])
-        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise ConfigError(
-            f"run.dir={cfg.run.dir!r} holds a run with other settings ({shown}{more}): choose another run.dir for a new run, "
-            f"or run.resume={run_dir / 'checkpoints'} to go on with the new settings"
+            f"run.dir={cfg.run.dir!r} holds a run with other settings "
+            f"({_listed([f'{key} {before.get(key)!r} -> {now.get(key)!r}' for key in changed])}): choose another run.dir for a "
+            f"new run, or run.resume={run_dir / 'checkpoints'} to go on with the new settings"
         )
+
+
+def _settings_of(path: Path) -> dict[str, Any] | None:
+    return asdict(read_config(path)) if path.exists() else None
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def _free(key: str) -> bool:
     return key in FREE_KEYS or (key.split(".")[0] in FREE_GROUPS and key not in FIXED_KEYS)
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted key. Example: ``{"a": {"b": 1}}`` gives ``{"a.b": 1}``."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
-    return found

@@ -36,10 +36,10 @@ class RoleWorker(RankWorker):
         with heavy_imports():
             from slime_like.train.megatron.role import MegatronRole
 
+            place = self.meeting(master)
             self._role = MegatronRole(
-                spec, rank=self._rank, world_size=self._world_size, master=master, local_rank=local_rank
+                spec, rank=self._rank, world_size=self._world_size, master=place, local_rank=local_rank
             )
-        self.met()
         return self._role.dp_rank
 
     @property

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime_like.checkpoint_files import sync
 from slime_like.cluster.engine_keeper import EngineKeeper
+from slime_like.cluster.reaper import reaper
 from slime_like.cluster.stacks import dump_stacks_on_signal
 from slime_like.cluster.trainer_worker import EngineAddress
 from slime_like.data.faults import Recovery
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import DataSource
-from slime_like.metrics.types import Metric
+from slime_like.printed import record_streams
+from slime_like.rollout.evaluate import Evaluated
 from slime_like.rollout.manager import Collected, ManagerSpec, RolloutManager
 from slime_like.rollout.probe import ProbeScores
 from slime_like.types import Prompt
@@ -23,8 +26,12 @@ from slime_like.types import Prompt
 class RolloutActor:
     """A thin shell: everything it does is in ``RolloutManager``."""
 
-    def __init__(self, stacks_dir: str, env: Mapping[str, str]) -> None:
+    def __init__(self, stacks_dir: str, env: Mapping[str, str], log_path: str) -> None:
+        """``log_path`` takes the output of this process and of its children: user code prints there."""
         os.environ.update(env)
+        _redirect_output(Path(log_path))
+        record_streams()
+        self._reaper = reaper()
         dump_stacks_on_signal(Path(stacks_dir), "rollout_manager")
 
     async def connect(
@@ -42,7 +49,7 @@ class RolloutActor:
         """See ``RolloutManager.collect``."""
         return await self._manager.collect(rollout_id)
 
-    async def evaluate(self) -> tuple[Metric, ...]:
+    async def evaluate(self) -> Evaluated:
         """See ``RolloutManager.evaluate``."""
         return await self._manager.evaluate()
 
@@ -94,5 +101,20 @@ class RolloutActor:
         self._manager.load_state(state, Path(leftover))
 
     async def stop(self) -> None:
-        """See ``RolloutManager.stop``."""
+        """See ``RolloutManager.stop``; ends what user code has started."""
         await self._manager.stop()
+        if self._reaper is not None:
+            self._reaper.close()
+
+
+def _redirect_output(path: Path) -> None:
+    """Append stdout and stderr of this process and of its children to ``path``; Ray's log keeps them if it cannot be made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    except OSError:
+        return
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(log.fileno(), number)
+    sys.stdout = sys.stderr = log  # Ray's own streams have file descriptors of their own

@@ -14,17 +14,43 @@ from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import load_groups, rollout_path
 from slime_like.deadline import Deadline
 from slime_like.errors import CheckpointError, DataError
-from slime_like.metrics.types import Metric
+from slime_like.reading import Count, InputFile
+from slime_like.rollout.evaluate import Evaluated
 from slime_like.rollout.manager import Collected
 from slime_like.rollout.producer import now
 from slime_like.rollout.state import in_flight_path, made_path
+from slime_like.types import SampleGroup
+
+FIX = "resume from another checkpoint, or start anew with another run.dir"
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A rollout that was made ahead, without its groups."""
+
+    rollout_id: Count
+    groups: tuple[()]
+    started: float
+    stopped: float
+    num_generated: Count
+    num_refills: Count
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """``state_<N>.json`` of a run with engines."""
+
+    next_rollout: Count
+    cursor: dict[str, Any]
+    made: tuple[_Made, ...]
+    in_flight: Count = 0
 
 
 class Rollout(Protocol):
     """The first verb of the loop, and what must survive a restart."""
 
     def collect(self, rollout_id: int) -> Collected: ...
-    def evaluate(self) -> tuple[Metric, ...]: ...
+    def evaluate(self) -> Evaluated: ...
     def save(self, folder: Path, next_rollout: int) -> None: ...
     def load(self, folder: Path, next_rollout: int) -> None: ...
 
@@ -45,8 +71,8 @@ class EngineRollout:
         """The groups of one rollout."""
         return self._call("collect", rollout_id)
 
-    def evaluate(self) -> tuple[Metric, ...]:
-        """``eval/<dataset>`` under the engines' weights."""
+    def evaluate(self) -> Evaluated:
+        """Metrics ``eval/<dataset>`` and answers under the engines' weights."""
         return self._call("evaluate")
 
     def save(self, folder: Path, next_rollout: int) -> None:
@@ -84,9 +110,9 @@ class ReplayRollout:
         started = now()
         return Collected(load_groups(rollout_path(self.dumps, rollout_id)), started, now(), ())
 
-    def evaluate(self) -> tuple[Metric, ...]:
+    def evaluate(self) -> Evaluated:
         """No engine, nothing to evaluate."""
-        return ()
+        return Evaluated()
 
     def save(self, folder: Path, next_rollout: int) -> None:
         """The rollout id says it all."""
@@ -108,9 +134,9 @@ class DemonstrationRollout:
         groups = self.demonstrations.next(self.rows_per_rollout, first_group_id=rollout_id * self.rows_per_rollout)
         return Collected(tuple(groups), started, now(), ())
 
-    def evaluate(self) -> tuple[Metric, ...]:
+    def evaluate(self) -> Evaluated:
         """No engine, nothing to evaluate."""
-        return ()
+        return Evaluated()
 
     def save(self, folder: Path, next_rollout: int) -> None:
         """Write the cursor."""
@@ -138,20 +164,39 @@ def _write_state(folder: Path, next_rollout: int, state: dict[str, Any]) -> None
 
 
 def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
-    """The rollout side of a checkpoint. Raises ``CheckpointError`` where it or its groups are missing or garbled."""
-    path = _state_path(folder, next_rollout)
-    fix = "resume from another checkpoint, or start anew with another run.dir"
-    try:
-        state: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): {fix}") from error
+    """Return the rollout side of a checkpoint. Raises ``CheckpointError`` where it or its groups are missing or damaged."""
+    file = InputFile(_state_path(folder, next_rollout), CheckpointError, FIX)
+    state = file.json_object()
     if "made" not in state:  # of a run without engines, which has no groups
         return state
+    saved = file.typed(state, _Saved)
+    ahead = [made.rollout_id for made in saved.made]
+    if saved.next_rollout != next_rollout or ahead != [next_rollout + k for k in range(len(ahead))]:
+        raise file.refused(f"is of rollout {saved.next_rollout}, with {ahead} made ahead, and not of {next_rollout}")
     leftover = _leftover(folder, next_rollout)
-    in_flight = [in_flight_path(leftover)] if state.get("in_flight") else []
-    for groups in (leftover, *in_flight, *(made_path(leftover, made["rollout_id"]) for made in state["made"])):
-        try:
-            load_groups(groups)
-        except DataError as error:
-            raise CheckpointError(f"{groups}: groups of this checkpoint are missing or torn: {fix}") from error
+    for path in (leftover, *(made_path(leftover, made.rollout_id) for made in saved.made)):
+        _saved_groups(path)
+    if saved.in_flight:
+        begun = _saved_groups(in_flight_path(leftover))
+        if len(begun) != saved.in_flight or any(not s.spans for group in begun for s in group.samples):
+            raise file.refused(f"has in_flight {saved.in_flight}, which {in_flight_path(leftover).name} does not hold")
     return state
+
+
+def check_cursor(folder: Path, next_rollout: int, source: Any) -> None:
+    """Raise ``CheckpointError`` unless ``source`` can go on at the cursor of a checkpoint."""
+    state = read_state(folder, next_rollout)
+    try:
+        source.load_state(state["cursor"])
+    except (DataError, KeyError) as error:
+        path = _state_path(folder, next_rollout)
+        text = "has no cursor" if isinstance(error, KeyError) else f"does not fit: {error}"
+        raise CheckpointError(f"{path} {text}; {FIX}") from error
+
+
+def _saved_groups(path: Path) -> tuple[SampleGroup, ...]:
+    """Groups of a checkpoint. Raises ``CheckpointError``."""
+    try:
+        return load_groups(path)
+    except DataError as error:
+        raise CheckpointError(f"{path}: groups of this checkpoint are missing or torn ({error}): {FIX}") from error

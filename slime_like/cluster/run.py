@@ -13,6 +13,8 @@ from slime_like.checkpoint_files import iteration_folder
 from slime_like.cluster.chaos import Chaos
 from slime_like.cluster.checkpoints import Checkpoints
 from slime_like.cluster.control import Control, Request
+from slime_like.cluster.eval_files import answers_path, write_answers
+from slime_like.cluster.full_disk import tolerate_full_disk
 from slime_like.cluster.reporting import try_report
 from slime_like.cluster.rollouts import Rollout
 from slime_like.cluster.stop import StopRequest
@@ -23,9 +25,11 @@ from slime_like.data.dump import rollout_path, save_groups
 from slime_like.data.group_metrics import group_metrics
 from slime_like.data.token_view import TokenView, choose, save_view, token_view, view_path, with_advantages
 from slime_like.interfaces import MetricSink, Trainer
+from slime_like.metrics.drift import DriftWatch
 from slime_like.metrics.spans import Spans
-from slime_like.metrics.types import Last, Metric, reduce_metrics
+from slime_like.metrics.types import Last, Metric, RunWarning, reduce_metrics
 from slime_like.metrics.view import evaluations
+from slime_like.printable import visible
 from slime_like.rollout.manager import Collected
 from slime_like.types import StepStats
 
@@ -50,15 +54,17 @@ class Run:
     engine_ranks: int  # 0 where nothing is generated
     checkpoints: Checkpoints
     chaos: Chaos
+    drift: DriftWatch
     rollout_id: int = field(default=-1)  # the rollout that the loop is at; -1 before the first
     view: TokenView | None = None  # of some of its samples, to be written with it
+    num_empty: int = 0  # rollouts of this part of the run that gave the trainer nothing
 
     def start(self) -> None:
         """The first push, and the first evaluation of a fresh run."""
         with self.timer("update_weights"):
             metrics = self.sync.push(self.trainer.version)
         if self.cfg.evaluation.before_train and self.first_rollout == 0:
-            self._log(0, [*metrics, *self._evaluate()])
+            self._log(0, [*metrics, *self._evaluate(0)])
         else:
             self.spans.drain()
 
@@ -74,6 +80,11 @@ class Run:
             done = rollout_id + 1
         with self.timer("save"):
             self.checkpoints.save(done, final=True)
+        if self.num_empty:
+            taken = done - self.first_rollout
+            sys.stderr.write(
+                visible(f"warning: {self.num_empty} of {taken} rollouts were empty: nothing was trained on in them\n")
+            )
         if done < self.cfg.loop.num_rollout:
             raise KeyboardInterrupt(f"stopped after {done} rollouts; continue with the same command (run.resume=auto)")
         if self.cfg.run.save_hf:
@@ -106,9 +117,11 @@ class Run:
         self.spans.add("rollout", collected.started, collected.stopped)
         if self.cfg.run.dump_rollouts:
             self._dump(rollout_id, collected)
-        for warning in collected.warnings:
-            sys.stderr.write(f"warning: {warning}\n")
         done = rollout_id + 1
+        for warning in (*collected.warnings, *map(RunWarning, self.drift.warnings(reduce_metrics(stats.metrics)))):
+            sys.stderr.write(visible(f"warning: {warning}\n"))
+            self.sink.warn(done, warning)
+        self.num_empty += not collected.groups
         metrics = [*group_metrics(collected.groups, stats.version - 1), *collected.metrics, *stats.metrics, *probed]
         if self.assembly.overlong is not None:
             metrics += self.assembly.overlong.metrics(collected.groups)
@@ -118,10 +131,10 @@ class Run:
             metrics.append(Last("perf/tokens_per_gpu_per_sec", tokens / seconds / self.engine_ranks))
         asked = self.control.read(done)
         if self._eval_due(done) or Request.EVAL in asked:
-            found = self._evaluate()
-            metrics += found
+            evaluated = self._evaluate(done)
+            metrics += evaluated
             if Request.EVAL in asked:
-                self._answer_eval(found)
+                self._answer_eval(evaluated)
         self._log(done, metrics)
         self._save_due(done)
         self._obey(asked, done)
@@ -130,15 +143,17 @@ class Run:
         """Say what the first rollout of this part of the run was computed by."""
         if self.cfg.metrics.console != "off":
             for line in self.trainer.kernels():
-                sys.stdout.write(f"{self.cfg.run.name}: {line}\n")
+                sys.stdout.write(visible(f"{self.cfg.run.name}: {line}\n"))
 
     def _dump(self, rollout_id: int, collected: Collected) -> None:
         """The rollout's groups, and the view of some of its samples with the advantages that the ranks gave them."""
         folder = self.run_dir / "rollouts"
-        save_groups(rollout_path(folder, rollout_id), collected.groups)
+        with tolerate_full_disk(path := rollout_path(folder, rollout_id), self.cfg.run):
+            save_groups(path, collected.groups)
         if self.view is not None:
-            found = self.trainer.token_advantages(self.view.sample_ids.tolist())
-            save_view(view_path(folder, rollout_id), with_advantages(self.view, found))
+            advantages = self.trainer.token_advantages(self.view.sample_ids.tolist())
+            with tolerate_full_disk(path := view_path(folder, rollout_id), self.cfg.run):
+                save_view(path, with_advantages(self.view, advantages))
 
     def _answer_eval(self, found: tuple[Metric, ...]) -> None:
         """Say what an evaluation that was asked for found."""
@@ -179,16 +194,27 @@ class Run:
             else:
                 self.checkpoints.poll()
             if run.save_hf_interval is not None and done % run.save_hf_interval == 0:
-                self.trainer.export_hf(hf_folder(self.run_dir, done))
+                with tolerate_full_disk(folder := hf_folder(self.run_dir, done), self.cfg.run):
+                    self.trainer.export_hf(folder)
 
     def _eval_due(self, done: int) -> bool:
         interval = self.cfg.evaluation.interval
         return done == self.cfg.loop.num_rollout or (interval is not None and done % interval == 0)
 
-    def _evaluate(self) -> tuple[Metric, ...]:
+    def _evaluate(self, step: int) -> tuple[Metric, ...]:
+        """Evaluate after ``step`` rollouts and write the answers."""
         self.trainer.rest()
         with self.timer("eval"):
-            return self.rollout.evaluate()
+            evaluated = self.rollout.evaluate()
+        if evaluated.answers:
+            path = answers_path(self.run_dir, step)
+            try:
+                write_answers(path, step, evaluated.answers)
+            except OSError as error:  # a full disk; the metrics are there
+                sys.stderr.write(
+                    visible(f"warning: {path}: the evaluation's answers were not written ({error.strerror})\n")
+                )
+        return evaluated.metrics
 
     def _log(self, step: int, metrics: list[Metric]) -> None:
         spans = self.spans.drain()

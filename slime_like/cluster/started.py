@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,14 @@ from slime_like.cluster.wait import wait_all, wait_one
 from slime_like.config.names import GROUP_ADVANTAGES
 from slime_like.config.policy import PolicyConfig
 from slime_like.config.resolved import CriticSpec, TeacherSpec
+from slime_like.config.role_algo import DistillConfig, PpoConfig
 from slime_like.config.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
 from slime_like.data.overlong import Overlong
 from slime_like.deadline import Deadline
 from slime_like.errors import DeadlineExceeded, SlimeLikeError
 from slime_like.interfaces import MetricSink, Trainer
+from slime_like.metrics.drift import DriftWatch
 from slime_like.metrics.spans import Spans
 from slime_like.registry import resolve
 from slime_like.rollout.manager import ManagerSpec
@@ -61,8 +63,16 @@ class Cluster:
     engines: tuple[Any, ...] = ()
     chaos: Chaos | None = None
 
-    def start(self, inputs: Inputs, first: int, sink: MetricSink, stop: StopRequest, control: Control) -> Run:
-        """Start everything the mode needs; trainer and engines start side by side."""
+    def start(
+        self,
+        inputs: Inputs,
+        first: int,
+        sink: MetricSink,
+        stop: StopRequest,
+        control: Control,
+        record: Mapping[str, Any],
+    ) -> Run:
+        """Start everything the mode needs; trainer and engines start side by side. ``record`` goes into each checkpoint."""
         self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"))
         self.placement.open()
         self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
@@ -100,9 +110,15 @@ class Cluster:
                 config=self.cfg.run,
                 enabled=self.plan.needs_trainer,
                 last=first,
+                run=record,
             ),
             chaos=self.chaos,
+            drift=self._drift_watch(),
         )
+
+    def _drift_watch(self) -> DriftWatch:
+        gates, replayed = self.plan.gates, self.cfg.run.mode == "train_only"
+        return DriftWatch(gates.rounding, gates.probe, None if replayed else self.cfg.weights.drift_warning)
 
     def _start_trainer(self, first: int) -> Trainer:
         assert self.placement is not None, "start comes first"
@@ -159,6 +175,8 @@ class Cluster:
             samples_per_rollout=self.plan.samples_per_rollout,
             first_rollout=first,
             deterministic=cfg.run.deterministic,
+            baseline=_baseline(cfg),
+            overlong=self._overlong(),
             health=cfg.health,
             pushes=self.plan.needs_trainer,
         )
@@ -176,7 +194,8 @@ class Cluster:
             manifest=manifest.merge(self.actor.manifests()),
             transport=self.plan.transport,
             config=self.cfg.weights,
-            tolerance=self.plan.probe_tolerance,
+            tolerance=self.plan.gates.probe,
+            max_score_tokens=self.cfg.parallel.max_tokens_per_rank * self.cfg.parallel.cp,
             max_losses=len(self.engines) * (self.cfg.health.max_restarts + 1),
         )
 
@@ -204,12 +223,13 @@ class Cluster:
         return checkpoint_folder(self.cfg, self.run_dir)
 
     def causes_of_death(self, *, suspected: bool) -> list[str]:
-        """What dead engines left behind."""
+        """Return the last words of engines that died, of those that answer within ``POST_MORTEM_S``."""
         refs = {f"engine {i}": actor.cause_of_death.remote(suspected) for i, actor in enumerate(self.engines)}
+        deadline = Deadline("driver", "post mortem", POST_MORTEM_S)
         causes: list[str] = []
         for name, ref in refs.items():
             try:
-                cause = wait_one(name, ref, Deadline("driver", "post mortem", POST_MORTEM_S))
+                cause = wait_one(name, ref, deadline)
             except DeadlineExceeded:  # still starting: it is not dead
                 cause = ""
             except SlimeLikeError as error:
@@ -242,3 +262,11 @@ class Cluster:
             return
         managers = [] if self.manager is None else [self.manager]
         self.placement.close([(actor, "stop") for actor in (*managers, *self.engines)])
+
+
+def _baseline(cfg: TrainConfig) -> str:
+    """Return the samples over which equal rewards make every advantage 0: "group", "batch", or "none"."""
+    if cfg.algo.group_advantage is not None:
+        return "group"
+    # A critic learns from rewards that are all equal, and its values differ from them until it has.
+    return "none" if isinstance(cfg.algo, (DistillConfig, PpoConfig)) else "batch"

@@ -6,13 +6,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from slime_like.cluster.stacks import start_time
-from slime_like.errors import DataError
+from slime_like.reading import Count, InputFile
 
 STATUS = "status.json"
 MOST_REQUESTS = 20  # that are kept: the newest
@@ -36,12 +34,12 @@ class Answer:
 class Status:
     """A run as its folder tells it to other processes."""
 
-    step: int  # rollouts trained on
-    num_steps: int
+    step: Count  # rollouts trained on
+    num_steps: Count
     running: bool = True
     time: float = field(default_factory=time.time)  # of this entry, s since the epoch
     host: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=os.getpid)
+    pid: Count = field(default_factory=os.getpid)
     started: str = field(
         default_factory=lambda: start_time(os.getpid())
     )  # tells the process from a later one of its id
@@ -74,22 +72,7 @@ def write_status(run_dir: Path, status: Status) -> None:
 def read_status(run_dir: Path) -> Status | None:
     """The newest status; None where no run has written one. Raises ``DataError`` where the file is none."""
     path = run_dir / STATUS
-    try:
-        fields: dict[str, Any] = json.loads(path.read_text())
-        found = fields.pop("requests")
-        return Status(**_checked(Status, fields), requests=tuple(Answer(**_checked(Answer, each)) for each in found))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{path} cannot be read ({type(error).__name__}: {error}): remove it, a run makes it anew"
-        ) from error
-
-
-def _checked(kind: type, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields, each of the type that ``kind`` says."""
-    kinds: dict[str, Any] = {"int": int, "str": str, "bool": bool, "float": (int, float)}
-    for name, annotation in kind.__annotations__.items():
-        if name in fields and annotation in kinds and not isinstance(fields[name], kinds[annotation]):
-            raise ValueError(f"{name} is {fields[name]!r}")
-    return fields
+    file = InputFile(path, fix="remove it, a run writes it again")
+    return file.typed(file.json(), Status)

@@ -1,13 +1,14 @@
-"""Ctrl-C and SIGTERM, from the first rollout to the last process that is taken down."""
+"""Ctrl-C, SIGTERM and SIGHUP, from the first rollout to the last process that is taken down."""
 
 from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
@@ -22,7 +23,8 @@ class StopRequest:
 
     def install(self) -> None:
         """Take over the signals of the main thread."""
-        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+        self._before = {number: signal.signal(number, self._on_signal) for number in taken}
 
     def hold(self) -> None:
         """From now on the run is being taken down."""
@@ -36,12 +38,17 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self._closing:
-            os.write(2, b"\nstopping the processes of this run: a moment\n")
+            _say(b"\nstopping the processes of this run: a moment\n")
         elif self.requested:
             # The exception is on its way to what takes the run down; Ray's waits drop what it says.
             self._closing = True
-            os.write(2, f"\nsecond {signal.Signals(number).name}: stopping at once, without a checkpoint\n".encode())
+            _say(f"\nsecond {signal.Signals(number).name}: stopping at once, without a checkpoint\n".encode())
             raise KeyboardInterrupt("stopped")
         else:
             self.requested = True
-            os.write(2, b"\nstopping after this rollout, with a checkpoint; once more to stop at once\n")
+            _say(b"\nstopping after this rollout, with a checkpoint; once more to stop at once\n")
+
+
+def _say(text: bytes) -> None:
+    with suppress(OSError):  # the terminal is gone: its end may be what the signal tells
+        os.write(2, text)

@@ -16,7 +16,7 @@ from slime_like.errors import EngineLost, SlimeLikeError
 from slime_like.interfaces import TensorMeta
 from slime_like.metrics.types import Metric
 from slime_like.rollout import probe
-from slime_like.rollout.probe import ProbeScores
+from slime_like.rollout.probe import ProbeScores, TrainerScores
 from slime_like.weights import manifest
 
 ABORT_S = 15.0  # above what rollout.push allows each half of it
@@ -49,6 +49,7 @@ class EngineSync:
     transport: TransportSpec
     config: WeightsConfig
     tolerance: float
+    max_score_tokens: int  # of a row that the trainer's ranks score
     max_losses: int  # engines that one push may lose
 
     def push(self, version: int) -> tuple[Metric, ...]:
@@ -88,13 +89,13 @@ class EngineSync:
         found: tuple[ProbeScores, ...] = self._call("probe")
         if not found:
             return ()
-        rows = probe.to_rows(found[0])  # all engines were asked for the same sequences
-        expected_T = self.trainer.score(rows)
-        metrics = [metric for scores in found for metric in probe.check(scores, expected_T, version, self.tolerance)]
+        trainer = TrainerScores(found, self.max_score_tokens)
+        trainer.take([self.trainer.score(rows) for rows in trainer.rows])
+        metrics = [metric for scores in found for metric in probe.check(scores, trainer, version, self.tolerance)]
         if self.config.probe_layers:
             for kind in (*self.trainer.layer_kinds(), "all"):
-                exchanged_T = self.trainer.score(rows, kind)
-                metrics += [metric for scores in found for metric in probe.by_kind(scores, exchanged_T, kind)]
+                trainer.take([self.trainer.score(rows, kind) for rows in trainer.rows])
+                metrics += [metric for scores in found for metric in probe.by_kind(scores, trainer, kind)]
         return tuple(metrics)
 
     def _call(self, verb: str, *args: Any) -> Any:

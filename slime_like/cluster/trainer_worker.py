@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ray.util import get_node_ip_address
 
 from slime_like.batch import Columns, Rows
+from slime_like.caches import keep_caches_private
 from slime_like.cluster.peaks import MemoryPeaks
 from slime_like.cluster.stacks import dump_stacks_on_signal
 from slime_like.config.names import TRANSPORTS
@@ -20,7 +21,7 @@ from slime_like.errors import SlimeLikeError
 from slime_like.imports import heavy_imports
 from slime_like.interfaces import TensorMeta, WeightReceiver, WeightSender, WeightSource
 from slime_like.metrics.types import Metric
-from slime_like.ports import PortLease
+from slime_like.ports import Meeting, meeting_at
 from slime_like.registry import resolve
 from slime_like.types import F32
 
@@ -44,22 +45,20 @@ class RankWorker:
     def __init__(self, name: str, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
         """``env`` is set before torch is imported, which reads it."""
         os.environ.update(env)
+        keep_caches_private()
         dump_stacks_on_signal(Path(stacks_dir), f"{name}_rank{rank}")
         self._rank = rank
         self._world_size = world_size
-        self._lease: PortLease | None = None
+        self._meeting: Meeting | None = None
 
     def rendezvous(self) -> tuple[str, int]:
-        """Address and a free port of this node, for rank 0. The port is kept from others until ``met``."""
-        host = _own_address()
-        self._lease = PortLease(host)
-        return host, self._lease.port
+        """Return the address of this node and a port that rank 0 listens on from now on, at that address only."""
+        self._meeting = meeting_at(_own_address())
+        return self._meeting.host, self._meeting.port
 
-    def met(self) -> None:
-        """All ranks are there: the port is bound."""
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+    def meeting(self, master: tuple[str, int]) -> Meeting:
+        """Return where to meet: on rank 0 with its socket."""
+        return self._meeting or Meeting(*master)
 
     def rest(self) -> None:
         """Nothing is communicated until the next call: communicators go."""
@@ -91,11 +90,9 @@ class TrainerWorker(RankWorker):
                 spec,
                 rank=self._rank,
                 world_size=self._world_size,
-                master_addr=master[0],
-                master_port=master[1],
+                master=self.meeting(master),
                 local_rank=local_rank,
             )
-        self.met()
         return self._actor.dp_rank
 
     @property

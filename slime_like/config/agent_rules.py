@@ -9,6 +9,7 @@ from slime_like.config.rollout import RolloutConfig
 from slime_like.config.unread import refuse_unread
 from slime_like.errors import ConfigError
 from slime_like.registry import resolve
+from slime_like.user_code import check_signature
 
 OPENAI_AGENT = "openai_agent"  # of table GENERATE
 KEYS = ("agent", "agent_deadline_s", "agent_concurrency")
@@ -35,11 +36,8 @@ def agent_function(path: str) -> Any:
     function = resolve("rollout.agent", path, {})
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(
-            f"rollout.agent={path!r} is no coroutine function: it must be {CALLED}; what blocks belongs into "
+            f"rollout.agent={path!r} is no coroutine function: it must be {CALLED}; blocking calls belong into "
             "asyncio.to_thread"
         )
-    try:
-        inspect.signature(function).bind(None, None, None, None)
-    except TypeError as error:
-        raise ConfigError(f"rollout.agent={path!r} cannot be called as {CALLED}: {error}") from error
+    check_signature("rollout.agent", path, function, CALLED, 4)
     return function

@@ -47,8 +47,9 @@ def check_bits(cfg: TrainConfig, family: str, dtype: str) -> None:
             f"rollout.cpu_kernels={cfg.rollout.cpu_kernels} with run.deterministic=true: sums of these kernels have another "
             "order than the trainer's; set rollout.cpu_kernels=auto, which leaves them out then"
         )
-    if cfg.weights.probe_tolerance:
-        raise ConfigError(
-            f"weights.probe_tolerance={cfg.weights.probe_tolerance:g} with run.deterministic=true: on a CPU the probe "
-            "allows no difference at all; set weights.probe_tolerance=null"
-        )
+    for name in ("probe_tolerance", "sample_tolerance"):
+        if value := getattr(cfg.weights, name):
+            raise ConfigError(
+                f"weights.{name}={value:g} with run.deterministic=true: on a CPU engine and trainer may not differ in one "
+                f"bit; set weights.{name}=null"
+            )

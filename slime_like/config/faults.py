@@ -14,10 +14,14 @@ RECOVERED = {
     "kill_engine": "an engine's processes are killed",
     "stop_engine": "an engine's processes are stopped, for good",
     "slow_engine": "an engine's processes are stopped for chaos.slow_s seconds",
+    "kill_http_server": "an engine's HTTP server is killed",
+    "kill_detokenizer": "an engine's detokenizer is killed",
 }
 """Faults that a run goes on from (health.*)."""
 REWARDS = {"reward_down": "the reward server cannot be reached for chaos.slow_s seconds"}
 """Faults that a run goes on from (reward.remote_retries, reward.fallback)."""
+WORKERS = {"kill_reward_worker": "a reward worker is killed"}
+"""Faults that a run goes on from: the pool replaces the process, and what it scored costs reward.fallback at most."""
 FATAL = {
     "kill_rank": "a trainer rank is killed",
     "stop_rank": "a trainer rank is stopped, for good",
@@ -25,9 +29,16 @@ FATAL = {
     "kill_driver": "the driver is killed",
     "interrupt": "Ctrl-C: the driver gets SIGINT",
     "terminate": "the driver gets SIGTERM",
+    "hangup": "the driver gets SIGHUP",
+    "kill_raylet": "Ray's raylet is killed",
+    "stop_raylet": "Ray's raylet is stopped, for good",
+    "kill_gcs": "Ray's GCS is killed",
+    "stop_gcs": "Ray's GCS is stopped, for good",
+    "kill_dashboard_agent": "the raylet's dashboard agent is killed",
+    "kill_runtime_env_agent": "the raylet's runtime-env agent is killed",
 }
 """Faults that end a run, which is resumed by the same command."""
-FAULTS = RECOVERED | REWARDS | FATAL
+FAULTS = RECOVERED | REWARDS | WORKERS | FATAL
 
 
 @dataclass(frozen=True, slots=True)

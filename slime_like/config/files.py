@@ -12,10 +12,12 @@ from slime_like.config.eval_overrides import override_lengths
 from slime_like.config.experts import check_experts
 from slime_like.config.gdn import gdn_cp_mode
 from slime_like.config.gdn_rules import check_has_gdn
-from slime_like.config.hf import HfConfig, check_rope, check_tokenizer, check_weights, read_hf_config
+from slime_like.config.hf import HfConfig, check_rope, check_tokenizer, read_hf_config
 from slime_like.config.pipeline import segments
 from slime_like.config.role_rules import check_role_files
 from slime_like.config.root import TrainConfig
+from slime_like.config.trained_sampling import check_replayed_sampling
+from slime_like.config.weight_files import check_shapes
 from slime_like.errors import CheckpointError, ConfigError, DataError
 from slime_like.registry import nearest
 
@@ -33,7 +35,8 @@ def check_files(cfg: TrainConfig) -> None:
     _layout(cfg, model)
     _engine_reads(cfg, model)
     _context(cfg, model)
-    check_weights(key, folder)
+    check_shapes(key, model)
+    _stop_tokens(cfg, model)
     templated = "data.apply_chat_template=true" if cfg.data.apply_chat_template else ""
     agent = f"rollout.generate={cfg.rollout.generate}" if cfg.rollout.agent is not None else ""
     check_tokenizer(key, folder, needs_template=templated or agent)
@@ -44,10 +47,12 @@ def check_files(cfg: TrainConfig) -> None:
         raise DataError(
             f"run.replay_from={cfg.run.replay_from!r} is not a folder: give the rollouts folder of an earlier run"
         )
+    if cfg.run.replay_from is not None:
+        check_replayed_sampling(cfg, Path(cfg.run.replay_from))
     if cfg.run.replay_from is None and cfg.data.source == "file":
-        _data_file("data.train", cfg.data.train)
+        check_data_file("data.train", cfg.data.train)
     for name, path in cfg.evaluation.datasets.items():
-        _data_file(f"evaluation.datasets.{name}", path)
+        check_data_file(f"evaluation.datasets.{name}", path)
     if cfg.run.resume not in ("auto", "never") and not Path(cfg.run.resume).exists():
         raise CheckpointError(f"run.resume={cfg.run.resume!r} does not exist: give a checkpoint's path, auto or never")
 
@@ -115,10 +120,19 @@ def _context(cfg: TrainConfig, model: HfConfig) -> None:
         ("evaluation.max_response_len", cfg.evaluation.max_response_len),
         *override_lengths(cfg.evaluation),
     ):
-        if value is not None and value >= (asked or most):
+        if value is not None and value > (asked or most):
             raise ConfigError(
-                f"{key}={value} leaves no room for a prompt in the model's {most} positions ({model.folder}): lower it"
+                f"{key}={value} is longer than the model's {most} positions ({model.folder}), in which the prompt lies as "
+                "well: lower it"
             )
+
+
+def _stop_tokens(cfg: TrainConfig, model: HfConfig) -> None:
+    if strange := [token for token in cfg.rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
+        raise ConfigError(
+            f"rollout.stop_token_ids has {strange[0]}, and the vocabulary of {model.folder} ends at "
+            f"{model.vocab_size - 1}: no response could end with it; correct it"
+        )
 
 
 def _megatron(cfg: TrainConfig) -> None:
@@ -136,7 +150,6 @@ def _reference(cfg: TrainConfig, model: HfConfig) -> None:
     if folder is None or isinstance(cfg.algo, SftConfig) or megatron_folder(Path(folder)) is not None:
         return
     reference = read_hf_config("model.ref_checkpoint", folder)
-    check_weights("model.ref_checkpoint", folder)
     for what in (
         "model_type",
         "num_layers",
@@ -153,9 +166,11 @@ def _reference(cfg: TrainConfig, model: HfConfig) -> None:
                 f"model.ref_checkpoint={folder!r} has {what} {its}, model.hf_checkpoint has {mine}: "
                 "the reference takes the actor's place on the same ranks, so their shapes must be equal"
             )
+    check_shapes("model.ref_checkpoint", reference)
 
 
-def _data_file(key: str, text: str) -> None:
+def check_data_file(key: str, text: str) -> None:
+    """Raise ``DataError`` unless ``text`` names a data file, with an optional slice."""
     found = _SLICE.fullmatch(text)
     path = Path(found["path"] if found else text)
     if "@[" in path.name:

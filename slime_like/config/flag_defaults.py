@@ -20,9 +20,10 @@ class SlimeDefault:
     key: str
     override: str | None
     note: str = ""
-    needs: str | None = None  # a flag without which this default counts for nothing
+    needs: tuple[str, ...] = ()  # flags of which one must be given for this default to count
 
 
+HELD_OUT = ("--eval-prompt-data", "--eval-config")
 DEFAULTS: tuple[SlimeDefault, ...] = (
     SlimeDefault("--actor-num-gpus-per-node", "8", "placement.actor_num_gpus_per_node", "8"),
     SlimeDefault("--n-samples-per-prompt", "1", "rollout.n_samples_per_prompt", "1"),
@@ -36,29 +37,20 @@ DEFAULTS: tuple[SlimeDefault, ...] = (
     ),
     SlimeDefault("--eps-clip-high", "as --eps-clip", "algo.eps_clip_high", "null"),
     SlimeDefault("--eps-clip", "0.2", "algo.eps_clip", "0.2"),
-    SlimeDefault("--kl-loss-type", "k1", "algo.kl_loss_type", "k1", needs="--use-kl-loss"),
+    SlimeDefault("--kl-loss-type", "k1", "algo.kl_loss_type", "k1", needs=("--use-kl-loss",)),
     SlimeDefault(
         "--eval-temperature",
         "as --rollout-temperature",
         "evaluation.temperature",
         "${rollout.temperature}",
         "here held-out prompts are answered greedily unless told otherwise",
-        needs="--eval-prompt-data",
+        needs=HELD_OUT,
     ),
-    SlimeDefault(
-        "--eval-top-p", "as --rollout-top-p", "evaluation.top_p", "${rollout.top_p}", needs="--eval-prompt-data"
-    ),
+    SlimeDefault("--eval-top-p", "as --rollout-top-p", "evaluation.top_p", "${rollout.top_p}", needs=HELD_OUT),
     SlimeDefault("--lr-decay-style", "linear (Megatron)", "optim.schedule", "linear"),
     SlimeDefault("--weight-decay", "0.01 (Megatron)", "optim.weight_decay", "0.01"),
     SlimeDefault("--adam-beta2", "0.999 (Megatron)", "optim.beta2", "0.999"),
     SlimeDefault("--seed", "1234", "run.seed", "1234"),
-    SlimeDefault(
-        "--hidden-dropout",
-        "0.1 (Megatron)",
-        "model",
-        None,
-        "models are trained without dropout, as slime's scripts ask",
-    ),
     SlimeDefault(
         "--sequence-parallel",
         "off",
@@ -72,9 +64,16 @@ DEFAULTS: tuple[SlimeDefault, ...] = (
         "model.gdn.backend",
         None,
         "here fla on a GPU and torch on a CPU; another one has to be asked for",
-        needs="--spec",
+        needs=("--spec",),
     ),
     SlimeDefault("--label-key", "none", "data.label_key", None, "here the column `label` is read where a row has it"),
+    SlimeDefault("--tool-key", "tools", "data.metadata_key", None, "the column `tools` is read here as well"),
     SlimeDefault("--async-save", "off", "run.async_save", None, "checkpoints are written beside training"),
 )
 """In the order of slime's groups."""
+
+NEEDED: dict[str, str] = {
+    flag: f"a script without it trains with Megatron's dropout of 0.1, and there is none here: add {flag} 0.0 to it"
+    for flag in ("--attention-dropout", "--hidden-dropout")
+}
+"""Flags without which slime does what nothing here does."""

@@ -24,17 +24,28 @@ ESTIMATORS = {
     "reinforce_pp_baseline": "reinforce_pp_baseline",
 }
 SLIME_FILTERS = {
-    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "nonzero_std",
-    "slime.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std": "nonzero_std",
+    f"{project}.rollout.filter_hub.dynamic_sampling_filters{mark}check_reward_nonzero_std": "nonzero_std"
+    for project in ("slime", "miles")
+    for mark in ".:"
 }
 
 
 def whole(flag: str, text: str) -> int:
     """A whole number."""
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
-        raise ConfigError(f"{flag} {text}: expected a whole number") from None
+        value = 2**63
+    if abs(value) >= 2**63:
+        raise ConfigError(f"{flag} {text}: expected a whole number")
+    return value
+
+
+def count(flag: str, text: str) -> int:
+    """Return a whole number above 0."""
+    if (value := whole(flag, text)) < 1:
+        raise ConfigError(f"{flag} {text}: expected 1 or more")
+    return value
 
 
 def number(flag: str, text: str) -> float:
@@ -118,6 +129,7 @@ VALUES: dict[str, tuple[str, Convert]] = {
     "--dynamic-sampling-filter-path": ("rollout.filters", group_filter),
     "--over-sampling-batch-size": ("rollout.over_sampling_batch_size", whole),
     "--custom-generate-function-path": ("rollout.generate", dotted),
+    "--loss-mask-type": ("data.conversation", one_of(qwen="turns", qwen3_5="whole")),
     "--sglang-max-running-requests": ("rollout.max_running_requests", whole),
     "--rm-type": ("reward.name", word),
     "--custom-rm-path": ("reward.name", dotted),
@@ -223,6 +235,13 @@ SWITCHES: dict[str, tuple[str, Value]] = {
 
 COMBINED: dict[str, tuple[str, ...]] = {
     "--advantage-estimator": ("algo",),
+    "--loss-type": ("algo",),
+    "--rollout-function-path": ("algo",),
+    "--disable-compute-advantages-and-returns": ("algo",),
+    "--num-epoch": ("loop.num_epoch",),
+    "--sglang-dp-size": ("rollout.sglang.attn_dp_size",),
+    "--sglang-data-parallel-size": ("rollout.sglang.attn_dp_size",),
+    "--sglang-enable-dp-attention": ("rollout.sglang.attn_dp_size",),
     "--rollout-num-gpus": ("rollout.num_engines", "placement.mode"),
     "--load": ("run.resume", "model.megatron_checkpoint"),
     "--use-kl-loss": ("algo.kl_loss_coef",),
@@ -230,6 +249,8 @@ COMBINED: dict[str, tuple[str, ...]] = {
     "--kl-coef": ("algo.kl_coef",),
     "--apply-chat-template-kwargs": ("data.chat_template_kwargs",),
     "--eval-prompt-data": ("evaluation.datasets",),
+    "--eval-config": ("evaluation.datasets", "evaluation.overrides"),
+    "--rollout-max-prompt-len": ("data.max_prompt_len", "data.on_bad_row"),
     "--use-opd": ("algo", "algo.group_advantage"),
     "--opd-type": ("teacher.hf_checkpoint",),
     "--load-debug-rollout-data": ("run.replay_from", "run.mode"),
@@ -239,6 +260,7 @@ COMBINED: dict[str, tuple[str, ...]] = {
 ALWAYS: dict[str, tuple[str | None, str]] = {
     "--use-dynamic-batch-size": (None, "sequences are always packed by a token budget"),
     "--balance-data": (None, "work is always balanced over data-parallel ranks"),
+    "--tool-key": ("tools", "the column `tools` of a row goes to the chat template and into the metadata"),
     "--train-backend": ("megatron", "Megatron is the only trainer"),
     "--optimizer": ("adam", "AdamW is the only optimizer"),
     "--expert-tensor-parallel-size": ("1", "experts are not split by tensor parallelism"),
@@ -248,7 +270,6 @@ ALWAYS: dict[str, tuple[str | None, str]] = {
     "--hidden-dropout": ("0.0", "models are trained without dropout"),
     "--overlap-cpu-optimizer-d2h-h2d": (None, "an offloaded optimizer always overlaps its copies"),
     "--use-precision-aware-optimizer": (None, "main weights and moments are float32, as by its defaults"),
-    "--loss-type": ("policy_loss", "supervised fine-tuning is algo=sft"),
     "--no-offload-train": (None, "trainer and engines stay on their devices"),
     "--no-offload-rollout": (None, "trainer and engines stay on their devices"),
     "--rollout-skip-special-tokens": (None, "rewards read text without special tokens"),
@@ -257,6 +278,7 @@ ALWAYS: dict[str, tuple[str | None, str]] = {
     "--eval-reward-key": ("acc", "a reward has an accuracy, which evaluation reports"),
     "--log-passrate": (None, "evaluation reports pass@k wherever a prompt has several samples"),
     "--get-mismatch-metrics": (None, "the mismatch of trainer and engine is always measured"),
+    "--distributed-backend": ("nccl", "gloo on a CPU, NCCL on GPUs"),
     "--update-weights-interval": ("1", "weights are pushed after every rollout that was trained on"),
 }
 """Flags that name what this project does anyway: accepted with the one value given here."""
@@ -264,18 +286,12 @@ ALWAYS: dict[str, tuple[str | None, str]] = {
 REFUSED: dict[str, str] = {
     "--release-train": "",
     "--check-weight-update-equal": "every push is verified by the probe: weights.probe_sequences",
-    "--eval-config": "name the sets with --eval-prompt-data name path ..., and what a set has of its own by evaluation.overrides.<name>",
-    "--num-epoch": "give the number of rollouts with --num-rollout",
     "--num-gpus-per-node": "the machine's GPUs are counted; --actor-num-gpus-per-node limits the trainer",
     **MODEL_SHAPE,
     **NOT_HERE,
     "--num-experts": "config.json of --hf-checkpoint says how many there are: remove the flag",
     "--micro-batch-size": "micro-batches are packed by tokens: --max-tokens-per-gpu",
     "--rollout-seed": "one seed serves the whole run: --seed",
-    "--rollout-function-path": "a generate function per group is the seam: --custom-generate-function-path",
-    "--custom-loss-function-path": "",
-    "--custom-tis-function-path": "algo.use_mis=true with algo.mis_low and algo.mis_high is IcePop; algo.rejection drops whole sequences",
-    "--custom-advantage-function-path": "",
     "--use-routing-replay": "",
     "--use-rollout-routing-replay": "",
     "--enable-mtp-training": "",
@@ -284,7 +300,6 @@ REFUSED: dict[str, str] = {
     "--critic-num-gpus-per-node": "the critic has the actor's layout: critic.tp, critic.pp, critic.cp and critic.dp change it",
     "--use-opsm": "",
     "--group-rm": "mark the function with slime_like.reward.kinds:scores_groups, and it gets all samples of a prompt",
-    "--tool-key": "",
     "--multimodal-keys": "",
     "--rollout-stop": "give token ids with --rollout-stop-token-ids",
     "--offload": "",
@@ -295,7 +310,5 @@ REFUSED: dict[str, str] = {
     "--save-hf": "run.save_hf=true writes the final weights to run.dir/hf, run.save_hf_interval=N every N-th to run.dir/hf_iter_*",
     "--wandb-key": "set the environment variable WANDB_API_KEY, so that no key stands in a command line",
     "--sglang-server-concurrency": "rollout.max_running_requests bounds what an engine decodes together",
-    "--sglang-router-ip": "engines are addressed directly",
-    "--sglang-router-port": "engines are addressed directly",
 }
 """Flags of slime whose feature does not exist here (yet), with what serves instead."""

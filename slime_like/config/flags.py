@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from slime_like.checkpoint_files import MANIFEST, megatron_folder
 from slime_like.config import foreign
-from slime_like.config.flag_table import (
-    ALWAYS,
-    COMBINED,
-    ESTIMATORS,
-    LISTS,
-    REFUSED,
-    SWITCHES,
-    VALUES,
-    number,
-    one_of,
-    whole,
-)
+from slime_like.config.flag_combined import NO_VALUE, SEVERAL_VALUES, combine
+from slime_like.config.flag_table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES, one_of
 from slime_like.config.flags_without_key import SGLANG_RENAMED
-from slime_like.config.names import GROUP_ADVANTAGES
+from slime_like.config.render import render
 from slime_like.config.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like.reading import parse_strict_json
 from slime_like.registry import nearest
 
 ACTIONS = {
@@ -83,7 +71,7 @@ def translate(argv: Sequence[str]) -> Command:
         if token in VALUES or token in SWITCHES:
             combined[token] = [tokens.last]
     # What several flags say together comes first, so that a key given outright wins.
-    return Command(action, (*_combine(combined), *overrides), topic, config_dir, machine)
+    return Command(action, (*combine(combined), *overrides), topic, config_dir, machine)
 
 
 def flag_of(key: str) -> str | None:
@@ -95,25 +83,6 @@ def flag_of(key: str) -> str | None:
 def known_flags() -> list[str]:
     """Every flag that is accepted by name; ``--sglang-*`` and Megatron's TransformerConfig fields come on top."""
     return [*ACTIONS, *VALUES, *LISTS, *SWITCHES, *COMBINED, *ALWAYS]
-
-
-def render(value: Any) -> str:
-    """``value`` in Hydra's override grammar. A number or truth value in quotes stays text."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case int() | float():
-            return repr(value)
-        case list():
-            return f"[{','.join(render(item) for item in cast('list[Any]', value))}]"
-        case dict():
-            items = cast("dict[str, Any]", value).items()
-            return f"{{{','.join(f'{name}: {render(item)}' for name, item in items)}}}"
-        case _:
-            # Hydra reads backslashes as themselves except before a quote, where they come in pairs.
-            return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"
 
 
 class _Tokens:
@@ -221,7 +190,7 @@ def _truth(flag: str, text: str | None) -> bool:
 def _fitting(annotation: str, text: str) -> Any:
     """``text`` as the first of int, float, JSON and str that ``annotation`` (or a list of it) accepts."""
     readings: list[Any] = []
-    for read in (int, float, json.loads, str):
+    for read in (int, float, parse_strict_json, str):
         try:
             readings.append(read(text))
         except ValueError:
@@ -231,112 +200,6 @@ def _fitting(annotation: str, text: str) -> Any:
 
 
 def _combined_values(flag: str, tokens: _Tokens) -> list[str]:
-    if flag in ("--use-kl-loss", "--use-opd"):
+    if flag in NO_VALUE:
         return []
-    return tokens.values(flag) if flag == "--eval-prompt-data" else [tokens.value(flag)]
-
-
-def _combine(seen: Mapping[str, list[str]]) -> Iterator[str]:
-    """Overrides of the flags in ``COMBINED``."""
-    if name := _one(seen, "--advantage-estimator"):
-        if name not in ESTIMATORS:
-            raise ConfigError(f"--advantage-estimator {name} is not supported yet: one of {', '.join(ESTIMATORS)}")
-        if "--use-opd" not in seen:
-            yield f"algo={ESTIMATORS[name]}"
-    if "--use-opd" in seen:
-        yield from _distillation(seen, ESTIMATORS[name or "grpo"])
-    yield from _engines(seen)
-    # slime replaces what its filter drops for as long as it takes.
-    yield from (["rollout.max_refills=100"] if "--dynamic-sampling-filter-path" in seen else [])
-    if (path := _one(seen, "--load")) is not None:
-        yield _load(path, _one(seen, "--save"))
-    if (text := _one(seen, "--kl-loss-coef")) is not None:
-        if number("--kl-loss-coef", text) > 0 and "--use-kl-loss" not in seen:
-            raise ConfigError(
-                f"--kl-loss-coef {text} has no effect without --use-kl-loss: add it, or set algo.kl_loss_coef"
-            )
-        yield f"algo.kl_loss_coef={render(number('--kl-loss-coef', text))}"
-    # slime's scripts give --kl-coef 0 to algorithms that have no such key.
-    if (text := _one(seen, "--kl-coef")) is not None and number("--kl-coef", text) != 0:
-        yield f"algo.kl_coef={render(number('--kl-coef', text))}"
-    if (path := _one(seen, "--load-debug-rollout-data")) is not None:
-        yield f"run.replay_from={render(path)}"
-        yield "run.mode=train_only"
-    if (text := _one(seen, "--apply-chat-template-kwargs")) is not None:
-        yield from _chat_template_kwargs(text)
-    if "--eval-prompt-data" in seen:
-        yield from _eval_sets(seen["--eval-prompt-data"])
-
-
-def _distillation(seen: Mapping[str, list[str]], estimator: str) -> Iterator[str]:
-    """slime adds a teacher's judgement to the advantages of an estimator."""
-    kind = _one(seen, "--opd-type")
-    if kind != "megatron":
-        raise ConfigError(f"--opd-type {kind}: the teacher runs on Megatron ranks; give --opd-type megatron")
-    if estimator not in GROUP_ADVANTAGES:
-        raise ConfigError(
-            f"--use-opd with --advantage-estimator {estimator} is not supported yet: one of {', '.join(GROUP_ADVANTAGES)}"
-        )
-    yield "algo=distill"
-    yield f"algo.group_advantage={estimator}"
-
-
-def _load(path: str, save: str | None) -> str:
-    """slime resumes by --load and --save naming one folder; run.resume=auto looks in run.dir.
-
-    Weights without a trainer's state, as slime's converters write them, are where a run starts.
-    """
-    source = megatron_folder(Path(path))
-    if source is not None and not (source / MANIFEST).is_file():
-        return f"model.megatron_checkpoint={render(path)}"
-    return f"run.resume={render('auto' if path == save else path)}"
-
-
-def _one(seen: Mapping[str, list[str]], flag: str) -> str | None:
-    return seen[flag][-1] if flag in seen else None
-
-
-def _engines(seen: Mapping[str, list[str]]) -> Iterator[str]:
-    """slime counts GPUs for rollout, we count engines; without --colocate these GPUs are the rollout's own."""
-    per = whole("--rollout-num-gpus-per-engine", _one(seen, "--rollout-num-gpus-per-engine") or "1")
-    gpus, nodes = _one(seen, "--rollout-num-gpus"), _one(seen, "--actor-num-nodes") or "1"
-    if gpus is None and "--colocate" in seen and "--actor-num-gpus-per-node" in seen:
-        per_node = whole("--actor-num-gpus-per-node", seen["--actor-num-gpus-per-node"][-1])
-        gpus = str(per_node * whole("--actor-num-nodes", nodes))
-    if gpus is None:
-        return
-    total = whole("--rollout-num-gpus", gpus)
-    if total < 1 or per < 1 or total % per:
-        raise ConfigError(
-            f"{total} rollout GPUs do not make whole engines of --rollout-num-gpus-per-engine {per}: "
-            f"give --rollout-num-gpus as a multiple of {per}"
-        )
-    yield f"rollout.num_engines={total // per}"
-    if "--colocate" not in seen:
-        yield "placement.mode='split'"
-
-
-def _chat_template_kwargs(text: str) -> Iterator[str]:
-    try:
-        values = json.loads(text)
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"--apply-chat-template-kwargs {text}: expected JSON such as '{{\"enable_thinking\": false}}'"
-        )
-    yield "data.chat_template_kwargs={}"
-    for name, value in cast("dict[str, Any]", values).items():
-        yield f"data.chat_template_kwargs.{name}={render(value)}"
-
-
-def _eval_sets(words: list[str]) -> Iterator[str]:
-    if len(words) % 2:
-        raise ConfigError(
-            f"--eval-prompt-data {' '.join(words)}: expected pairs of a name and a path, such as aime data/aime.jsonl"
-        )
-    yield "evaluation.datasets={}"
-    for name, path in zip(words[::2], words[1::2], strict=True):
-        if not re.fullmatch(r"[\w-]+", name):
-            raise ConfigError(f"--eval-prompt-data {name} {path}: a name has letters, digits, - and _ only")
-        yield f"evaluation.datasets.{name}={render(path)}"
+    return tokens.values(flag) if flag in SEVERAL_VALUES else [tokens.value(flag)]

@@ -1,6 +1,7 @@
 """Flags of slime and Megatron that set nothing here: those that a model's config.json answers, and those of missing features.
 
-``flag_table`` takes them into its table of refused flags.
+``flag_table`` takes them into its table of refused flags. A job is the same without those in ``HARMLESS``; each other one
+is part of what the job does, so that a script that gives it is not converted.
 """
 
 from __future__ import annotations
@@ -9,6 +10,12 @@ _SHAPE = "config.json of --hf-checkpoint says it: remove the flag"
 _KERNELS = "the trainer chooses its kernels: remove it"
 _HOOK = "there is no such hook; docs/coming_from_slime.md names the seams there are"
 _DISK = "weights reach the engines through memory or a broadcast, never through files"
+_OWN = "write the loss as an algorithm of the table (docs/algorithms.md): no dotted path names one yet"
+_BUFFER = "there is no external rollout buffer: write a data source (data.source) or a generate function"
+_OUTPUT = "metrics.jsonl and the report of a run have what there is"
+_MEMORY = "memory is measured by guard.memory and the report"
+_ROUTER = "engines are addressed directly"
+_FAMILY = "no model family here has it"
 _DEADLINES = "every wait has a deadline of its own: rollout.start_deadline_s, rollout.request_deadline_s"
 
 MODEL_SHAPE: dict[str, str] = dict.fromkeys(
@@ -45,6 +52,7 @@ MODEL_SHAPE: dict[str, str] = dict.fromkeys(
         "--post-self-attn-layernorm",
         "--post-mlp-layernorm",
         "--model-name",
+        "--padded-vocab-size",
     ],
     _SHAPE,
 )
@@ -55,15 +63,12 @@ NOT_HERE: dict[str, str] = {
     **dict.fromkeys(
         [
             "--rollout-sample-hook-path",
-            "--custom-rollout-log-function-path",
-            "--custom-eval-rollout-log-function-path",
             "--buffer-filter-path",
             "--rollout-data-postprocess-path",
             "--rollout-sample-filter-path",
             "--rollout-all-samples-process-path",
             "--custom-reward-post-process-path",
             "--custom-convert-samples-to-train-data-path",
-            "--custom-pg-loss-reducer-function-path",
             "--custom-megatron-init-path",
             "--custom-megatron-before-log-prob-hook-path",
             "--custom-megatron-before-train-step-hook-path",
@@ -83,6 +88,83 @@ NOT_HERE: dict[str, str] = {
         ],
         _DISK,
     ),
+    **dict.fromkeys(
+        [
+            "--custom-loss-function-path",
+            "--custom-tis-function-path",
+            "--custom-advantage-function-path",
+            "--custom-pg-loss-reducer-function-path",
+        ],
+        _OWN,
+    ),
+    **dict.fromkeys(
+        [
+            "--rollout-buffer-url",
+            "--fetch-trajectory-retry-times",
+            "--min-batch-collection-ratio",
+            "--rollout-task-type",
+            "--disable-rollout-global-dataset",
+        ],
+        _BUFFER,
+    ),
+    **dict.fromkeys(
+        [
+            "--custom-rollout-log-function-path",
+            "--custom-eval-rollout-log-function-path",
+            "--log-correct-samples",
+            "--log-multi-turn",
+            "--log-reward-category",
+            "--use-rollout-entropy",
+            "--wandb-always-use-train-step",
+            "--wandb-run-id",
+            "--tb-project-name",
+            "--tb-experiment-name",
+            "--ci-test",
+            "--ci-disable-kl-checker",
+            "--ci-train-rollout-logprob-abs-diff-threshold",
+            "--ci-save-grad-norm",
+            "--ci-load-grad-norm",
+        ],
+        _OUTPUT,
+    ),
+    **dict.fromkeys(
+        [
+            "--memory-recorder",
+            "--memory-snapshot-dir",
+            "--memory-snapshot-num-steps",
+            "--memory-snapshot-path",
+            "--record-memory-history",
+            "--profile-target",
+        ],
+        _MEMORY,
+    ),
+    **dict.fromkeys(
+        [
+            "--sglang-router-ip",
+            "--sglang-router-port",
+            "--sglang-router-request-timeout-secs",
+            "--use-distributed-post",
+            "--http-proxy",
+            "--rollout-data-transport",
+        ],
+        _ROUTER,
+    ),
+    "--multi-latent-attention": _FAMILY,
+    "--save-retain-interval": "run.keep_checkpoints keeps the newest checkpoints",
+    "--train-memory-margin-bytes": _MEMORY,
+    "--use-miles-dashboard": _OUTPUT,
+    "--megatron-deepgemm-forward-layers": "",
+    "--megatron-deepgemm-forward-modules": "",
+    "--megatron-deepgemm-moe-forward-layers": "",
+    "--megatron-deepgemm-moe-forward-modules": "",
+    "--load-debug-rollout-data-subsample": "",
+    "--load-forge-rollout-data": "run.replay_from trains on dumped rollouts",
+    "--opd-teacher-ckpt-step": "name the iteration's folder in teacher.hf_checkpoint",
+    "--ref-ckpt-step": "name the iteration's folder in model.ref_checkpoint",
+    "--opsm-delta": "",
+    "--recompute-loss-function": "the loss keeps no copy of the logits: model.logits_chunk",
+    "--eval-max-prompt-len": "a prompt that leaves no room in the context is a bad row (data.on_bad_row)",
+    "--eval-min-new-tokens": "",
     "--distributed-timeout-minutes": _DEADLINES,
     "--train-env-vars": "set the variables where train.py is started",
     "--custom-config-path": "write its keys into the recipe",
@@ -91,13 +173,10 @@ NOT_HERE: dict[str, str] = {
     "--no-check-for-nan-in-loss-and-grad": "",
     "--log-probs-max-tokens-per-gpu": "scoring passes use the micro-batches of training: --max-tokens-per-gpu",
     "--balance-by-flops": "work is balanced over ranks within the token budget",
-    "--rollout-max-prompt-len": "a prompt that leaves no room in the context is a bad row (data.on_bad_row)",
     "--eval-max-context-len": "rollout.max_context_len bounds held-out prompts as well",
     "--eval-input-key": "a held-out set's own columns are evaluation.overrides.<name>.input_key and the like",
     "--eval-label-key": "a held-out set's own columns are evaluation.overrides.<name>.label_key and the like",
     "--eval-tool-key": "",
-    "--disable-compute-advantages-and-returns": "algo=sft computes none",
-    "--loss-mask-type": "algo=sft trains on the label of each row",
     "--start-rollout-id": "a resumed run continues where its checkpoint was: run.resume",
     "--no-save-optim": "a checkpoint is a whole run",
     "--only-train-params-name-list": "",
@@ -125,6 +204,56 @@ NOT_HERE: dict[str, str] = {
     "--prefill-num-servers": "",
 }
 """Flag -> what serves instead, or nothing."""
+
+HARMLESS: frozenset[str] = frozenset(
+    {
+        *MODEL_SHAPE,
+        *(flag for flag, why in NOT_HERE.items() if why in (_KERNELS, _DISK, _DEADLINES, _OUTPUT, _MEMORY, _ROUTER)),
+        # the same weights reach the engines, the same samples the trainer
+        "--update-weight-mode",
+        "--update-weight-transport",
+        "--release-train",
+        "--check-weight-update-equal",
+        "--prefill-num-servers",
+        "--sglang-server-concurrency",
+        # layout and memory
+        "--attention-backend",
+        "--expert-tensor-parallel-size",
+        "--num-gpus-per-node",
+        "--allgather-cp",
+        "--log-probs-max-tokens-per-gpu",
+        "--balance-by-flops",
+        "--data-pad-size-multiplier",
+        "--micro-batch-size",
+        "--offload",
+        "--offload-train",
+        "--offload-rollout",
+        "--recompute-loss-function",
+        "--critic-num-nodes",
+        "--critic-num-gpus-per-node",
+        # files and logs
+        "--no-save-optim",
+        "--save-retain-interval",
+        "--critic-save",
+        "--dump-details",
+        "--save-debug-train-data",
+        "--save-hf",
+        "--megatron-to-hf-mode",
+        "--wandb-key",
+        "--wandb-team",
+        "--wandb-host",
+        "--wandb-mode",
+        "--wandb-dir",
+        "--disable-wandb-random-suffix",
+        # other draws of the same distribution, a check that is always made, a switch of nothing by itself
+        "--rollout-seed",
+        "--no-check-for-nan-in-loss-and-grad",
+        "--num-experts",
+        "--enable-experimental",
+        "--opsm-delta",
+    }
+)
+"""Flags without which a job is the same: their rows are dropped with a reason, and the script is converted."""
 
 SGLANG_RENAMED: dict[str, str] = {
     "cuda_graph_bs": "cuda_graph_bs_decode",

@@ -21,9 +21,9 @@ SGLANG = "sglang_server_args"
 MEGATRON = "megatron_transformer_config"
 ROOTS = {"rollout.sglang": SGLANG, "model.megatron": MEGATRON}
 
-_SHAPE = "config.json of model.hf_checkpoint"
-_ALL = "every token reaches its experts, as in the engine"
-_TE = "experts run on plain torch here, not on TransformerEngine's kernels"
+SHAPE = "config.json of model.hf_checkpoint"
+ALL_TOKENS = "every token reaches its experts, as in the engine"
+TE_EXPERTS = "experts run on plain torch here, not on TransformerEngine's kernels"
 OWNED: dict[str, dict[str, str]] = {
     SGLANG: {
         "model_path": "model.hf_checkpoint",
@@ -31,7 +31,7 @@ OWNED: dict[str, dict[str, str]] = {
         "dtype": "model.dtype",
         "device": "placement.device",
         "tp_size": "rollout.tp",
-        "dp_size": "rollout.num_engines",
+        "dp_size": "rollout.num_engines (attention of an engine in parts is rollout.sglang.attn_dp_size)",
         "context_length": "rollout.max_context_len",
         "max_running_requests": "rollout.max_running_requests",
         "random_seed": "run.seed",
@@ -44,6 +44,7 @@ OWNED: dict[str, dict[str, str]] = {
         "node_rank": "the placement",
         "dist_init_addr": "the placement",
         "weight_version": "the weight sync",
+        "trust_remote_code": "the run itself (False: code of a model folder is never run)",
         "skip_tokenizer_init": "the rollout (token ids in, token ids out)",
     },
     MEGATRON: {
@@ -68,40 +69,40 @@ OWNED: dict[str, dict[str, str]] = {
         "is_hybrid_model": "the trainer",
         "attention_dropout": "the model family (no dropout)",
         "hidden_dropout": "the model family (no dropout)",
-        "num_layers": _SHAPE,
-        "hidden_size": _SHAPE,
-        "ffn_hidden_size": _SHAPE,
-        "num_attention_heads": _SHAPE,
-        "num_query_groups": _SHAPE,
-        "kv_channels": _SHAPE,
-        "layernorm_epsilon": _SHAPE,
-        "normalization": _SHAPE,
-        "gated_linear_unit": _SHAPE,
-        "add_bias_linear": _SHAPE,
-        "add_qkv_bias": _SHAPE,
-        "qk_layernorm": _SHAPE,
-        "num_moe_experts": _SHAPE,
-        "moe_router_topk": _SHAPE,
-        "moe_ffn_hidden_size": _SHAPE,
-        "moe_layer_freq": _SHAPE,
-        "moe_router_score_function": _SHAPE,
-        "moe_router_pre_softmax": _SHAPE,
-        "moe_router_topk_scaling_factor": _SHAPE,
-        "moe_router_num_groups": _SHAPE,
-        "moe_router_group_topk": _SHAPE,
-        "moe_router_enable_expert_bias": _SHAPE,
-        "moe_shared_expert_intermediate_size": _SHAPE,
-        "moe_shared_expert_gate": _SHAPE,
-        "moe_token_dropping": _ALL,
-        "moe_expert_capacity_factor": _ALL,
-        "moe_pad_expert_input_to_capacity": _ALL,
-        "moe_input_jitter_eps": _ALL,
-        "moe_router_force_load_balancing": _ALL,
-        "moe_router_force_biased": _ALL,
+        "num_layers": SHAPE,
+        "hidden_size": SHAPE,
+        "ffn_hidden_size": SHAPE,
+        "num_attention_heads": SHAPE,
+        "num_query_groups": SHAPE,
+        "kv_channels": SHAPE,
+        "layernorm_epsilon": SHAPE,
+        "normalization": SHAPE,
+        "gated_linear_unit": SHAPE,
+        "add_bias_linear": SHAPE,
+        "add_qkv_bias": SHAPE,
+        "qk_layernorm": SHAPE,
+        "num_moe_experts": SHAPE,
+        "moe_router_topk": SHAPE,
+        "moe_ffn_hidden_size": SHAPE,
+        "moe_layer_freq": SHAPE,
+        "moe_router_score_function": SHAPE,
+        "moe_router_pre_softmax": SHAPE,
+        "moe_router_topk_scaling_factor": SHAPE,
+        "moe_router_num_groups": SHAPE,
+        "moe_router_group_topk": SHAPE,
+        "moe_router_enable_expert_bias": SHAPE,
+        "moe_shared_expert_intermediate_size": SHAPE,
+        "moe_shared_expert_gate": SHAPE,
+        "moe_token_dropping": ALL_TOKENS,
+        "moe_expert_capacity_factor": ALL_TOKENS,
+        "moe_pad_expert_input_to_capacity": ALL_TOKENS,
+        "moe_input_jitter_eps": ALL_TOKENS,
+        "moe_router_force_load_balancing": ALL_TOKENS,
+        "moe_router_force_biased": ALL_TOKENS,
         "moe_router_load_balancing_type": "the trainer (aux_loss, weighted by model.megatron.moe_aux_loss_coeff)",
-        "moe_grouped_gemm": _TE,
-        "moe_permute_fusion": _TE,
-        "moe_router_fusion": _TE,
+        "moe_grouped_gemm": TE_EXPERTS,
+        "moe_permute_fusion": TE_EXPERTS,
+        "moe_router_fusion": TE_EXPERTS,
         "expert_tensor_parallel_size": "the trainer (an expert is whole on its rank)",
     },
 }
@@ -153,7 +154,7 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
 
 def owned(given: str, owner: str, what: str) -> str:
     """The message about a field of ``OWNED``; ``what`` is to be removed."""
-    if owner in (_ALL, _TE):
+    if owner in (ALL_TOKENS, TE_EXPERTS):
         return f"{given} cannot be set: {owner}; remove {what}"
     return f"{given} belongs to {owner}: remove {what}, and set it there"
 

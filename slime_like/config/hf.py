@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, TypedDict, cast
 
+from msgspec import Meta
+
+from slime_like.config.quantised import check_config
 from slime_like.errors import CheckpointError
+from slime_like.reading import InputFile
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -18,6 +21,61 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 """Supported kinds of rotary embedding -> what each must say in config.json."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a family has one of these keys, or none
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+REQUIRED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Few = Annotated[int, Meta(ge=1, le=2**16)]  # of heads, layers, experts
+Amount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[float, Meta(gt=0, le=1e12)]
+
+
+class Sizes(TypedDict, total=False):
+    """Keys of the text part of a config.json that a run reads, with their types; a config holds others as well."""
+
+    num_attention_heads: Few
+    num_hidden_layers: Few
+    hidden_size: Size
+    vocab_size: Size
+    max_position_embeddings: Size
+    num_key_value_heads: Few | None
+    head_dim: Size | None
+    intermediate_size: Size | None
+    rms_norm_eps: Positive
+    rope_theta: Positive | None
+    rope_scaling: dict[str, Any] | None
+    rope_parameters: dict[str, Any] | None
+    partial_rotary_factor: Positive | None
+    attention_bias: bool
+    hidden_act: str
+    layer_types: list[str] | None
+    full_attention_interval: Few | None
+    linear_num_key_heads: Few
+    linear_num_value_heads: Few
+    linear_key_head_dim: Size
+    linear_value_head_dim: Size
+    linear_conv_kernel_dim: Size
+    num_experts: Amount | None
+    num_local_experts: Amount | None
+    n_routed_experts: Amount | None
+    num_experts_per_tok: Amount | None
+    moe_intermediate_size: Amount | None
+    shared_expert_intermediate_size: Amount | None
+    decoder_sparse_step: Amount | None
+    mlp_only_layers: list[Amount] | None
+    norm_topk_prob: bool | None
+
+
+class ModelFields(TypedDict, total=False):
+    """Keys at the top of a config.json that a run reads, with their types."""
+
+    model_type: str | None
+    architectures: list[str] | None
+    text_config: dict[str, Any] | None
+    tie_word_embeddings: bool | None
+    dtype: str | None
+    torch_dtype: str | None
+    eos_token_id: Amount | list[Amount] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +114,42 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
     if not Path(folder).is_dir():
         raise CheckpointError(f"{key}={folder!r} is not a folder: give the path of a downloaded Hugging Face model")
     values = read_json(key, path)
-    text = cast("dict[str, Any]", values.get("text_config") or values)
-    model_type = str(values.get("model_type", ""))
-    rope_key = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
-    try:
-        heads = int(text["num_attention_heads"])
-        return HfConfig(
-            folder=folder,
-            model_type=model_type,
-            num_layers=int(text["num_hidden_layers"]),
-            hidden_size=int(text["hidden_size"]),
-            num_heads=heads,
-            num_kv_heads=int(text.get("num_key_value_heads") or heads),
-            vocab_size=int(text["vocab_size"]),
-            max_positions=int(text["max_position_embeddings"]),
-            num_experts=num_experts(text),
-            tied=bool(values.get("tie_word_embeddings")),
-            gdn=gdn_shape(text),
-            rope_key=rope_key,
-            rope=cast("dict[str, Any]", text.get(rope_key) or {}),
-        )
-    except KeyError as error:
+    check_config(key, Path(folder), values)
+    refuse_code(key, path, values)
+    file = downloaded(key, path)
+    whole = file.typed(values, ModelFields)
+    text = whole.get("text_config") or values
+    if missing := [name for name in REQUIRED if name not in text]:
         raise CheckpointError(
-            f"{key}={folder!r}: config.json has no {error}; is it the config of a causal language model?"
-        ) from error
+            f"{key}={folder!r}: config.json has no {missing[0]!r}; is it the config of a causal language model?"
+        )
+    file.typed(text, Sizes)
+    rope_key = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
+    return HfConfig(
+        folder=folder,
+        model_type=whole.get("model_type") or "",
+        num_layers=text["num_hidden_layers"],
+        hidden_size=text["hidden_size"],
+        num_heads=text["num_attention_heads"],
+        num_kv_heads=text.get("num_key_value_heads") or text["num_attention_heads"],
+        vocab_size=text["vocab_size"],
+        max_positions=text["max_position_embeddings"],
+        num_experts=num_experts(text),
+        tied=bool(whole.get("tie_word_embeddings")),
+        gdn=gdn_shape(text),
+        rope_key=rope_key,
+        rope=cast("dict[str, Any]", text.get(rope_key) or {}),
+    )
+
+
+def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` where the JSON ``values`` of ``path`` name code of the folder: it is never run."""
+    if code := values.get("auto_map"):
+        raise CheckpointError(
+            f"{key}: {path} has auto_map {code!r}: the model comes with code of its own, which is never run here "
+            "(trust_remote_code=False); use a folder in the format of transformers' own classes, or remove auto_map where "
+            "the model is one of these"
+        )
 
 
 def num_experts(text: Mapping[str, Any]) -> int:
@@ -124,45 +194,16 @@ def check_rope(key: str, model: HfConfig) -> None:
 
 def read_json(key: str, path: Path) -> dict[str, Any]:
     """A JSON object. Raises ``CheckpointError`` naming ``key`` and the file."""
-    try:
-        values = json.loads(path.read_text())
-    except FileNotFoundError as error:
+    if not path.exists():
         raise CheckpointError(
             f"{key}: {path} is missing; give a folder in Hugging Face format (config.json, tokenizer, safetensors)"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{key}: {path} cannot be read as JSON ({error}); download it again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{key}: {path} holds no JSON object; download it again")
-    return cast("dict[str, Any]", values)
-
-
-def check_weights(key: str, folder: str) -> int:
-    """Number of parameters in the safetensors of ``folder``, after checking that every file is there and whole.
-
-    Whole means: its size is what its header says. Raises ``CheckpointError`` naming ``key`` and the file.
-    """
-    root = Path(folder)
-    index = root / "model.safetensors.index.json"
-    if not index.exists():
-        single = root / "model.safetensors"
-        if not single.exists():
-            raise CheckpointError(
-                f"{key}={folder!r} has neither model.safetensors nor model.safetensors.index.json: "
-                "download the model in safetensors format"
-            )
-        return sum(_numel(entry) for entry in _header(key, single).values())
-    weight_map = read_json(key, index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{key}: {index} has no weight_map; download it again")
-    placed = cast("dict[str, str]", weight_map)
-    headers = {file: _header(key, root / file) for file in sorted(set(placed.values()))}
-    if lost := sorted(name for name, file in placed.items() if name not in headers[file]):
-        raise CheckpointError(
-            f"{key}: {index} places {lost[0]!r} in {placed[lost[0]]}, which does not hold it "
-            f"({len(lost)} such tensors); download the model again"
         )
-    return sum(_numel(entry) for header in headers.values() for entry in header.values())
+    return downloaded(key, path).json_object()
+
+
+def downloaded(key: str, path: Path) -> InputFile:
+    """Return ``path`` of a Hugging Face folder, the value of ``key``, as a file to read."""
+    return InputFile(path, CheckpointError, "download it again", key)
 
 
 def check_tokenizer(key: str, folder: str, *, needs_template: str) -> None:
@@ -172,6 +213,9 @@ def check_tokenizer(key: str, folder: str, *, needs_template: str) -> None:
         raise CheckpointError(
             f"{key}={folder!r} has no tokenizer (one of {', '.join(TOKENIZER_FILES)}); copy it from the model's page"
         )
+    settings = root / "tokenizer_config.json"
+    if settings.exists():
+        refuse_code(key, settings, read_json(key, settings))
     if needs_template and not has_chat_template(key, folder):
         raise CheckpointError(
             f"{needs_template}, but the tokenizer of {key}={folder!r} has no chat template: "
@@ -186,31 +230,3 @@ def has_chat_template(key: str, folder: str) -> bool:
         return True
     settings = root / "tokenizer_config.json"
     return settings.exists() and bool(read_json(key, settings).get("chat_template"))
-
-
-def _numel(entry: Mapping[str, Any]) -> int:
-    size = 1
-    for extent in entry["shape"]:
-        size *= int(extent)
-    return size
-
-
-def _header(key: str, path: Path) -> dict[str, dict[str, Any]]:
-    """Tensors of one safetensors file: name -> dtype, shape, data_offsets. Checks the file's size against them."""
-    again = "download it again"
-    if not path.exists():
-        raise CheckpointError(f"{key}: {path} is missing, though the index lists it; {again}")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise CheckpointError(f"{key}: {path} is cut off inside its header ({size} bytes); {again}")
-        try:
-            values: dict[str, Any] = json.loads(file.read(length))
-            header = {name: entry for name, entry in values.items() if name != "__metadata__"}
-            end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{key}: {path} has no readable safetensors header ({error}); {again}") from error
-    if size != 8 + length + end:
-        raise CheckpointError(f"{key}: {path} has {size} bytes where its header needs {8 + length + end}; {again}")
-    return header

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -18,15 +19,21 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from slime_like.config import flags, rules
+from slime_like.config.epochs import settle_epochs
 from slime_like.config.explain import explain
 from slime_like.config.files import check_files
 from slime_like.config.known import ALGORITHMS, describe, free_root, is_text
+from slime_like.config.path_values import settle_paths
 from slime_like.config.paths import config_folder
 from slime_like.config.root import TrainConfig
+from slime_like.config.user_functions import check_function
 from slime_like.errors import ConfigError
+from slime_like.reading import InputFile, reason
 from slime_like.registry import resolve
 
 GROUPS = ("algo", "guard", "recipe")
+QUOTES = "'\""
+UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, RecursionError)  # of strange trees, by OmegaConf
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.-]*)(=(?P<value>.*))?", re.DOTALL)
 
 
@@ -39,24 +46,51 @@ class _Overrides(NamedTuple):
     config_dir: str | None
 
 
-def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True) -> TrainConfig:
+def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True, code: bool = True) -> TrainConfig:
     """The run that ``argv`` (``key=value`` overrides and slime or Megatron flags) describes: checked and sealed.
 
     With ``files=False`` nothing on disk besides ``configs/`` is read; call ``check_files`` when the files are there. With
-    ``machine=False`` a run for another machine is not measured by what is installed on this one.
+    ``machine=False`` a run for another machine is not measured by what is installed on this one; with ``code=False``
+    functions named by a dotted path are not imported.
     Raises ``ConfigError`` (``CheckpointError``, ``DataError`` for files) naming key, value and fix.
     """
     overrides = _sort(argv)
-    return _finish(_compose(overrides), overrides.values, files=files, machine=machine)
+    if {"loop.num_epoch", "loop.num_rollout"} <= set(overrides.values):
+        raise ConfigError(
+            f"loop.num_epoch={overrides.values['loop.num_epoch']} and loop.num_rollout="
+            f"{overrides.values['loop.num_rollout']}: give one of them"
+        )
+    return _finish(_compose(overrides), overrides.values, files=files, machine=machine, code=code)
+
+
+def unchecked_config(argv: Sequence[str]) -> TrainConfig:
+    """The values that ``argv`` composes to, before any rule is asked. Raises ``ConfigError`` where they do not compose."""
+    overrides = _sort(argv)
+    return _values(_compose(overrides), overrides.values)
 
 
 def load_prepared(argv: Sequence[str]) -> TrainConfig:
     """``load_config``, with ``run.prepare`` called before files are looked at: it may make data and model on the spot."""
     cfg = load_config(argv, files=False)
     if cfg.run.prepare is not None:
+        check_function("run.prepare", cfg.run.prepare, {})
         resolve("run.prepare", cfg.run.prepare, {})(cfg)
     check_files(cfg)
-    return cfg
+    return load_config(argv) if cfg.loop.num_epoch is not None else cfg  # the rows that it counts are there now
+
+
+def read_override(text: str) -> tuple[str, Any]:
+    """Return key and value of ``key=value`` in Hydra's grammar; ``+`` and ``++`` before the key are dropped.
+
+    Raises ``ConfigError`` where Hydra could not read it, and on ``~key`` and sweeps, which set no value.
+    """
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(f"{text} cannot be read as key=value in Hydra's grammar: quote the value") from error
+    if parsed.is_delete() or parsed.is_sweep_override():
+        raise ConfigError(f"{text} sets no value: write key=value")
+    return parsed.get_key_element().lstrip("+"), parsed.value()
 
 
 def show(argv: Sequence[str]) -> str:
@@ -69,35 +103,66 @@ def to_yaml(cfg: TrainConfig) -> str:
     return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True)
 
 
+def read_config(path: Path) -> TrainConfig:
+    """Return the config that a run wrote to ``path``. Raises ``ConfigError`` naming the file."""
+    fix = "restore it, or move it away to go on without a comparison with the settings of before"
+    file = InputFile(path, ConfigError, fix)
+    text = file.text()
+    try:
+        return from_yaml(text)
+    except ConfigError as error:
+        raise file.refused(f"cannot be used: {error}") from error
+
+
 def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
-    """The config that ``to_yaml`` wrote. Raises ``ConfigError`` where a key is unknown or a value is wrong."""
+    """Return the config that ``to_yaml`` wrote. Raises ``ConfigError`` where a key is unknown or a value is wrong."""
     try:
         tree = cast("dict[str, Any]", yaml.safe_load(text))
-        algo = str(tree["algo"]["name"])
     except yaml.YAMLError as error:
         raise explain(error, {}, None) from error
-    except (TypeError, KeyError) as error:
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not valid YAML: {reason(error)}") from error
+    return _finish(_completed(tree), {}, files=files)
+
+
+def saved_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a run wrote down, with the defaults of keys that it did not know. Imports nothing they name."""
+    return cast("dict[str, Any]", OmegaConf.to_container(_completed(tree)))
+
+
+def _completed(tree: Any) -> DictConfig:
+    try:
+        algo = str(tree["algo"]["name"])
+    except (TypeError, LookupError, AttributeError) as error:
         raise ConfigError("the saved configuration has no algo.name: was it written by a run of slime_like?") from error
     if algo not in ALGORITHMS:
         raise ConfigError(f"algo.name={algo!r} in the saved configuration is not one of {', '.join(ALGORITHMS)}")
     try:
         schema = OmegaConf.structured(TrainConfig(algo=ALGORITHMS[algo]()))
-        merged = cast("DictConfig", OmegaConf.merge(schema, tree))
-    except OmegaConfBaseException as error:
+        return cast("DictConfig", OmegaConf.merge(schema, tree))
+    except (OmegaConfBaseException, *UNREADABLE) as error:
         raise explain(error, {}, algo) from error
-    return _finish(merged, {}, files=files)
 
 
-def _finish(tree: DictConfig, values: dict[str, str], *, files: bool, machine: bool = True) -> TrainConfig:
+def _values(tree: DictConfig, values: dict[str, str]) -> TrainConfig:
     algo = _algo(tree)
     try:
         if missing := sorted(OmegaConf.missing_keys(tree)):
             raise ConfigError("; ".join(_missing(key) for key in missing) + ". +recipe=quickstart is a complete run")
-        cfg = cast("TrainConfig", OmegaConf.to_object(tree))
+        return cast("TrainConfig", OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:
         raise explain(error, values, algo) from error
+
+
+def _finish(
+    tree: DictConfig, values: dict[str, str], *, files: bool, machine: bool = True, code: bool = True
+) -> TrainConfig:
+    cfg = _values(tree, values)
+    settle_paths(cfg)
     cfg.check("")
-    rules.check_rules(cfg, machine=machine)
+    if files:
+        settle_epochs(cfg)
+    rules.check_rules(cfg, machine=machine, code=code, counted=files or cfg.loop.num_epoch is None)
     if files:
         check_files(cfg)
     cfg.seal()
@@ -117,6 +182,7 @@ def _algo(tree: DictConfig) -> str | None:
 
 def _compose(overrides: _Overrides) -> DictConfig:
     _register()
+    _check_recipes(overrides)
     composed = list(overrides.composed)
     if overrides.config_dir is not None:
         folder = Path(overrides.config_dir).resolve()
@@ -130,9 +196,20 @@ def _compose(overrides: _Overrides) -> DictConfig:
             tree = compose("train", overrides=composed)
         for key, value in overrides.free:
             OmegaConf.update(tree, key, value, merge=False, force_add=True)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, *UNREADABLE) as error:
         raise explain(error, overrides.values, _chosen(overrides)) from error
     return tree
+
+
+def _check_recipes(overrides: _Overrides) -> None:
+    """Raise ``ConfigError`` on a chosen recipe that cannot be read, which Hydra would not name."""
+    folders = [config_folder(), *([Path(overrides.config_dir)] if overrides.config_dir else [])]
+    for text in overrides.composed:
+        group, _, name = text.lstrip("+").partition("=")
+        for folder in folders if group in GROUPS else ():
+            file = InputFile(folder.resolve() / group / f"{name.strip(QUOTES)}.yaml", ConfigError, "correct it")
+            if os.path.lexists(file.path) and not isinstance(file.yaml() or {}, dict):
+                raise file.refused("holds no settings by key")
 
 
 def _chosen(overrides: _Overrides) -> str | None:
@@ -141,7 +218,7 @@ def _chosen(overrides: _Overrides) -> str | None:
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             return _algo(compose("train", overrides=groups))
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError):
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, *UNREADABLE):
         return None
 
 

@@ -9,7 +9,6 @@ from slime_like.config.unread import refuse_unread
 from slime_like.errors import ConfigError
 
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
-K3 = ("k3", "low_var_kl")  # two names of one estimator
 AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
 REJECTIONS = ("none", "product", "geometric")
 
@@ -37,7 +36,7 @@ class PolicyConfig(AlgoConfig):
     eps_clip_high: float | None = key(None, "Upper clip range; null: eps_clip.")
     entropy_coef: float = key(0.0, "Weight of the entropy bonus.")
     kl_loss_coef: float = key(0.0, "Weight of the KL to the reference in the loss; 0: no reference is loaded for it.")
-    kl_loss_type: str = key("k3", "KL estimator in the loss (low_var_kl is k3).", choices=KL_TYPES)
+    kl_loss_type: str = key("low_var_kl", "KL estimator in the loss (low_var_kl: k3, at most 10).", choices=KL_TYPES)
     mask_truncated: bool = key(False, "Samples cut at the length limit get no weight (DAPO's overlong filtering).")
     mask_offpolicy: bool = key(
         False, "Of a sample that was continued under new weights, only the tokens of the newest ones get weight."
@@ -66,8 +65,7 @@ class PolicyConfig(AlgoConfig):
         within(prefix, self, 1.0, 1e30, "rejection_high")
         _unread(prefix, self, "use_tis", "tis_clip", "tis_clip_low")
         _unread(prefix, self, "use_mis", "mis_low", "mis_high")
-        if self.kl_loss_type not in K3:
-            refuse_idle_kl(prefix, self, "kl_loss_coef", "kl_loss_type")
+        refuse_idle_kl(prefix, self, "kl_loss_coef", "kl_loss_type")
         self._check_corrections(prefix)
 
     def _check_corrections(self, prefix: str) -> None:

@@ -53,6 +53,9 @@ class ActorSpec:
     model_key: str = "model.hf_checkpoint"  # which names the checkpoint
     teacher_checkpoint: str | None = None  # a teacher of the policy's shape, scored by swapping weights
     guard: GuardSpec = NO_GUARD
+    sample_tolerance: float | None = None  # largest |trainer - engine| log-probability of a trained token; None: any
+    drift_by_layer: bool = False  # report that difference with each kind of layer in float64
+    verify: bool = True  # compare checkpoints with their hashes before they are loaded
     tells_advantages: bool = False  # of each token, when an update is over: copies of them are kept on the host
 
     @property
@@ -106,6 +109,7 @@ class EngineSpec:
     max_running_requests: int | None = None
     deterministic: bool = False  # bits that do not depend on the batch
     cpu_kernels: str = "auto"  # auto | c | torch | off
+    trained_on: bool = False  # its samples are: it has no variable that changes what SGLang samples
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
 
 

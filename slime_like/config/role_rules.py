@@ -7,14 +7,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
-from slime_like.checkpoint_files import Manifest, check_value_head, critic_source, read_manifest
+from slime_like.checkpoint_record import Manifest, check_value_head, critic_source, read_manifest
 from slime_like.config.experts import check_sequence_parallel
 from slime_like.config.gdn import gdn_cp_mode
-from slime_like.config.hf import HfConfig, check_weights, read_hf_config, read_json
+from slime_like.config.hf import HfConfig, read_hf_config, read_json
 from slime_like.config.role_algo import DistillConfig, PpoConfig
 from slime_like.config.roles import CriticConfig, TeacherConfig
 from slime_like.config.root import TrainConfig
 from slime_like.config.saved_model import check_saved_model
+from slime_like.config.weight_files import check_shapes
 from slime_like.errors import CheckpointError, ConfigError
 
 # What a checkpoint's config.json must have in common with the policy's to be swapped into its place: every shape, and
@@ -97,12 +98,12 @@ def _critic(cfg: TrainConfig, model: HfConfig) -> None:
     key, folder = "critic.hf_checkpoint", cfg.critic.hf_checkpoint
     its = model if folder is None else read_hf_config(key, folder)
     if folder is not None:
-        check_weights(key, folder)
         if its.vocab_size != model.vocab_size:
             raise CheckpointError(
                 f"{key}={folder!r} has a vocabulary of {its.vocab_size} tokens, model.hf_checkpoint one of "
                 f"{model.vocab_size}: the critic reads the policy's tokens; give a model with the same tokenizer"
             )
+        check_shapes(key, its)
     _layout("critic", cfg.critic, its, cfg)
     if cfg.critic.load is not None:
         if not Path(cfg.critic.load).is_dir():
@@ -124,8 +125,8 @@ def _teacher(cfg: TrainConfig, model: HfConfig) -> None:
     key, folder = "teacher.hf_checkpoint", cfg.teacher.hf_checkpoint
     assert folder is not None, "check_roles comes first"
     teacher = read_hf_config(key, folder)
-    check_weights(key, folder)
     _same_vocabulary(cfg.model.hf_checkpoint, model, folder, teacher)
+    check_shapes(key, teacher)
     _layout("teacher", cfg.teacher, teacher, cfg)
     difference = shape_difference(cfg.model.hf_checkpoint, folder)
     if cfg.teacher.placement == "swap" and difference is not None:

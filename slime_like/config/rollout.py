@@ -95,11 +95,6 @@ class RolloutConfig(Config):
                 f"{prefix}over_sampling_batch_size={begun} is below {prefix}batch_size={needed}: a first round could never "
                 "fill a rollout; raise it"
             )
-        if begun == needed and not self.filters:
-            raise ConfigError(
-                f"{prefix}over_sampling_batch_size={begun} has no effect with {prefix}batch_size={needed} and without "
-                f"{prefix}filters, as all groups are needed: raise it, set {prefix}filters=[nonzero_std], or remove it"
-            )
         if self.partial_rollout and begun is None:
             raise ConfigError(
                 f"{prefix}partial_rollout=true has no effect without {prefix}over_sampling_batch_size, as every group is "
@@ -128,10 +123,14 @@ class RewardConfig(Config):
     )
     workers: int = key(2, "Processes of the reward pool.")
     timeout_s: float = key(30.0, "Longest time one call may take, retries of a reward server included.")
+    memory_gb: float | None = key(
+        4.0,
+        "GiB of private memory that a process of the reward pool, and each that it starts, may take; null: no limit.",
+    )
     fallback: float | None = key(
         0.0,
-        "Score of a sample whose reward missed its deadline or whose reward server did not answer; null: the sample is "
-        "left out of training.",
+        "Score of a sample whose reward missed its deadline, whose process was killed or whose reward server did not "
+        "answer; null: the sample is left out of training.",
     )
     remote_url: str | None = key(None, "Address that reward remote_rm posts to (slime: --rm-url).")
     remote_retries: int = key(4, "Further requests to a reward server that fails, with growing pauses.")
@@ -144,7 +143,7 @@ class RewardConfig(Config):
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        positive(prefix, self, "workers", "timeout_s", "overlong_buffer_len", "overlong_penalty_factor")
+        positive(prefix, self, "workers", "timeout_s", "memory_gb", "overlong_buffer_len", "overlong_penalty_factor")
         positive(prefix, self, "remote_concurrency")
         within(prefix, self, 0, 100, "remote_retries")
         within(prefix, self, -1e9, 1e9, "fallback")
@@ -192,10 +191,23 @@ class DataConfig(Config):
         False, "Render string prompts as a user turn by the tokenizer's chat template (messages always are)."
     )
     chat_template_kwargs: dict[str, Any] = key({}, "Passed to the chat template.")
+    conversation: str = key(
+        "turns",
+        "With algo=sft, how chat messages that end with an assistant's turn become tokens: turns, each message by the chat "
+        "template on its own; whole, all messages at once (ChatML templates). Every turn of the assistant is trained on.",
+        choices=("turns", "whole"),
+    )
+    max_prompt_len: int | None = key(
+        None, "Longest prompt in tokens; a row with a longer one cannot be used. null: the context is the limit."
+    )
     shuffle: bool = key(True, "New order every epoch (slime: --rollout-shuffle).")
     on_bad_row: str = key(
         "stop", "A row that cannot be used: stop the run at load, or skip and count it.", choices=("stop", "skip")
     )
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        positive(prefix, self, "max_prompt_len")
 
 
 @dataclass(kw_only=True)
@@ -210,6 +222,7 @@ class EvalConfig(Config):
     top_p: float = key(1.0, "Nucleus.")
     top_k: int = key(-1, "Top-k; -1: all.")
     max_response_len: int | None = key(None, "Most tokens per response; null: rollout.max_response_len.")
+    save_answers: bool = key(True, "Write every answer with its score to dir/eval/step_<N>.jsonl.")
     overrides: dict[str, Any] = key(
         {},
         "Name of a set -> settings of its own: n_samples_per_prompt, temperature, top_p, top_k, max_response_len, rm_type, "

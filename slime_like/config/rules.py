@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 from slime_like.config import foreign, names
 from slime_like.config.agent_rules import check_agent
 from slime_like.config.algo import SftConfig
@@ -20,38 +23,56 @@ from slime_like.config.role_algo import DistillConfig
 from slime_like.config.role_rules import check_roles
 from slime_like.config.root import TrainConfig
 from slime_like.config.schedule import actor_steps, settle_schedule
+from slime_like.config.trained_sampling import check_trained_sampling
+from slime_like.config.user_functions import check_function
 from slime_like.errors import ConfigError
-from slime_like.registry import check, resolve
+from slime_like.registry import check
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *RECOMPUTED)  # of layers that some family has
 BIG = 1e12
 
 
-def check_rules(cfg: TrainConfig, *, machine: bool = True) -> None:
-    """Raise ``ConfigError`` on the first rule that ``cfg`` breaks; without ``machine``, of those that hold anywhere."""
+def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, counted: bool = True) -> None:
+    """Raise ``ConfigError`` on the first rule that ``cfg`` breaks.
+
+    Without ``machine``, only rules that hold on every machine are checked; without ``code``, dotted paths are not imported.
+    Without ``counted``, loop.num_rollout is not known yet.
+    """
     _ranges(cfg)
-    _names(cfg)
+    _names(cfg, code=code)
     check_agent(cfg.rollout)
     check_overrides(cfg.evaluation, cfg.reward)
     _algorithm(cfg)
     _mode(cfg)
     batch_identity(cfg)
     _lengths(cfg)
-    _sampling(cfg)
+    check_trained_sampling(cfg, os.environ if machine else {})
     check_over_sampling(cfg)
     stage_ranks(cfg, trainer_ranks(cfg))
     check_pipeline(cfg.parallel)
     _placement(cfg)
     check_roles(cfg)
-    cfg.chaos.check_reached(cfg.loop.num_rollout)
     cfg.chaos.check_asked(cfg.reward.remote_url)
-    _schedule(cfg)
+    if counted:
+        cfg.chaos.check_reached(cfg.loop.num_rollout)
+        _schedule(cfg)
     _memory_and_overlap(cfg)
     check_attention(cfg, cfg.placement.device, cfg.model.dtype)
     check_gdn(cfg, machine=machine)
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
     foreign.check_foreign("model.megatron", cfg.model.megatron)
+    _dp_attention(cfg)
     check_seeds(cfg)
+
+
+def _dp_attention(cfg: TrainConfig) -> None:
+    """SGLang splits the attention of one engine; further engines are another key."""
+    size = cfg.rollout.sglang.get("attn_dp_size", 1)
+    if size < 1 or cfg.rollout.tp % size:
+        raise ConfigError(
+            f"rollout.sglang.attn_dp_size={size} does not divide the rollout.tp={cfg.rollout.tp} GPUs of an engine, whose "
+            "attention it splits: set a divisor; further engines are rollout.num_engines"
+        )
 
 
 def samples_per_rollout(cfg: TrainConfig) -> int:
@@ -129,8 +150,8 @@ def _ranges(cfg: TrainConfig) -> None:
         raise ConfigError(f"model.recompute_modules={unknown} is unknown: known are {', '.join(RECOMPUTE_MODULES)}")
 
 
-def _names(cfg: TrainConfig) -> None:
-    """Names stand in their table; a dotted path, where one may stand, can be imported and called."""
+def _names(cfg: TrainConfig, *, code: bool) -> None:
+    """Names stand in their table; a dotted path, where one may stand, can be imported and called if ``code``."""
     check("algo.loss", cfg.algo.loss, names.LOSSES)
     if cfg.algo.group_advantage is not None:
         check("algo.group_advantage", cfg.algo.group_advantage, names.GROUP_ADVANTAGES)
@@ -143,24 +164,25 @@ def _names(cfg: TrainConfig) -> None:
     if cfg.model.gdn.backend != "auto":
         check("model.gdn.backend", cfg.model.gdn.backend, names.GDN_BACKENDS)
     check_reward_name("reward.name", cfg.reward.name, dotted=True)
-    _open_name("reward.name", split_prefix(cfg.reward.name)[1], names.REWARDS)
-    for name in (name for name in cfg.reward.weights if name != ROW):
-        check_reward_name("reward.weights", name, dotted=True)
-        _open_name("reward.weights", split_prefix(name)[1], names.REWARDS)
-    _open_name("rollout.generate", cfg.rollout.generate, names.GENERATE)
-    _open_name("data.source", cfg.data.source, names.DATA_SOURCES)
-    for name in cfg.rollout.filters:
-        _open_name("rollout.filters", name, names.FILTERS)
+    for key, name, table in _open_names(cfg):
+        check(key, name, table, dotted=True)
+        if code:
+            check_function(key, name, table)
     # Imported when it is called: what it imports may be heavy.
     if cfg.run.prepare is not None and ":" not in cfg.run.prepare:
         raise ConfigError(f"run.prepare={cfg.run.prepare!r} is not a dotted path such as my_package.my_module:function")
 
 
-def _open_name(key: str, name: str, table: dict[str, str]) -> None:
-    """A name of ``table``, or a dotted path to something callable."""
-    check(key, name, table, dotted=True)
-    if name not in table and not callable(resolve(key, name, table)):
-        raise ConfigError(f"{key}={name!r} is not callable: name a function or class")
+def _open_names(cfg: TrainConfig) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Key, value and table of each name that may also be a dotted path."""
+    yield "reward.name", split_prefix(cfg.reward.name)[1], names.REWARDS
+    for name in (name for name in cfg.reward.weights if name != ROW):
+        check_reward_name("reward.weights", name, dotted=True)
+        yield "reward.weights", split_prefix(name)[1], names.REWARDS
+    yield "rollout.generate", cfg.rollout.generate, names.GENERATE
+    yield "data.source", cfg.data.source, names.DATA_SOURCES
+    for name in cfg.rollout.filters:
+        yield "rollout.filters", name, names.FILTERS
 
 
 def _algorithm(cfg: TrainConfig) -> None:
@@ -245,22 +267,10 @@ def _lengths(cfg: TrainConfig) -> None:
         ("evaluation.max_response_len", cfg.evaluation.max_response_len),
         *override_lengths(cfg.evaluation),
     ):
-        if longest is not None and value is not None and value >= longest:
+        if longest is not None and value is not None and value > longest:
             raise ConfigError(
-                f"{key}={value} leaves no room for a prompt in rollout.max_context_len={longest}: "
+                f"{key}={value} is longer than rollout.max_context_len={longest}, in which the prompt lies as well: "
                 "lower it, or raise the context"
-            )
-
-
-def _sampling(cfg: TrainConfig) -> None:
-    """Logprobs of the trainer are those of the distribution that was sampled from."""
-    if cfg.run.mode == "rollout_only" or isinstance(cfg.algo, SftConfig):
-        return
-    for key, value, off in (("rollout.top_p", cfg.rollout.top_p, 1.0), ("rollout.top_k", cfg.rollout.top_k, -1)):
-        if value != off:
-            raise ConfigError(
-                f"{key}={value} cannot be trained on: tokens would be sampled from a cut distribution while the "
-                f"trainer computes log-probabilities of the whole one; set {key}={off:g} (evaluation.top_p is free)"
             )
 
 

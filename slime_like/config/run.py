@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config.base import Config, key, positive
-from slime_like.errors import ConfigError
+from slime_like.config.base import Config, key, positive, within
 
 
 @dataclass(kw_only=True)
@@ -13,6 +12,11 @@ class LoopConfig(Config):
     """The circle. rollout.batch_size * rollout.n_samples_per_prompt = global_batch_size * steps_per_rollout."""
 
     num_rollout: int = key(100, "Rollouts to train on (slime: --num-rollout).")
+    num_epoch: int | None = key(
+        None,
+        "Passes over data.train: loop.num_rollout becomes num_epoch * (rows // rollout.batch_size); null: "
+        "loop.num_rollout counts.",
+    )
     steps_per_rollout: int = key(1, "Optimizer steps per rollout (slime: --num-steps-per-rollout).")
     global_batch_size: int | None = key(None, "Samples per optimizer step; null: what the batch identity leaves.")
     max_staleness: int = key(0, "Versions a rollout may lag behind the trainer; 0: synchronous.")
@@ -25,7 +29,7 @@ class LoopConfig(Config):
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        positive(prefix, self, "num_rollout", "steps_per_rollout", "global_batch_size", "step_deadline_s")
+        positive(prefix, self, "num_rollout", "num_epoch", "steps_per_rollout", "global_batch_size", "step_deadline_s")
 
 
 @dataclass(kw_only=True)
@@ -38,20 +42,27 @@ class WeightsConfig(Config):
     bucket_mb: float = key(512.0, "Largest bucket (slime: --update-weight-buffer-size).")
     probe_sequences: int = key(2, "Sequences that engine and trainer both score after each push; 0: no gate.")
     probe_tolerance: float | None = key(None, "Largest |difference| of a probe log-probability; null: by dtype.")
+    sample_tolerance: float | None = key(
+        None,
+        "Largest |trainer - engine| log-probability of a sampled token that the trainer's own weights sampled; a step on "
+        "larger ones is not taken, and the run ends. null: by dtype and device (bfloat16: none); inf: none.",
+    )
+    drift_warning: float | None = key(
+        2.0,
+        "Warn when the mean of that difference in a rollout is above this many times its median over the rollouts before; "
+        "null: never.",
+    )
     probe_layers: bool = key(
-        False, "Report the probe's difference by kind of layer: a scoring pass per kind, computed in float64."
+        False,
+        "Report the probe's and the samples' difference by kind of layer: a scoring pass per kind, computed in float64.",
     )
     push_deadline_s: float = key(1800.0, "Longest time a push may take.")
     debug_skip_push_at: int | None = key(None, "Fault for tests: pretend to push this version, sending nothing.")
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        positive(prefix, self, "bucket_mb", "probe_tolerance", "push_deadline_s")
-        if self.probe_layers and self.probe_sequences == 0:
-            raise ConfigError(
-                f"{prefix}probe_layers=true has no effect with {prefix}probe_sequences=0, as nothing is scored: "
-                f"set {prefix}probe_sequences=2, or {prefix}probe_layers=false"
-            )
+        positive(prefix, self, "bucket_mb", "probe_tolerance", "sample_tolerance", "push_deadline_s")
+        within(prefix, self, 1.0, 1e6, "drift_warning")
 
 
 @dataclass(kw_only=True)
@@ -107,6 +118,11 @@ class RunConfig(Config):
     resume: str = key(
         "auto",
         "auto: continue from dir's newest checkpoint if there is one; never: refuse to reuse a used folder; or a checkpoint's path.",
+    )
+    verify_checkpoint: str = key(
+        "full",
+        "full: compare the SHA-256 of every file of a checkpoint with what was written before it is loaded; size: only its size.",
+        choices=("full", "size"),
     )
     save_interval: int | None = key(None, "Checkpoint every N rollouts; null: only at the end and on Ctrl-C.")
     async_save: bool = key(True, "Write checkpoints beside training, from a copy (Megatron: --async-save).")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slime_like.checkpoint_files import Manifest
+from slime_like.checkpoint_record import Manifest
 from slime_like.config.hf import padded_vocabulary, read_json
 from slime_like.errors import CheckpointError
 

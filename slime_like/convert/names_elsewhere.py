@@ -1,6 +1,6 @@
-"""What slime and verl call things: metrics of both, and verl's configuration keys, with our name for each.
+"""Names that slime and verl have for metrics, with our name for each; verl's keys are in ``verl_keys``.
 
-Sources: ``slime/observability`` and ``slime/backends/megatron_utils`` of slime 0.3.1, ``verl/trainer/config`` and
+Sources: ``slime/observability`` and ``slime/backends/megatron_utils`` of slime 0.3.1,
 ``verl/trainer/ppo/metric_utils.py`` of verl 0.9.0.
 """
 
@@ -39,92 +39,6 @@ SLIME_METRICS: dict[str, str] = {
     "eval/<name>/response_len/mean": "eval/<dataset>/response_len/mean",
 }
 """slime's metric -> ours; most have slime's name."""
-
-_ACTOR, _ROLLOUT, _MEGATRON = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
-VERL_KEYS: dict[str, tuple[str, str]] = {
-    "data.train_files": ("data.train", "jsonl or parquet"),
-    "data.val_files": ("evaluation.datasets", "named: {gsm8k: data/gsm8k/test.parquet}"),
-    "data.prompt_key": ("data.input_key", ""),
-    "data.train_batch_size": ("rollout.batch_size", "prompts"),
-    "data.max_response_length": ("rollout.max_response_len", ""),
-    "data.shuffle": ("data.shuffle", ""),
-    "data.apply_chat_template_kwargs": ("data.chat_template_kwargs", ""),
-    "data.reward_fn_key": ("reward.name", "a row's rm_type overrides it"),
-    "actor_rollout_ref.model.path": ("model.hf_checkpoint", ""),
-    "actor_rollout_ref.model.enable_gradient_checkpointing": ("model.recompute", "full for true"),
-    f"{_ACTOR}.ppo_mini_batch_size": ("loop.global_batch_size", "samples here: verl's prompts times rollout.n"),
-    f"{_ACTOR}.ppo_max_token_len_per_gpu": (
-        "parallel.max_tokens_per_rank",
-        "micro-batches are always packed by tokens",
-    ),
-    f"{_ACTOR}.clip_ratio_low": ("algo.eps_clip", ""),
-    f"{_ACTOR}.clip_ratio_high": ("algo.eps_clip_high", ""),
-    f"{_ACTOR}.clip_ratio_c": ("algo.eps_clip_c", "off unless given"),
-    f"{_ACTOR}.loss_agg_mode": (
-        "algo.aggregation",
-        "token-mean: token_mean, seq-mean-token-mean: sequence_mean, seq-mean-token-sum-norm: dr_grpo",
-    ),
-    f"{_ACTOR}.entropy_coeff": ("algo.entropy_coef", ""),
-    f"{_ACTOR}.kl_loss_coef": ("algo.kl_loss_coef", "0 is verl's use_kl_loss=false"),
-    f"{_ACTOR}.kl_loss_type": ("algo.kl_loss_type", ""),
-    f"{_ACTOR}.policy_loss.loss_mode": ("algo.name", "chosen by algo=gspo, algo=cispo"),
-    f"{_ACTOR}.optim.lr": ("optim.lr", ""),
-    f"{_ACTOR}.optim.lr_warmup_steps": ("optim.warmup_steps", ""),
-    f"{_ACTOR}.optim.lr_warmup_steps_ratio": ("optim.warmup_fraction", ""),
-    f"{_ACTOR}.optim.lr_decay_style": ("optim.schedule", ""),
-    f"{_ACTOR}.optim.weight_decay": ("optim.weight_decay", ""),
-    f"{_ACTOR}.optim.clip_grad": ("optim.clip_grad", ""),
-    f"{_MEGATRON}.tensor_model_parallel_size": ("parallel.tp", ""),
-    f"{_MEGATRON}.pipeline_model_parallel_size": ("parallel.pp", ""),
-    f"{_MEGATRON}.virtual_pipeline_model_parallel_size": ("parallel.vpp", ""),
-    f"{_MEGATRON}.context_parallel_size": ("parallel.cp", ""),
-    f"{_MEGATRON}.expert_model_parallel_size": ("parallel.ep", ""),
-    f"{_MEGATRON}.sequence_parallel": ("parallel.sequence_parallel", ""),
-    f"{_MEGATRON}.use_distributed_optimizer": ("parallel.distributed_optimizer", ""),
-    f"{_MEGATRON}.optimizer_offload": ("optim.cpu_offload", "also updates there"),
-    f"{_MEGATRON}.override_transformer_config": ("model.megatron", "any field of TransformerConfig"),
-    f"{_ROLLOUT}.n": ("rollout.n_samples_per_prompt", ""),
-    f"{_ROLLOUT}.temperature": ("rollout.temperature", ""),
-    f"{_ROLLOUT}.tensor_model_parallel_size": ("rollout.tp", ""),
-    f"{_ROLLOUT}.max_num_seqs": ("rollout.max_running_requests", ""),
-    f"{_ROLLOUT}.max_model_len": ("rollout.max_context_len", ""),
-    f"{_ROLLOUT}.gpu_memory_utilization": ("rollout.sglang", "rollout.sglang.mem_fraction_static"),
-    f"{_ROLLOUT}.engine_kwargs.sglang": ("rollout.sglang", "any field of ServerArgs"),
-    f"{_ROLLOUT}.val_kwargs.n": ("evaluation.n_samples_per_prompt", ""),
-    f"{_ROLLOUT}.val_kwargs.temperature": ("evaluation.temperature", ""),
-    f"{_ROLLOUT}.agent.default_agent_loop": ("rollout.generate", "a dotted path"),
-    f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": ("weights.bucket_mb", ""),
-    "algorithm.adv_estimator": ("algo.name", "chosen by algo=grpo, rloo, ppo (verl's gae), reinforce_pp"),
-    "algorithm.norm_adv_by_std_in_grpo": ("algo.group_advantage", "dr_grpo for false"),
-    "algorithm.gamma": ("algo.gamma", ""),
-    "algorithm.lam": ("algo.lambd", ""),
-    "algorithm.kl_ctrl.kl_coef": ("algo.kl_coef", "KL in the reward; 0 is verl's use_kl_in_reward=false"),
-    "algorithm.filter_groups.enable": ("rollout.filters", "[nonzero_std]"),
-    "algorithm.filter_groups.max_num_gen_batches": ("rollout.max_refills", ""),
-    "algorithm.rollout_correction.rollout_is": ("algo.use_tis", ""),
-    "algorithm.rollout_correction.rollout_is_threshold": ("algo.tis_clip", ""),
-    "algorithm.rollout_correction.rollout_rs": ("algo.rejection", "product or geometric"),
-    "algorithm.rollout_correction.bypass_mode": ("algo.use_rollout_logprobs", ""),
-    "critic.optim.lr": ("critic.lr", ""),
-    "critic.cliprange_value": ("critic.value_clip", ""),
-    "custom_reward_function.path, reward.custom_reward_function.path": ("reward.name", "module:function"),
-    "trainer.nnodes": ("placement.actor_num_nodes", ""),
-    "trainer.n_gpus_per_node": ("placement.actor_num_gpus_per_node", ""),
-    "trainer.total_training_steps": ("loop.num_rollout", "rollouts, each of loop.steps_per_rollout optimizer steps"),
-    "trainer.save_freq": ("run.save_interval", ""),
-    "trainer.test_freq": ("evaluation.interval", ""),
-    "trainer.val_before_train": ("evaluation.before_train", ""),
-    "trainer.critic_warmup": ("critic.warmup_rollouts", ""),
-    "trainer.resume_mode, resume_from_path": ("run.resume", "auto, never (verl's disable), or a path"),
-    "trainer.default_local_dir": ("run.dir", "the whole run's folder"),
-    "trainer.max_actor_ckpt_to_keep": ("run.keep_checkpoints", ""),
-    "trainer.project_name": ("metrics.wandb_project", ""),
-    "trainer.experiment_name": ("run.name", ""),
-    "trainer.rollout_data_dir": ("run.dump_rollouts", "true: into run.dir/rollouts"),
-    "trainer.v1.trainer_mode": ("loop.max_staleness", "0 is sync; 1 or more with placement.mode=split"),
-    "trainer.v1.sampler.max_off_policy_threshold": ("loop.max_staleness", "versions"),
-}
-"""verl's key -> ours, and how values differ."""
 
 VERL_METRICS: dict[str, str] = {
     "critic/score/mean, critic/rewards/mean": "rollout/raw_reward",

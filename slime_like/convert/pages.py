@@ -1,4 +1,4 @@
-"""The generated tables of docs/coming_from_slime.md and docs/coming_from_verl.md.
+"""The generated tables of docs/coming_from_slime.md, docs/coming_from_verl.md and docs/defaults_verl.md.
 
 A page marks their places: ``<!-- table: NAME -->``, the table, ``<!-- end -->``; everything else is written by hand.
 """
@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterator
 
 from slime_like.config.flag_defaults import DEFAULTS
 from slime_like.config.flag_table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES
-from slime_like.config.flags_without_key import MODEL_SHAPE
+from slime_like.config.flags_without_key import HARMLESS, MODEL_SHAPE
 from slime_like.config.known import format_value
-from slime_like.convert.names_elsewhere import SLIME_METRICS, VERL_KEYS, VERL_METRICS
+from slime_like.convert.names_elsewhere import SLIME_METRICS, VERL_METRICS
+from slime_like.convert.verl_defaults import DIFFERENT
+from slime_like.convert.verl_keys import VERL_KEYS
+from slime_like.convert.verl_names import NOT_HERE, WITHOUT_EFFECT
 
+PAGES = ("coming_from_slime.md", "coming_from_verl.md", "defaults_verl.md")
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -50,10 +54,10 @@ def _always() -> Iterator[str]:
 
 
 def _refused() -> Iterator[str]:
-    yield from _table("flag", "instead")
+    yield from _table("flag", "instead", "a script that gives it")
     for flag, reason in REFUSED.items():
         if flag not in MODEL_SHAPE:
-            yield _row(f"`{flag}`", reason or "not here")
+            yield _row(f"`{flag}`", reason or "not here", "converts" if flag in HARMLESS else "is refused")
 
 
 def _defaults() -> Iterator[str]:
@@ -75,6 +79,27 @@ def _verl_keys() -> Iterator[str]:
         yield _row(f"`{theirs}`", f"`{ours}`", note)
 
 
+def _verl_without() -> Iterator[str]:
+    yield from _table("verl", "why it sets nothing")
+    for theirs, why in WITHOUT_EFFECT.items():
+        yield _row(f"`{theirs}`", why)
+
+
+def _verl_refused() -> Iterator[str]:
+    yield from _table("verl", "taken where it is", "instead")
+    for theirs, item in NOT_HERE.items():
+        yield _row(f"`{theirs}`", ", ".join(f"`{format_value(value)}`" for value in item.off) or "never", item.instead)
+
+
+def _verl_defaults() -> Iterator[str]:
+    yield from _table("verl", "without it", "here", "", "")
+    for item in DIFFERENT:
+        theirs = format_value(item.value) if item.value != "" else ""
+        yield _row(
+            f"`{item.key}`", theirs and f"`{theirs}`", f"`{item.ours}`", f"`{format_value(item.here)}`", item.note
+        )
+
+
 def _verl_metrics() -> Iterator[str]:
     yield from _table("verl", "here")
     for theirs, ours in VERL_METRICS.items():
@@ -88,5 +113,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "defaults": _defaults,
     "slime_metrics": _slime_metrics,
     "verl_keys": _verl_keys,
+    "verl_without": _verl_without,
+    "verl_refused": _verl_refused,
+    "verl_defaults": _verl_defaults,
     "verl_metrics": _verl_metrics,
 }

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import ast
 import operator
+import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from slime_like.convert.shell_words import Array, Part, Word, text_parts
+from slime_like.convert.shell_words import Array, Operator, Part, Word, text_parts, tokens
 from slime_like.errors import ConfigError
 
 MAX_WORDS = 10_000
+ARGUMENTS = "@"  # the script's own arguments, where it sets them
 _PARAMETER = re.compile(
     r"(?P<sign>[#!]?)(?P<name>[A-Za-z_]\w*|[@*0-9#?$!-])(\[(?P<index>[^\]]*)\])?(?P<rest>.*)", re.DOTALL
 )
 _BRACES = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")
-_SCRIPT = r"\"?(\$\{BASH_SOURCE(\[0\])?\}|\$BASH_SOURCE|\$0)\"?"
-_FOLDER = re.compile(
-    rf"(cd (-- )?)?\"?(?P<inner>\$\( ?)?dirname (-- )?{_SCRIPT}( ?\))?\"?(?P<up>(/\.\.)*)/?\"? ?(&?> ?/dev/null( 2>&1)? ?)?(&& pwd( -P)?)?"
-)
 _SEQ = re.compile(r"seq (-?\d+)(?: (-?\d+))?(?: (-?\d+))?")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -83,7 +81,13 @@ class Scope:
         if name in self.fixed:
             return (Value(self.fixed[name], where),)
         if name in self.unreadable:
-            return (Value("", where, f"{name} {self.unreadable[name]}: give --set {name}=VALUE"),)
+            why = self.unreadable[name]
+            named = (
+                f"the list of arguments {why}: write it out"
+                if name == ARGUMENTS
+                else f"{name} {why}: give --set {name}=VALUE"
+            )
+            return (Value("", where, named),)
         return self.values.get(name)
 
     def expand(self, word: Word, script: Path) -> tuple[Value, ...]:
@@ -97,6 +101,8 @@ class Scope:
                 current = _joined(current, Value(part.text, word.where), word.where)
                 continue
             found = self._part(part, word.where, script)
+            if part.quoted and part.kind == "variable" and (part.text == "*" or part.text.endswith("[*]")):
+                found = (self._joined_parts((part,), word.where, script),)
             if not part.quoted:
                 found = tuple(piece for value in found for piece in _split(value))
             for index, value in enumerate(found):
@@ -113,13 +119,14 @@ class Scope:
         return self._joined_parts(word.parts, word.where, script)
 
     def _joined_parts(self, parts: tuple[Part, ...], where: str, script: Path) -> Value:
+        """One value; where a part of it is not known, with the text of the others."""
         texts: list[str] = []
+        problem = ""
         for part in parts:
             found = (Value(part.text, where),) if part.kind == "text" else self._part(part, where, script)
-            if problem := next((v.problem for v in found if v.problem), ""):
-                return Value("", where, problem)
+            problem = problem or next((v.problem for v in found if v.problem), "")
             texts.append(" ".join(value.text for value in found))
-        return Value("".join(texts), where)
+        return Value("".join(texts), where, problem)
 
     def _part(self, part: Part, where: str, script: Path) -> tuple[Value, ...]:
         match part.kind:
@@ -128,7 +135,44 @@ class Scope:
             case "arithmetic":
                 return (self._arithmetic(part.text, where),)
             case _:
-                return (_command(part.text, where, script),)
+                return (self._command(part.text, where, script),)
+
+    def _command(self, text: str, where: str, script: Path) -> Value:
+        """The output of commands that only name files (cd && pwd, dirname, basename, realpath) and of ``seq``."""
+        plain = " ".join(text.split())
+        short = plain if len(plain) < 60 else plain[:57] + "..."
+        unknown = Value("", where, f"is what $({short}) prints, and no command is run: write its value")
+        if plain in ("pwd", "pwd -P", "pwd -L"):
+            return Value("", where, f"$({plain}) is the folder that the script is started in: write it")
+        if (numbers := _seq(plain)) is not None:
+            return Value(numbers, where)
+        words = self._file_command(text, where)
+        if not words:
+            return unknown
+        values = [self.text(word, script) for word in words[1:]]
+        if problem := next((value.problem for value in values if value.problem), ""):
+            return Value("", where, problem)
+        found = _named_file(words[0].literal or "", [value.text for value in values if value.text != "--"], script)
+        return unknown if found is None else Value(found, where)
+
+    def _file_command(self, text: str, where: str) -> list[Word]:
+        """The words of ``cd FOLDER && pwd``, or of one command that names a file; none for any other."""
+        try:
+            found = list(tokens(text, where))
+        except ConfigError:
+            return []
+        words = [word for word in found if isinstance(word, Word)]
+        operators = [token.text for token in found if isinstance(token, Operator)]
+        if len(words) + len(operators) < len(found):
+            return []
+        literals = [word.literal for word in words]
+        if (
+            literals[:1] == ["cd"]
+            and operators == ["&&"]
+            and (literals[-1:] == ["pwd"] or literals[-2:] == ["pwd", "-P"])
+        ):
+            return words[: len(words) - (1 if literals[-1] == "pwd" else 2)]
+        return words if not operators and literals[:1] != ["cd"] else []
 
     def _parameter(self, text: str, where: str, script: Path) -> tuple[Value, ...]:
         found = _PARAMETER.fullmatch(text)
@@ -138,8 +182,10 @@ class Scope:
         name, index, rest = found["name"], found["index"], found["rest"]
         if name == "BASH_SOURCE" or name == "0":
             return (Value(str(script.resolve()), where),)
-        if name in "@*#?$!-":
-            return () if name in "@*" else unknown
+        if name in "?$!-":
+            return unknown
+        if name in "@*#" or name.isdigit():
+            return self._positional(name, rest, Place(where, script)) or (() if name in "@*" else unknown)
         values = self.lookup(name, where)
         several = index in ("@", "*")
         if index and not several and values is not None:
@@ -151,10 +197,29 @@ class Scope:
         if values is None and several and not self.incomplete:
             return ()  # as in bash; an array cannot come from outside
         if values is None:
-            return (Value("", where, f"{name} is not set by the script: give --set {name}=VALUE"),)
+            why = "is the folder that the script is started in" if name == "PWD" else "is not set by the script"
+            return (Value("", where, f"{name} {why}: give --set {name}=VALUE"),)
         if several and values and (name in self.fixed or name in self.unreadable):
             return values if values[0].problem else tuple(Value(w, where) for w in values[0].text.split())
         return values
+
+    def _positional(self, name: str, rest: str, place: Place) -> tuple[Value, ...] | None:
+        """Return ``$1``, ``$@``, ``$*`` or ``$#``; None where the script gives itself no arguments, or in a form not read."""
+        values = self.lookup(ARGUMENTS, place.where)
+        if values is None or (rest and not name.isdigit()):
+            return (
+                None
+                if not values
+                else (Value("", place.where, f"${{{name}{rest}}} is not read here: write its value"),)
+            )
+        if values[:1] and values[0].problem:
+            return values[:1]
+        if name in "@*":
+            return values
+        if name == "#":
+            return (Value(str(len(values)), place.where),)
+        one = values[int(name) - 1 : int(name)]
+        return self._altered(name, one, rest, place) if rest else one or (Value("", place.where),)
 
     def _altered(
         self, name: str, values: tuple[Value, ...] | None, rest: str, place: Place
@@ -181,6 +246,9 @@ class Scope:
 
     def _arithmetic(self, text: str, where: str) -> Value:
         plain = re.sub(r"\$\{?(\w+)\}?", r"\1", text).strip()
+        for name in re.findall(r"[A-Za-z_]\w*", plain):
+            if problem := next((value.problem for value in self.lookup(name, where) or () if value.problem), ""):
+                return Value("", where, problem)
         try:
             return Value(str(self._number(ast.parse(plain, mode="eval").body, where)), where)
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
@@ -217,6 +285,7 @@ def _joined(current: Value | None, value: Value, where: str) -> Value:
 def _split(value: Value) -> Iterator[Value]:
     if value.problem:
         yield value
+        return
     for piece in value.text.split():
         yield Value(piece, value.where)
 
@@ -231,22 +300,34 @@ def _cut(text: str, pattern: str, sign: str) -> str:
     return text[(max(starts) if sign == "##" else min(starts)) :] if starts else text
 
 
-def _command(text: str, where: str, script: Path) -> Value:
-    """The two commands whose output is known: the script's own folder, and ``seq``."""
-    plain = " ".join(text.split())
-    if found := _FOLDER.fullmatch(plain):
-        folder = script.resolve().parent
-        for _ in range(found["up"].count("..")):
-            folder = folder.parent
-        return Value(str(folder), where)
-    if found := _SEQ.fullmatch(plain):
-        numbers = [int(number) for number in found.groups() if number is not None]
-        first, step, last = (
-            (1, 1, numbers[0])
-            if len(numbers) == 1
-            else (numbers[0], numbers[1] if len(numbers) == 3 else 1, numbers[-1])
-        )
-        if step and (last - first) // step < MAX_WORDS:
-            return Value(" ".join(map(str, range(first, last + (1 if step > 0 else -1), step))), where)
-    short = plain if len(plain) < 60 else plain[:57] + "..."
-    return Value("", where, f"is what $({short}) prints, and no command is run: write its value")
+def _named_file(command: str, arguments: list[str], script: Path) -> str | None:
+    """What ``command`` prints of file names; None for a command that is not known."""
+    match command, arguments:
+        case "cd", [folder]:
+            path = folder if folder.startswith("/") else f"{script.resolve().parent}/{folder}"
+            return posixpath.normpath(path)
+        case "dirname", [path]:
+            return posixpath.dirname(path.rstrip("/")) or ("/" if path.startswith("/") else ".")
+        case "basename", [path, *suffix] if len(suffix) < 2:
+            name = posixpath.basename(path.rstrip("/"))
+            return name.removesuffix(suffix[0]) if suffix and name != suffix[0] else name
+        case "realpath", [path] if path.startswith("/"):
+            return posixpath.normpath(path)
+        case "readlink", ["-f", path] if path.startswith("/"):
+            return posixpath.normpath(path)
+        case _:
+            return None
+
+
+def _seq(text: str) -> str | None:
+    """What ``seq`` prints, on one line."""
+    found = _SEQ.fullmatch(text)
+    if found is None:
+        return None
+    numbers = [int(number) for number in found.groups() if number is not None]
+    first, step, last = (
+        (1, 1, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1] if len(numbers) == 3 else 1, numbers[-1])
+    )
+    if not step or (last - first) // step >= MAX_WORDS:
+        return None
+    return " ".join(map(str, range(first, last + (1 if step > 0 else -1), step)))

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from slime_like.errors import ConfigError
+from slime_like.reading import reason, shown
 from slime_like.types import I32
 
 Message = Mapping[str, Any]
@@ -35,13 +36,16 @@ def check_messages(prompt: object) -> list[Message]:
     return messages
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> str:
-    """Text of a conversation, ending where the assistant's answer begins.
+def render(
+    tokenizer: Tokenizer, messages: Sequence[Message], kwargs: Mapping[str, Any], tools: Sequence[object] | None = None
+) -> str:
+    """Return the text of a conversation up to where the assistant's answer begins; ``tools`` are JSON schemas.
 
     Raises whatever the template raises on messages that it refuses.
     """
+    given = {**kwargs, "tools": list(tools)} if tools else kwargs
     text = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **kwargs
+        [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **given
     )
     return cast(str, text)
 
@@ -65,11 +69,12 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> list[I32]:
     """Token ids of each text, in one call: fast tokenizers work through a batch in parallel."""
     if not texts:
         return []
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
+    try:
+        encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
+    # The fault boundary of the tokenizer's own code, as of a vocabulary without the token for unknown words.
+    except Exception as error:
+        folder = tokenizer.name_or_path or "model.hf_checkpoint"
+        raise ConfigError(
+            f"the tokenizer in {folder!r} cannot encode the data ({reason(error)}); copy the tokenizer files there again"
+        ) from error
     return [np.array(ids, dtype=np.int32) for ids in cast(list[list[int]], encoded["input_ids"])]
-
-
-def shown(value: object) -> str:
-    """A value for a message, cut short."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,26 +1,34 @@
-"""Supervised fine-tuning data: the label of each row is the response. Same batches, same trainer, no engine."""
+"""Supervised fine-tuning data: the label of each row, or the assistant's turns of a conversation. No engine runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from slime_like.data.chat import Tokenizer, tokenize
+from slime_like.data.conversations import Conversations, Marked, is_conversation
 from slime_like.data.prompts import FileSource
 from slime_like.errors import ConfigError, DataError
-from slime_like.types import I32, Prompt, Reward, Sample, SampleGroup, Source, Span, Status
+from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, Status
 
 
 class Demonstrations:
-    """Groups of one sample: prompt tokens, label tokens, end-of-sequence token. Labels are tokenised once.
+    """Groups of one sample: prompt, then the label and the end-of-sequence token, or a conversation as its template writes it.
 
-    The cursor is the source's: ``source.state()`` resumes it. Raises at construction ``DataError`` for a row whose
-    label is missing or does not fit the context, ``ConfigError`` for a tokenizer without an end-of-sequence token.
+    Rows are tokenised once. The cursor is the source's: ``source.state()`` resumes it. Raises at construction ``DataError``
+    for a row without answer or beyond the context, ``ConfigError`` for a tokenizer without an end-of-sequence token.
     """
 
-    def __init__(self, source: FileSource, tokenizer: Tokenizer, max_context_len: int) -> None:
+    def __init__(
+        self,
+        source: FileSource,
+        tokenizer: Tokenizer,
+        max_context_len: int,
+        conversations: Conversations | None = None,
+    ) -> None:
         if not isinstance(tokenizer.eos_token_id, int):
             folder = tokenizer.name_or_path or "model.hf_checkpoint"
             raise ConfigError(
@@ -28,22 +36,33 @@ class Demonstrations:
                 f"set eos_token in its tokenizer_config.json"
             )
         self._source = source
-        labels = tokenize(tokenizer, [prompt.label or "" for prompt in source.prompts])
+        self._max_context_len = max_context_len
+        self._rows: dict[int, Marked] = {}
+        talks = [prompt for prompt in source.prompts if is_conversation(prompt.messages)]
+        marker = conversations or Conversations(tokenizer)
+        for prompt in talks:
+            location = source.location(prompt.prompt_id)
+            self._add(prompt, marker.mark(prompt.messages, prompt.metadata.get("tools"), location), "conversation")
+        labelled = [prompt for prompt in source.prompts if prompt.prompt_id not in self._rows]
+        labels = tokenize(tokenizer, [prompt.label or "" for prompt in labelled])
         end = np.array([tokenizer.eos_token_id], dtype=np.int32)
-        self._responses: dict[int, I32] = {}
-        for prompt, label_ids in zip(source.prompts, labels, strict=True):
+        for prompt, label_ids in zip(labelled, labels, strict=True):
             if not len(label_ids):
                 raise DataError(
                     f"{source.location(prompt.prompt_id)}: label missing, and algo=sft trains on it; "
                     f"add it, or set data.label_key to its column"
                 )
-            total = len(prompt.token_ids) + len(label_ids) + 1
-            if total > max_context_len:
-                raise DataError(
-                    f"{source.location(prompt.prompt_id)}: prompt, label and end-of-sequence token are {total} tokens "
-                    f"and do not fit rollout.max_context_len={max_context_len}; shorten the row or raise the key"
-                )
-            self._responses[prompt.prompt_id] = np.concatenate([label_ids, end])
+            token_ids = np.concatenate([prompt.token_ids, label_ids, end])
+            trained = np.arange(len(token_ids)) >= len(prompt.token_ids)
+            self._add(prompt, Marked(token_ids, trained), "prompt, label and end-of-sequence token")
+
+    def _add(self, prompt: Prompt, row: Marked, what: str) -> None:
+        if len(row.token_ids) > self._max_context_len:
+            raise DataError(
+                f"{self._source.location(prompt.prompt_id)}: {what} are {len(row.token_ids)} tokens "
+                f"and do not fit rollout.max_context_len={self._max_context_len}; shorten the row or raise the key"
+            )
+        self._rows[prompt.prompt_id] = row
 
     def next(self, n: int, first_group_id: int) -> list[SampleGroup]:
         """The next ``n`` demonstrations as groups numbered from ``first_group_id``."""
@@ -58,19 +77,27 @@ class Demonstrations:
         self._source.load_state(state)
 
     def _group(self, prompt: Prompt, group_id: int) -> SampleGroup:
-        response = self._responses[prompt.prompt_id]
-        token_ids = np.concatenate([prompt.token_ids, response])
-        split = len(prompt.token_ids)
+        row = self._rows[prompt.prompt_id]
         sample = Sample(
             group_id=group_id,
             episode_id=0,
             sample_id=group_id,
             seed=0,
-            token_ids=token_ids,
-            logprobs=np.zeros(len(token_ids), dtype=np.float32),  # nobody sampled it: no policy to correct for
-            spans=(Span(0, split, Source.PROMPT), Span(split, len(token_ids), Source.MODEL)),
+            token_ids=row.token_ids,
+            logprobs=np.zeros(len(row.token_ids), dtype=np.float32),  # nobody sampled it: no policy to correct for
+            spans=tuple(_spans(row)),
             status=Status.COMPLETED,
             text=prompt.label or "",
             reward=Reward(0.0),
         )
         return SampleGroup(group_id, prompt, (sample,))
+
+
+def _spans(row: Marked) -> Iterator[Span]:
+    """The trained stretches as the model's, what stands before them as prompt, what lies between them as a tool's."""
+    edges = [0, *(np.flatnonzero(np.diff(row.trained)) + 1).tolist(), len(row.trained)]
+    for start, stop in pairwise(edges):
+        if row.trained[start]:
+            yield Span(start, stop, Source.MODEL)
+        else:
+            yield Span(start, stop, Source.TOOL if start else Source.PROMPT)

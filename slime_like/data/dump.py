@@ -5,18 +5,84 @@ One ``.npz`` without pickled objects: token columns end to end, and one JSON tex
 
 from __future__ import annotations
 
+import hashlib
 import json
-import zipfile
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from slime_like.errors import DataError
-from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, Status
+from slime_like.reading import Count, InputFile, Int64, parse_json, shown, typed
+from slime_like.types import I32, Prompt, Reward, Sample, SampleGroup, Source, Span, Status
 
+DIGEST = "digest"
 FORMAT = 1
+
+
+class _RewardEntry(NamedTuple):
+    score: float
+    accuracy: float | None
+    parts: tuple[tuple[str, float], ...] = ()
+
+    def reward(self) -> Reward:
+        if not math.isfinite(self.score):
+            raise ValueError(f"a reward is {self.score}")
+        return Reward(*self)
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptEntry:
+    length: Count
+    prompt_id: Int64
+    text: str
+    label: str | None
+    rm_type: str | None
+    metadata: dict[str, Any]
+    dataset: str
+    messages: tuple[dict[str, Any], ...] = ()
+
+    def prompt(self, token_ids: I32) -> Prompt:
+        others = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "length"}
+        return Prompt(token_ids=token_ids, **others)
+
+
+@dataclass(frozen=True, slots=True)
+class _SampleEntry:
+    length: Count
+    episode_id: Int64
+    sample_id: Int64
+    seed: Int64
+    spans: tuple[tuple[Int64, Int64, Source, Int64], ...]
+    status: Status
+    text: str
+    reward: _RewardEntry | None
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupEntry:
+    group_id: Int64
+    prompt: _PromptEntry
+    samples: tuple[_SampleEntry, ...]
+
+
+def digest(columns: Mapping[str, Any]) -> str:
+    """Return a hash of every column but the hash itself."""
+    found = hashlib.sha256()
+    for name in sorted(columns.keys() - {DIGEST}):
+        column = np.ascontiguousarray(columns[name])
+        found.update(f"{name}\0{column.dtype.str}\0{column.shape}\0".encode())
+        found.update(column.tobytes())
+    return found.hexdigest()
+
+
+def check_digest(columns: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where columns are not as they were written; a file of an older version has no hash."""
+    if DIGEST in columns and str(columns[DIGEST]) != digest(columns):
+        raise ValueError("its columns are not those that were written")
 
 
 def rollout_path(folder: Path, rollout_id: int) -> Path:
@@ -36,6 +102,7 @@ def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
     }
     for index, sample in enumerate(samples):
         columns |= {f"extra/{index}/{name}": value for name, value in sample.extras.items()}
+    columns[DIGEST] = np.array(digest(columns))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
@@ -44,35 +111,54 @@ def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
 
 
 def load_groups(path: Path) -> tuple[SampleGroup, ...]:
-    """Read what ``save_groups`` wrote. Raises ``DataError`` naming the file when it is missing or not such a file."""
-    try:
-        with np.load(path, allow_pickle=False) as columns:
-            header = json.loads(str(columns["header"]))
-            prompts, tokens, logprobs = columns["prompt_token_ids"], columns["token_ids"], columns["logprobs"]
-            extras = _extras(columns)
-    except FileNotFoundError as error:
+    """Read what ``save_groups`` wrote. Raises ``DataError`` naming the file when it is missing or damaged."""
+    if not path.exists():
         raise DataError(
             f"no dumped rollout at {path}: run.replay_from must be the rollouts folder of a run with run.dump_rollouts=true"
-        ) from error
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is not a dumped rollout ({error}): dump it again") from error
-    if header.get("format") != FORMAT:
-        raise DataError(f"{path} has dump format {header.get('format')!r}, this version reads {FORMAT}: dump it again")
-    groups: list[SampleGroup] = []
-    prompt_at = token_at = index = 0
-    for entry in header["groups"]:
-        prompt_end = prompt_at + entry["prompt"]["length"]
-        samples: list[Sample] = []
-        for item in entry["samples"]:
-            token_end = token_at + item["length"]
-            columns_L = (tokens[token_at:token_end], logprobs[token_at:token_end])
-            samples.append(_sample(item, entry["group_id"], columns_L, extras.get(index, {})))
-            token_at, index = token_end, index + 1
-        groups.append(
-            SampleGroup(entry["group_id"], _prompt(entry["prompt"], prompts[prompt_at:prompt_end]), tuple(samples))
         )
-        prompt_at = prompt_end
+    file = InputFile(path, fix="dump it again")
+    try:
+        columns = file.arrays()
+        groups = _groups(columns)
+        check_digest(columns)
+        return groups
+    except (ValueError, KeyError, AssertionError) as error:  # DataError is a ValueError
+        raise error if isinstance(error, DataError) else file.refused(f"is not a dumped rollout ({error})") from error
+
+
+def _groups(columns: dict[str, Any]) -> tuple[SampleGroup, ...]:
+    """The groups in the arrays of a file. Raises ``ValueError``, ``KeyError`` or ``AssertionError`` where they contradict."""
+    values = parse_json(str(columns["header"]))
+    found = values.get("format") if isinstance(values, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"dump format {shown(found)}, this version reads {FORMAT}")
+    entries = typed(values.get("groups"), tuple[_GroupEntry, ...])
+    samples = [item for entry in entries for item in entry.samples]
+    prompt_ids = _split(columns, "prompt_token_ids", np.int32, [entry.prompt.length for entry in entries])
+    token_ids = _split(columns, "token_ids", np.int32, [item.length for item in samples])
+    logprobs = _split(columns, "logprobs", np.float32, [item.length for item in samples])
+    extras = _extras(columns, len(samples))
+    groups: list[SampleGroup] = []
+    at = 0
+    for entry, ids in zip(entries, prompt_ids, strict=True):
+        stop = at + len(entry.samples)
+        made = [
+            _sample(item, entry.group_id, (token_ids[k], logprobs[k]), extras.get(k, {}))
+            for k, item in enumerate(entry.samples, at)
+        ]
+        groups.append(SampleGroup(entry.group_id, entry.prompt.prompt(ids), tuple(made)))
+        at = stop
     return tuple(groups)
+
+
+def _split(columns: Mapping[str, Any], name: str, dtype: type, lengths: Sequence[int]) -> list[Any]:
+    """Column ``name`` cut into pieces of these lengths."""
+    column, total = columns[name], sum(lengths)
+    if column.dtype != dtype or column.shape != (total,):
+        raise ValueError(f"{name} is {column.dtype}{list(column.shape)}, not {np.dtype(dtype)}[{total}]")
+    if dtype is np.int32 and len(column) and column.min() < 0:
+        raise ValueError(f"{name} holds {column.min()}, which is no token")
+    return np.split(column, np.cumsum(lengths)[:-1]) if lengths else []
 
 
 def _cat(arrays: Sequence[Any], dtype: type) -> Any:
@@ -113,37 +199,30 @@ def _reward_entry(reward: Reward) -> list[Any]:
     return [reward.score, reward.accuracy, [list(part) for part in reward.parts]]
 
 
-def _reward(score: float, accuracy: float | None, parts: Sequence[tuple[str, float]] = ()) -> Reward:
-    return Reward(score, accuracy, tuple((name, value) for name, value in parts))
-
-
-def _prompt(entry: dict[str, Any], token_ids: Any) -> Prompt:
-    fields = {name: value for name, value in entry.items() if name not in ("length", "messages")}
-    return Prompt(token_ids=token_ids, messages=tuple(entry.get("messages", ())), **fields)
-
-
-def _extras(columns: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Extra arrays of each sample, by its place in the file."""
+def _extras(columns: Mapping[str, Any], count: int) -> dict[int, dict[str, Any]]:
+    """Extra arrays of each of ``count`` samples, by its place in the file."""
     found: dict[int, dict[str, Any]] = {}
     for key in columns:
         kind, _, rest = key.partition("/")
         if kind == "extra":
             index, _, name = rest.partition("/")
+            if int(index) not in range(count):
+                raise ValueError(f"{key} is of none of its {count} samples")
             found.setdefault(int(index), {})[name] = columns[key]
     return found
 
 
-def _sample(item: dict[str, Any], group_id: int, columns_L: tuple[Any, Any], extras: dict[str, Any]) -> Sample:
+def _sample(item: _SampleEntry, group_id: int, columns_L: tuple[Any, Any], extras: dict[str, Any]) -> Sample:
     return Sample(
         group_id=group_id,
-        episode_id=item["episode_id"],
-        sample_id=item["sample_id"],
-        seed=item["seed"],
+        episode_id=item.episode_id,
+        sample_id=item.sample_id,
+        seed=item.seed,
         token_ids=columns_L[0],
         logprobs=columns_L[1],
         extras=extras,
-        spans=tuple(Span(start, stop, Source(source), version) for start, stop, source, version in item["spans"]),
-        status=Status(item["status"]),
-        text=item["text"],
-        reward=None if item["reward"] is None else _reward(*item["reward"]),
+        spans=tuple(Span(start, stop, source, version) for start, stop, source, version in item.spans),
+        status=item.status,
+        text=item.text,
+        reward=None if item.reward is None else item.reward.reward(),
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_like.config.faults import FATAL, REWARDS
+from slime_like.config.faults import FATAL, REWARDS, WORKERS
 from slime_like.errors import DataError
+from slime_like.reading import InputFile, parse_json, reason, shown, typed
 
 FILE = "faults.jsonl"
 REWARD_SERVER = "reward server"  # as the target of a fault, and as what was lost
@@ -57,8 +59,11 @@ def append(run_dir: Path, *notes: Strike | Recovery) -> None:
     if not notes:
         return
     text = "".join(json.dumps({"kind": type(note).__name__, **asdict(note)}) + "\n" for note in notes)
-    with (run_dir / FILE).open("a") as file:
-        file.write(text)
+    try:
+        with (run_dir / FILE).open("a") as file:
+            file.write(text)
+    except OSError as error:
+        raise DataError(f"{run_dir / FILE} cannot be written ({reason(error)}): make room, or move it away") from error
 
 
 def read(run_dir: Path) -> tuple[list[Strike], list[Recovery]]:
@@ -69,17 +74,19 @@ def read(run_dir: Path) -> tuple[list[Strike], list[Recovery]]:
     strikes: list[Strike] = []
     recoveries: list[Recovery] = []
     path = run_dir / FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         return strikes, recoveries
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(InputFile(path, fix="move it away").data().splitlines(), 1):
         try:
-            note: dict[str, Any] = json.loads(line)
-            if note.pop("kind") == Strike.__name__:
-                strikes.append(Strike(**note))
+            note = typed(parse_json(line), dict[str, Any])
+            if (kind := note.pop("kind", None)) == Strike.__name__:
+                strikes.append(typed(note, Strike))
+            elif kind == Recovery.__name__:
+                recoveries.append(typed(note, Recovery))
             else:
-                recoveries.append(Recovery(**note))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}:{number} is no line of a fault ({error}): remove it") from error
+                raise ValueError(f"kind is {shown(kind)}")
+        except ValueError as error:
+            raise DataError(f"{path}:{number} is no line of a fault ({reason(error)}): remove it") from error
     return strikes, newest(recoveries)
 
 
@@ -128,6 +135,8 @@ def _no_loss(strike: Strike, recoveries: Sequence[Recovery], after: float) -> st
         return "ends the run, which the same command continues"
     if strike.fault.partition(":")[0] in REWARDS:
         return "no request failed, or that part of the run ended before one did"
+    if strike.fault.partition(":")[0] in WORKERS:
+        return "replaced at the next call"
     if any(r.engine == strike.target and r.noticed <= strike.time < (r.up or float("inf")) for r in recoveries):
         return "it was being restarted"
     if after < float("inf"):

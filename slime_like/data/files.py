@@ -7,17 +7,16 @@ strings in one row and messages in the next, and nothing is cached outside the r
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from slime_like.errors import DataError
+from slime_like.reading import reason
+from slime_like.row_count import SLICE, count_rows, open_parquet
 
-SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\]$")
 SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -49,14 +48,14 @@ class DataFile:
         found = SLICE.match(spec)
         if found is None and "@[" in spec:
             raise DataError(f"{key}={spec!r}: a slice is written path@[a:b]; leave out a or b for the file's ends")
-        path = Path(found["path"] if found else spec).expanduser()
+        path = file_of(spec)
         if path.suffix not in SUFFIXES:
             raise DataError(
                 f"{key}={spec!r}: {path.suffix or 'no suffix'} is not one of {', '.join(SUFFIXES)}; convert the file"
             )
         if not path.is_file():
             raise DataError(f"{key}={spec!r}: there is no file {path}; {_nearest_file(path)}")
-        num_rows = _count(path)
+        num_rows = count_rows(path)
         bounds = slice(*(int(found[name]) if found and found[name] else None for name in ("start", "stop")))
         start, stop, _ = bounds.indices(num_rows)
         if start >= stop:
@@ -82,7 +81,7 @@ class DataFile:
 
     def _parquet(self) -> Iterator[RawRow]:
         index = -1
-        batches = _parquet(self.path).iter_batches(batch_size=1024)
+        batches = open_parquet(self.path).iter_batches(batch_size=1024)
         while (batch := self._next(batches, index + 1)) is not None:
             if index + 1 >= self.stop:
                 return
@@ -99,10 +98,15 @@ class DataFile:
         try:
             return next(batches, None)
         except (ValueError, OSError, NotImplementedError) as error:  # ArrowException is one of these
-            why = str(error).strip().splitlines()[0]
             raise DataError(
-                f"{self.path}, row {index} or after: cannot be read ({why}); write the file again or name another"
+                f"{self.path}, row {index} or after: cannot be read ({reason(error)}); write the file again or name another"
             ) from error
+
+
+def file_of(spec: str) -> Path:
+    """Return the file of ``path`` or ``path@[a:b]``."""
+    found = SLICE.match(spec)
+    return Path(found["path"] if found else spec).expanduser()
 
 
 def _parse(index: int, location: str, line: bytes) -> RawRow:
@@ -115,22 +119,6 @@ def _parse(index: int, location: str, line: bytes) -> RawRow:
     if not isinstance(fields, dict):
         return RawRow(index, location, None, f"is a JSON {type(fields).__name__}; each line must be one JSON object")
     return RawRow(index, location, cast(dict[str, Any], fields))
-
-
-def _count(path: Path) -> int:
-    if path.suffix == ".jsonl":
-        with path.open("rb") as lines:
-            return sum(1 for line in lines if line.strip())
-    return int(_parquet(path).metadata.num_rows)
-
-
-def _parquet(path: Path) -> Any:
-    """pyarrow's ParquetFile: untyped, and imported only where a file asks for it."""
-    module: Any = importlib.import_module("pyarrow.parquet")
-    try:
-        return module.ParquetFile(path)
-    except (ValueError, OSError) as error:  # ArrowInvalid is a ValueError
-        raise DataError(f"{path} is not a readable parquet file ({error}); write it again or name another") from error
 
 
 def _nearest_file(path: Path) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +14,14 @@ import numpy.typing as npt
 from slime_like.config.rollout import DataConfig
 from slime_like.data.chat import Tokenizer, tokenize
 from slime_like.data.files import DataFile
-from slime_like.data.rows import BadRow, Row, RowReader, any_row, length_problem
+from slime_like.data.rows import BadRow, Row, RowReader, any_row, length_problem, vocabulary_problem
 from slime_like.errors import DataError
 from slime_like.metrics.types import Last, Metric
+from slime_like.reading import Count, shown, typed
 from slime_like.types import Prompt
 
 REASONS_KEPT = 5
+ROLLOUTS_APART = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,48 @@ class SourceContext:
     shuffle: bool = True
     dataset: str = "train"
     key: str = "data.train"  # the config key that named the path, for messages
+    vocab_size: int | None = None  # of the model; None: not checked
+    supervised: bool = False  # rows are demonstrations: a label, or chat messages that end with the assistant's turn
+    batch_size: int = 1  # prompts that a rollout begins with
+    most_prompts: int = 1  # that it can ask for, refills included
+
+
+def distinct_run(num_rows: int, batch_size: int, most_prompts: int) -> int:
+    """Prompts in a row that are distinct, also across the border of two epochs.
+
+    A whole batch where the file has as many rows. For refills, and for prompts that over-sampling gives back a few times
+    before they are answered, half the file at most, so that epochs stay shuffled.
+    """
+    return max(min(batch_size, num_rows), min(ROLLOUTS_APART * most_prompts, num_rows // 2), 1)
+
+
+def moved_back(order: Sequence[int], before: Sequence[int]) -> list[int]:
+    """``order`` with the rows of ``before``, the last ones of the epoch before, no earlier than ``len(before)`` after those.
+
+    Each moves back as little as that takes. ``before`` must be shorter than ``order``.
+    """
+    earliest = {row: place for place, row in enumerate(before, 1)}
+    rest, held, free, moved = iter(order), set[int](), deque[int](), list[int]()
+    for place in range(len(order)):
+        if 0 < place <= len(before) and before[place - 1] in held:
+            free.append(before[place - 1])
+        while not free:
+            row = next(rest)
+            (free.append if earliest.get(row, 0) <= place else held.add)(row)
+        moved.append(free.popleft())
+    return moved
+
+
+class _Cursor(TypedDict):
+    """The state of a ``FileSource``."""
+
+    epoch: Count
+    offset: Count
+    before: NotRequired[list[Count]]  # absent in a state of an older version
+    seed: int
+    shuffle: bool
+    rows: Count
+    fingerprint: str
 
 
 class FileSource:
@@ -61,8 +106,10 @@ class FileSource:
                 f"{'; '.join(self.bad_rows[:1])}"
             )
         self._fingerprint = _fingerprint(self.prompts)
+        self._distinct = distinct_run(len(self.prompts), context.batch_size, context.most_prompts)
         self._epoch = 0
         self._offset = 0
+        self._before: list[int] = []  # the last rows of the epoch before, oldest first
         self._order = self._order_of(0)
 
     def __len__(self) -> int:
@@ -73,10 +120,14 @@ class FileSource:
         return f"{self._file.path}, {self._locations[prompt_id]}"
 
     def next(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts; a new epoch, in a new order, starts where one ends."""
+        """The next ``n`` prompts; a new epoch, in a new order, starts where one ends.
+
+        Across that border no batch holds a prompt twice: prompts at the end of one epoch are moved back in the next.
+        """
         chosen: list[Prompt] = []
         while len(chosen) < n:
             if self._offset == len(self.prompts):
+                self._before = self._order[len(self.prompts) - self._distinct + 1 :].tolist()
                 self._epoch += 1
                 self._offset = 0
                 self._order = self._order_of(self._epoch)
@@ -94,6 +145,7 @@ class FileSource:
         return {
             "epoch": self._epoch,
             "offset": self._offset,
+            "before": self._before,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "rows": len(self.prompts),
@@ -102,6 +154,12 @@ class FileSource:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where ``state`` was taken. Raises ``DataError`` when the prompts or their order differ."""
+        try:
+            typed(state, _Cursor)
+        except ValueError as error:
+            raise DataError(
+                f"the cursor of the checkpoint cannot be used ({error}): resume from another checkpoint"
+            ) from error
         here = self.state()
         owners = {"rows": self._key, "fingerprint": self._key, "seed": "run.seed", "shuffle": "data.shuffle"}
         for name, key in owners.items():
@@ -110,7 +168,18 @@ class FileSource:
                     f"{self._file.path}: {name} was {state[name]} when the checkpoint was written and is {here[name]} "
                     f"now, so the run cannot go on with its next prompts; restore {key} or choose a new run.dir"
                 )
+        if state["offset"] > len(self.prompts):
+            raise DataError(
+                f"the cursor of the checkpoint is at row {state['offset']} of {len(self.prompts)}: resume from another checkpoint"
+            )
+        before: list[int] = state.get("before", [])
+        if len({*before}) < len(before) or not len(before) < len(self.prompts) > max(before, default=0):
+            raise DataError(
+                f"the cursor of the checkpoint has before={shown(before)}, not some of the {len(self.prompts)} rows, each "
+                "once: resume from another checkpoint"
+            )
         self._epoch, self._offset = int(state["epoch"]), int(state["offset"])
+        self._before = list(before)
         self._order = self._order_of(self._epoch)
 
     def _reject(self, location: str, reason: str) -> None:
@@ -124,10 +193,13 @@ class FileSource:
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         if not self._shuffle:
             return np.arange(len(self.prompts))
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self.prompts))
+        order = np.random.default_rng([self._seed, epoch]).permutation(len(self.prompts))
+        return np.array(moved_back(order.tolist(), self._before))
 
     def _load(self, config: DataConfig, context: SourceContext) -> tuple[Prompt, ...]:
-        reader = RowReader(config, context.tokenizer, context.needs_label, context.row_problem, context.rm_type)
+        reader = RowReader(
+            config, context.tokenizer, context.needs_label, context.row_problem, context.rm_type, context.supervised
+        )
         rows: list[Row] = []
         for raw in self._file.rows():
             try:
@@ -136,7 +208,9 @@ class FileSource:
                 self._reject(raw.location, str(bad))
         prompts: list[Prompt] = []
         for row, token_ids in zip(rows, tokenize(context.tokenizer, [row.text for row in rows]), strict=True):
-            problem = length_problem(config.input_key, token_ids, context.max_context_len)
+            longest = context.max_context_len, config.max_prompt_len
+            problem = length_problem(config.input_key, token_ids, *longest)
+            problem = problem or vocabulary_problem(config.input_key, token_ids, context.vocab_size)
             if problem:
                 self._reject(row.location, problem)
                 continue

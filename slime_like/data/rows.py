@@ -1,7 +1,7 @@
 """One row of a dataset understood: columns checked, chat rendered, label and reward settled. Tokens come later.
 
 A row: ``{"prompt": "2+2=" | [chat messages], "label": "4", "metadata": {...}, "rm_type": "math"}``; column names by
-``data.*_key``, ``rm_type`` also inside the metadata.
+``data.*_key``, ``rm_type`` also inside the metadata. A column ``tools`` goes to the chat template and into the metadata, as in slime.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from slime_like.config.rollout import DataConfig
 from slime_like.data.chat import Message, Tokenizer, check_messages, has_template, render, require_template, shown
 from slime_like.data.files import RawRow
 from slime_like.errors import ConfigError
+from slime_like.reading import reason
 from slime_like.types import I32, Prompt
+
+TOOLS = "tools"  # slime's default of --tool-key
+LONGEST_NAME = 200  # of a reward, as a row has it
 
 
 class BadRow(Exception):
@@ -64,6 +68,7 @@ class RowReader:
     needs_label: Callable[[str | None], bool]
     row_problem: Callable[[str | None, str | None, Mapping[str, Any]], str]
     rm_type: str | None = None
+    supervised: bool = False  # chat messages may end with the assistant's turn, which stands for a label
 
     def read(self, raw: RawRow) -> Row:
         """The row, its prompt rendered as text."""
@@ -75,20 +80,26 @@ class RowReader:
             known = ", ".join(map(repr, fields)) or "no column"
             raise BadRow(f"has no {cfg.input_key!r} but {known}; set data.input_key to the column of the prompt")
         metadata = _metadata(cfg.metadata_key, _column(fields, cfg.metadata_key))
+        tools = _tools(fields.get(TOOLS))
+        metadata |= {} if tools is None else {TOOLS: tools}
         rm_type = self.rm_type or _rm_type(fields.get("rm_type") or metadata.get("rm_type"))
         label = _label(cfg.label_key, _column(fields, cfg.label_key))
         compares = self._compares(rm_type)  # asked in any case: an unknown rm_type is a bad row
-        if compares and label is None:
+        if compares and label is None and not self._answers_itself(prompt):
             raise BadRow(
                 f"label missing: no {cfg.label_key!r}, and its reward compares with one; "
                 f"add it, or set data.label_key to its column"
             )
         if problem := self.row_problem(rm_type, label, metadata):
             raise BadRow(problem)
-        text, messages = self._text(prompt)
+        text, messages = self._text(prompt, tools)
         for key, value in ((cfg.input_key, text), (cfg.label_key, label or "")):
             _check_text(key, value)
         return Row(raw.index, raw.location, text, label, rm_type, metadata, messages)
+
+    def _answers_itself(self, prompt: object) -> bool:
+        last: object = cast("list[object]", prompt)[-1] if isinstance(prompt, list) and prompt else None
+        return self.supervised and isinstance(last, dict) and cast("dict[str, object]", last).get("role") == "assistant"
 
     def _compares(self, rm_type: str | None) -> bool:
         try:
@@ -96,7 +107,7 @@ class RowReader:
         except ConfigError as error:
             raise BadRow(str(error)) from error
 
-    def _text(self, prompt: object) -> tuple[str, tuple[Message, ...]]:
+    def _text(self, prompt: object, tools: list[object] | None) -> tuple[str, tuple[Message, ...]]:
         """What is asked, and the messages it was rendered from."""
         cfg = self.config
         if isinstance(prompt, str) and not cfg.apply_chat_template:
@@ -111,17 +122,30 @@ class RowReader:
         if not has_template(self.tokenizer):
             by = "data.apply_chat_template=true" if isinstance(prompt, str) else "a prompt of chat messages"
             require_template(self.tokenizer, by)
+        asked = messages
+        if self._answers_itself(prompt):
+            asked = messages[: next(i for i, message in enumerate(messages) if message["role"] == "assistant")]
+            if not asked:
+                raise BadRow(
+                    f"{cfg.input_key!r} begins with the assistant's turn; a conversation begins with a question"
+                )
         # A fault boundary: a chat template is a program of whoever made the tokenizer.
         try:
-            return render(self.tokenizer, messages, cfg.chat_template_kwargs), tuple(messages)
+            return render(self.tokenizer, asked, cfg.chat_template_kwargs, tools), tuple(messages)
         except Exception as error:
-            raise BadRow(f"the chat template refused {cfg.input_key!r}: {error}") from error
+            raise BadRow(f"{self._template()} refused {cfg.input_key!r}: {reason(error)}") from error
+
+    def _template(self) -> str:
+        folder = getattr(self.tokenizer, "name_or_path", "")
+        return f"the chat template of {folder}" if folder else "the chat template"
 
 
-def length_problem(key: str, token_ids: I32, max_context_len: int) -> str:
+def length_problem(key: str, token_ids: I32, max_context_len: int, max_prompt_len: int | None = None) -> str:
     """Why a prompt of these tokens cannot be asked; empty when it can."""
     if not len(token_ids):
         return f"{key!r} has no token; a prompt needs at least one"
+    if max_prompt_len is not None and len(token_ids) > max_prompt_len:
+        return f"{key!r} has {len(token_ids)} tokens, more than data.max_prompt_len={max_prompt_len}; shorten it or raise that"
     if len(token_ids) + 1 > max_context_len:
         return (
             f"{key!r} has {len(token_ids)} tokens, and with a response of at least 1 does not fit a context of "
@@ -129,6 +153,16 @@ def length_problem(key: str, token_ids: I32, max_context_len: int) -> str:
             f"max_position_embeddings); shorten the prompt or give it more"
         )
     return ""
+
+
+def vocabulary_problem(key: str, token_ids: I32, vocab_size: int | None) -> str:
+    """Return why the model cannot read a prompt of these tokens; empty when it can."""
+    if vocab_size is None or int(token_ids.max()) < vocab_size:
+        return ""
+    return (
+        f"{key!r} has token {int(token_ids.max())}, and the model's vocabulary ends at {vocab_size - 1} (vocab_size of its "
+        "config.json): do the tokenizer files and config.json of model.hf_checkpoint belong to one model?"
+    )
 
 
 def _column(fields: Mapping[str, Any], key: str) -> Any:
@@ -157,7 +191,7 @@ def any_row(rm_type: str | None, label: str | None, metadata: Mapping[str, Any])
 
 
 def _rm_type(value: object) -> str | None:
-    if value is not None and not isinstance(value, str):
+    if value is not None and (not isinstance(value, str) or len(value) > LONGEST_NAME):
         raise BadRow(f"'rm_type' is {shown(value)}; it must be the name of a reward")
     return (value or "").strip() or None
 
@@ -168,6 +202,23 @@ def _label(key: str, value: object) -> str | None:
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
         raise BadRow(f"{key!r} is {shown(value)}; a label is a string or a number")
     return str(value) or None
+
+
+def _tools(value: object) -> list[object] | None:
+    """Return the column ``tools`` of a row: a list, or its JSON as text; None where there is none."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value) if value else None
+        except (ValueError, RecursionError):
+            found = value
+    if found is None:
+        return None
+    if not isinstance(found, list):
+        raise BadRow(f"{TOOLS!r} is {shown(value)}; tools are a list of JSON schemas, or its text")
+    tools = cast("list[object]", found)
+    _check_json(TOOLS, tools)
+    return tools
 
 
 def _metadata(key: str, value: object) -> dict[str, Any]:

@@ -6,21 +6,26 @@ log-probabilities are those of the weights that the rollout is about to train, b
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from slime_like.batch import Rows, TrainBatch
 from slime_like.data.columns import FILLER_ID
-from slime_like.errors import DataError
+from slime_like.data.dump import DIGEST, check_digest, digest
+from slime_like.reading import InputFile, reason, shown
 from slime_like.types import F32, I32, I64, Reward, SampleGroup
 
 FORMAT = 1
 MOST = 8
+DTYPES = {
+    "sample_ids": np.int64,
+    **dict.fromkeys(("cu_seqlens", "token_ids", "versions"), np.int32),
+    **dict.fromkeys(("rollout_logprobs", "trainer_logprobs", "loss_weight", "advantages"), np.float32),
+}
+"""Of the columns of a view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +116,36 @@ def with_advantages(view: TokenView, found: Mapping[int, F32]) -> TokenView:
 
 def save_view(path: Path, view: TokenView) -> None:
     """Write ``view`` to ``path``, whole or not at all."""
-    columns = {item.name: np.asarray(getattr(view, item.name)) for item in fields(view)}
+    columns = {item.name: np.asarray(getattr(view, item.name)) for item in fields(view)} | {"format": np.array(FORMAT)}
+    columns[DIGEST] = np.array(digest(columns))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, format=np.array(FORMAT), **columns)
+        np.savez_compressed(file, allow_pickle=False, **columns)
     partial.replace(path)
 
 
 def load_view(path: Path) -> TokenView:
     """Read what ``save_view`` wrote. Raises ``DataError`` naming the file."""
+    file = InputFile(path, fix="dump it again")
+    columns = file.arrays()
     try:
-        with np.load(path, allow_pickle=False) as columns:
-            if int(columns["format"]) != FORMAT:
-                raise DataError(f"{path} has format {columns['format']}, this version reads {FORMAT}: dump it again")
-            found: dict[str, Any] = {item.name: columns[item.name] for item in fields(TokenView)}
-        return TokenView(version=int(found.pop("version")), **found)
-    except (OSError, ValueError, KeyError, IndexError, AssertionError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is not a view of a rollout's tokens ({error}): dump it again") from error
+        if str(columns["format"]) != str(FORMAT):
+            raise ValueError(f"format {shown(columns['format'])}, this version reads {FORMAT}")
+        found = {item.name: columns[item.name] for item in fields(TokenView)}
+        view = TokenView(version=int(found.pop("version")), **found)
+        for name, dtype in DTYPES.items():
+            if found[name].dtype != dtype or found[name].ndim != 1:
+                raise ValueError(f"{name} is {found[name].dtype}{list(found[name].shape)}, not {np.dtype(dtype)}[]")
+        edges = view.cu_seqlens
+        if len(edges) != len(view.sample_ids) + 1 or edges[0] != 0 or (np.diff(edges) < 0).any():
+            raise ValueError("cu_seqlens does not count its sequences")
+        if (view.token_ids < 0).any():
+            raise ValueError("token_ids holds a number that is no token")
+        check_digest(columns)
+        return view
+    except (ValueError, KeyError, IndexError, TypeError, AssertionError) as error:
+        raise file.refused(f"is not a view of a rollout's tokens ({reason(error)})") from error
 
 
 def _candidates(groups: Sequence[SampleGroup]) -> Iterator[int]:

@@ -5,11 +5,13 @@ Importing transformers brings torch and takes seconds in a process that only tur
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+from slime_like.errors import ConfigError
+from slime_like.reading import InputFile, parse_json, reason
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 # With these classes transformers uses tokenizer.json as it stands; other settings than these could change what it does.
@@ -19,14 +21,58 @@ OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")
 LARGE = 100_000  # from this size of a vocabulary on, transformers looks for a fault of some tokenizers and mends it
 
 
-def open_tokenizer(folder: str) -> Any:
-    """What ``transformers.AutoTokenizer`` gives, or the same at a hundredth of the time. Raises what transformers raises."""
-    plain = _plain(Path(folder))
-    if plain is not None:
-        return plain
-    from transformers import AutoTokenizer
+JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "chat_template.json", *OTHER_FILES)
+TEXT_FILES = ("chat_template.jinja", "merges.txt")
+Token = str | dict[str, Any] | None
 
-    return AutoTokenizer.from_pretrained(folder)
+
+class Settings(TypedDict, total=False):
+    """Keys of a tokenizer_config.json that a tokenizer is made by, with their types; it holds others as well."""
+
+    tokenizer_class: str | None
+    bos_token: Token
+    eos_token: Token
+    pad_token: Token
+    unk_token: Token
+    model_max_length: int | float | None
+    chat_template: str | list[dict[str, str]] | dict[str, str] | None
+
+
+def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
+    """Return the tokenizer that ``transformers.AutoTokenizer`` makes, or an equal one at a hundredth of the time.
+
+    Raises ``ConfigError`` naming ``key``, the value of which is ``folder``, and the file that cannot be used.
+    """
+    if not Path(folder).is_dir():  # transformers would ask a hub for it, and wait
+        raise ConfigError(f"{key}={folder!r} is not a folder: give the path of a downloaded Hugging Face model")
+    _check_files(Path(folder), key)
+    try:
+        plain = _plain(Path(folder))
+        if plain is not None:
+            return plain
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    # The fault boundary of tokenizers and transformers, which raise whatever their parsers meet.
+    except Exception as error:
+        present = ", ".join(name for name in (*JSON_FILES, *TEXT_FILES) if (Path(folder) / name).exists())
+        raise ConfigError(
+            f"{key}={folder!r}: its tokenizer cannot be loaded from {present or 'a folder without its files'} "
+            f"({reason(error)}); copy the tokenizer files there again"
+        ) from error
+
+
+def _check_files(folder: Path, key: str) -> None:
+    """Raise ``ConfigError`` on a file of a tokenizer that is no JSON or text, or has a field of another type."""
+    for name in JSON_FILES:
+        file = InputFile(folder / name, ConfigError, "copy the tokenizer files there again", key)
+        if file.path.exists():
+            values = file.json_object()
+            if name == "tokenizer_config.json":
+                file.typed(values, Settings)
+    for name in TEXT_FILES:
+        if (folder / name).exists():
+            InputFile(folder / name, ConfigError, "copy the tokenizer files there again", key).text()
 
 
 class PlainTokenizer:
@@ -43,12 +89,18 @@ class PlainTokenizer:
         self.eos_token_id: int | None = None if eos is None else backend.token_to_id(eos)
 
     def __call__(
-        self, texts: list[str], *, add_special_tokens: bool, return_attention_mask: bool
-    ) -> dict[str, list[list[int]]]:
-        """``{"input_ids": one list per text}``."""
+        self,
+        texts: list[str],
+        *,
+        add_special_tokens: bool,
+        return_attention_mask: bool = False,
+        return_offsets_mapping: bool = False,
+    ) -> dict[str, list[Any]]:
+        """``{"input_ids": one list per text}``, and with ``return_offsets_mapping`` where each token lies in its text."""
         del return_attention_mask
         found = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
-        return {"input_ids": [encoding.ids for encoding in found]}
+        offsets = {"offset_mapping": [encoding.offsets for encoding in found]} if return_offsets_mapping else {}
+        return {"input_ids": [encoding.ids for encoding in found], **offsets}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids."""
@@ -58,7 +110,7 @@ class PlainTokenizer:
     def _whole(self) -> Any:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.name_or_path)
+        return AutoTokenizer.from_pretrained(self.name_or_path, trust_remote_code=False, local_files_only=True)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -69,11 +121,11 @@ class PlainTokenizer:
 def _plain(folder: Path) -> PlainTokenizer | None:
     """The tokenizer of ``folder``, or None where its files say more than tokenizer.json does, or cannot be read."""
     try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
-        content = json.loads((folder / "tokenizer.json").read_text())
+        settings = parse_json((folder / "tokenizer_config.json").read_bytes())
+        content = parse_json((folder / "tokenizer.json").read_bytes())
         special = {token["content"] for token in content["added_tokens"] if token["special"]}
         size = len(content["model"]["vocab"]) + len(content["added_tokens"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # transformers says what is wrong with it
     tokens = [settings[name] for name in NAMED_TOKENS if settings.get(name) is not None]
     as_it_stands = (

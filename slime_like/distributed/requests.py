@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config.guard_policy import ACTIONS
+from slime_like.private import open_lock, private_folder
 
 ACTION_BITS = 3  # of the word, for the action; the rest is the request's number
 PERIOD_S = 0.1  # between two looks into the store, by one thread of each node
@@ -29,8 +30,8 @@ class Requests:
     """The word, on one rank. Two ranks that ask at once write the same one, which is one request, on all nodes."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
+        private_folder(path.parent)  # so that nobody else can have put a link here
+        self._file = open_lock(path)
         self._file.truncate(8)
         self.memory = mmap.mmap(self._file.fileno(), 8)
         self._word = memoryview(self.memory).cast("q")

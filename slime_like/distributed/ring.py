@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import shutil
+import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.config.collectives import OPS, Op
+from slime_like.private import create_private, private_folder
 
 SHARED = Path("/dev/shm")
 PREFIX = "slime_like."
@@ -93,8 +95,8 @@ class Ring:
         if self.path is None:
             self.memory = mmap.mmap(-1, size)
         else:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("w+b") as file:
+            private_folder(self.path.parent)
+            with create_private(self.path) as file:
                 file.truncate(size)
                 self.memory = mmap.mmap(file.fileno(), size)
         self.words = memoryview(self.memory).cast("q")
@@ -251,17 +253,25 @@ def pid_namespace() -> int:
 
 
 def sweep(shared: Path = SHARED, keep: Path | None = None) -> list[Path]:
-    """Remove the folders of rings all of whose processes are dead: what runs that were killed left behind.
+    """Remove this user's folders of rings all of whose processes are dead: what runs that were killed left behind.
 
     ``keep``: the folder that this process and others are about to fill, of which one may find only what was there before.
     """
     removed: list[Path] = []
     for folder in shared.glob(f"{PREFIX}*"):
         rings = list(folder.glob("*.ring"))
-        if folder != keep and rings and not any(_alive(path) for path in rings):
+        if folder != keep and _is_own(folder) and rings and not any(_alive(path) for path in rings):
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        state = folder.lstat()
+    except OSError:  # removed meanwhile
+        return False
+    return stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
 
 
 def _alive(path: Path) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from slime_like.distributed.errors import memory_soon
 from slime_like.distributed.forensics import report
 from slime_like.distributed.ring import RECORD
+from slime_like.printable import visible
 
 if TYPE_CHECKING:
     from slime_like.distributed.wrapper import Wrapper
@@ -56,7 +57,7 @@ class Watchdog:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(visible(f"{text}\n"))
     sys.stderr.flush()
 
 

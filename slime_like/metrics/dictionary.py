@@ -32,7 +32,7 @@ class Entry:
 
 
 ENTRIES = (
-    Entry("rollout/raw_reward", "mean reward of the samples trained on", "", "rises"),
+    Entry("rollout/raw_reward", "mean reward of the samples trained on, after filters", "", "rises"),
     Entry("rollout/accuracy", "share of right answers among them", "0 to 1", "rises"),
     Entry(
         "rollout/num_samples", "samples trained on", "", "batch_size * n_samples_per_prompt unless filters drop some"
@@ -109,6 +109,19 @@ ENTRIES = (
     Entry("rollout/carried_groups", "groups kept for the next rollout", "groups"),
     Entry("rollout/dropped_samples", "samples that did not fill a step and were dropped", "samples"),
     Entry("rollout/dropped_groups/<filter>", "groups a filter dropped", "groups"),
+    Entry("rollout/dropped_groups/<filter>/<reason>", "groups it dropped for one reason", "groups"),
+    Entry("rollout/generated/raw_reward", "mean reward of all generated samples, before any filter", "", "rises"),
+    Entry("rollout/generated/accuracy", "share of right answers among them", "0 to 1", "rises"),
+    Entry("rollout/generated/zero_std_ratio", "share of all generated groups whose rewards do not differ", "0 to 1"),
+    Entry(
+        "rollout/empty_in_a_row", "consecutive rollouts that gave the trainer nothing, up to this one", "rollouts", "0"
+    ),
+    Entry(
+        "rollout/without_signal_in_a_row",
+        "consecutive rollouts whose rewards do not differ where the algorithm compares them, up to this one",
+        "rollouts",
+        "0",
+    ),
     Entry(
         "rollout/generated_groups",
         "groups that were generated for a rollout, those a filter dropped included",
@@ -146,6 +159,7 @@ ENTRIES = (
     Entry("agent/timeouts", "runs that took longer than rollout.agent_deadline_s", "", "0"),
     Entry("reward/calls", "calls of reward functions", ""),
     Entry("reward/timeouts", "calls that took longer than reward.timeout_s", "", "0"),
+    Entry("reward/killed", "calls whose process was killed or had no more memory (reward.memory_gb)", "", "0"),
     Entry("reward/remote_failures", "samples that the reward server did not score in spite of retries", "", "0"),
     Entry("reward/remote_retries", "requests to the reward server that were repeated", "", "near 0"),
     Entry(
@@ -230,17 +244,43 @@ ENTRIES = (
     ),
     Entry(
         "train/train_rollout_logprob_abs_diff",
-        "mean |trainer - engine| log-probability of tokens sampled by this very version",
+        "mean |trainer - engine| log-probability of trained tokens, before the first optimizer step; of samples whose every "
+        "token was sampled by the weights that the trainer holds",
         "nats",
-        "below 1e-5 in float32, below 0.02 in bfloat16",
+        "below 1e-5 in float32, below 0.02 in bfloat16; a warning where it grows (weights.drift_warning)",
     ),
     Entry("train/train_rollout_logprob_abs_diff_p99", "99th percentile of the same", "nats"),
-    Entry("train/train_rollout_logprob_abs_diff_max", "largest of the same", "nats", "below 1e-4 in float32"),
+    Entry(
+        "train/train_rollout_logprob_abs_diff_max",
+        "largest of the same",
+        "nats",
+        "below weights.sample_tolerance, or the run ends before the step",
+    ),
     Entry(
         "train/train_rollout_kl_k3",
         "k3 estimate of the KL between engine and trainer on those tokens",
         "nats",
         "near 0",
+    ),
+    Entry(
+        "train/train_rollout_logprob_abs_diff/<layers>",
+        "mean of the same over each rank's first micro-batch, had the trainer computed its layers of one kind (attention, gdn, "
+        "mlp, or all) in float64 (weights.probe_layers=true)",
+        "nats",
+    ),
+    Entry("train/train_rollout_logprob_abs_diff_max/<layers>", "largest of the same", "nats"),
+    Entry(
+        "train/train_rollout_logprob_abs_diff_mixed",
+        "mean |trainer - engine| log-probability of tokens that the trainer's weights sampled in samples begun under other "
+        "weights (partial or asynchronous rollouts); gates nothing",
+        "nats",
+        "as train/train_rollout_logprob_abs_diff",
+    ),
+    Entry("train/train_rollout_logprob_abs_diff_mixed_max", "largest of the same", "nats"),
+    Entry(
+        "train/train_rollout_logprob_abs_diff_stale",
+        "mean |trainer - engine| log-probability of tokens that other weights sampled: how far off-policy they are; gates nothing",
+        "nats",
     ),
     Entry(
         "probe/logprob_abs_diff_max",
@@ -249,6 +289,20 @@ ENTRIES = (
         "below weights.probe_tolerance, or the run ends",
     ),
     Entry("probe/logprob_abs_diff_mean", "mean of the same", "nats"),
+    Entry(
+        "probe/decode_logprob_abs_diff_max",
+        "largest |trainer - engine| log-probability of tokens that the engine samples after beginnings of the probe sequences, "
+        "which it has cached",
+        "nats",
+        "below weights.probe_tolerance, or the run ends",
+    ),
+    Entry("probe/decode_logprob_abs_diff_mean", "mean of the same", "nats"),
+    Entry(
+        "probe/prefix_cache_hit_rate",
+        "share of these beginnings whose keys and values the engine had cached",
+        "0 to 1",
+        "near 1; less where rollout.sglang turns the prefix cache off or makes its pages large",
+    ),
     Entry(
         "probe/logprob_abs_diff_max/<layers>",
         "the same, had the trainer computed its layers of one kind (attention, gdn, mlp, or all) in float64: far below "

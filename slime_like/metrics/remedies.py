@@ -7,6 +7,10 @@ REMEDIES = {
     "too easy nor too hard (rollout/zero_std_ratio)? falls later: lower optim.lr, add a KL term",
     "rollout/accuracy": "as rollout/raw_reward; if the reward rises and this does not, the reward is being gamed",
     "rollout/num_samples": "rollout/dropped_groups says which filter drops them; rollout.max_refills replaces them",
+    "rollout/empty_in_a_row": "rollout/dropped_groups says what the filters drop; the warning quotes a sample",
+    "rollout/without_signal_in_a_row": "read the sample that the warning quotes: the reward, the prompts or the response's form",
+    "rollout/generated/raw_reward": "as rollout/raw_reward",
+    "rollout/generated/accuracy": "as rollout/accuracy",
     "rollout/truncated_ratio": "raise rollout.max_response_len; or shape the reward by reward.overlong_buffer_len",
     "rollout/aborted_ratio": "read logs/engine_*.log",
     "rollout/zero_std_ratio": "choose other prompts, more rollout.n_samples_per_prompt, or rollout.filters=[nonzero_std]",
@@ -27,9 +31,10 @@ REMEDIES = {
     "agent/failures": "read the warning with the line that raised; failed runs are not trained on",
     "agent/timeouts": "raise rollout.agent_deadline_s, or bound what the agent waits for itself",
     "reward/timeouts": "make the reward faster, raise reward.timeout_s or reward.workers; the samples count as reward.fallback",
+    "reward/killed": "the warning names signal and reward; raise reward.memory_gb, or lower reward.workers where the machine is short",
     "reward/remote_failures": "see to the reward server; the warning in the run's output says what it answers",
     "reward/remote_retries": "the server is overloaded: lower reward.remote_concurrency",
-    "reward/fallbacks": "reward/timeouts and reward/remote_failures say of which kind they are",
+    "reward/fallbacks": "reward/timeouts, reward/killed and reward/remote_failures say of which kind they are",
     "data/bad_rows": "data.on_bad_row=stop names the first of them",
     "train/sft_loss": "flat: raise optim.lr; rises again: fewer epochs",
     "train/pg_clipfrac": "lower optim.lr or loop.steps_per_rollout",
@@ -61,10 +66,16 @@ REMEDIES = {
     "train/off_policy_token_ratio": "with loop.max_staleness=0: report it",
     "train/train_rollout_logprob_abs_diff": "the table in report.html says by which cause; weights.probe_layers=true tells the "
     "trainer's rounding from the engine's; train under algo.use_tis=true until it is known",
-    "train/train_rollout_logprob_abs_diff_max": "as the mean; one token alone is often one of very low probability",
+    "train/train_rollout_logprob_abs_diff_max": "as the mean, and the error names the samples; in bfloat16 one token alone is "
+    "often one of very low probability",
+    "train/train_rollout_logprob_abs_diff_mixed": "much above train_rollout_logprob_abs_diff: the engine continues samples on "
+    "keys and values of older weights; report it",
     "train/train_rollout_kl_k3": "as train/train_rollout_logprob_abs_diff",
     "probe/logprob_abs_diff_max": "the push did not arrive whole, or engine and trainer compute differently: read the error; "
     "weights.probe_layers=true",
+    "probe/decode_logprob_abs_diff_max": "read the error: keys and values of older weights were used again, or decoding "
+    "computes differently than prefilling; rollout.cpu_kernels=off on a CPU, other attention backends on a GPU",
+    "probe/prefix_cache_hit_rate": "0 with the cache on: report it, the probe then does not test it",
     "eval/<dataset>": "train accuracy rises and this does not: more prompts, fewer epochs, a KL term",
     "eval/<dataset>-pass@<k>": "pass@1 rises while the largest k falls: answers narrow, see train/entropy",
     "comm/<group>/<op>/clears": "guard.threshold or the memory left to engines: scripts/profile_comm.py",

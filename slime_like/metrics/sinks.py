@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,11 @@ from rich.console import Console
 
 from slime_like.config.run import MetricsConfig
 from slime_like.errors import ConfigError
+from slime_like.metrics.appended import Appended
+from slime_like.metrics.log import DAMAGED, Kept, keep
+from slime_like.metrics.types import RunWarning
 from slime_like.metrics.view import LiveConsole, PlainConsole
+from slime_like.reading import InputFile, reason, shown
 
 Spans = Mapping[str, tuple[float, float]]
 
@@ -27,6 +32,13 @@ class Sink(Protocol):
 
     def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class KeepsWarnings(Protocol):
+    """A sink that shows the run's warnings to those who look at it later."""
+
+    def warn(self, step: int, warning: RunWarning) -> None: ...
 
 
 @runtime_checkable
@@ -51,7 +63,8 @@ def open_sinks(
     without prompts. Raises ``ConfigError`` when a library that was asked for is not installed.
     """
     stream = console or sys.stdout
-    sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", first_step)]
+    log = JsonlSink(run_dir / "metrics.jsonl", first_step)
+    sinks: list[Sink] = [log]
     kind = config.console
     if kind == "auto":
         kind = "live" if stream.isatty() else "plain"
@@ -63,7 +76,10 @@ def open_sinks(
         sinks.append(TensorboardSink(run_dir / "tensorboard", first_step))
     if config.wandb:
         sinks.append(WandbSink(config, run_dir, settings or {}, resumed=first_step > 0))
-    return FanOut(sinks)
+    out = FanOut(sinks)
+    if log.damage:
+        out.note(log.damage)
+    return out
 
 
 @dataclass(slots=True)
@@ -83,6 +99,12 @@ class FanOut:
             if isinstance(sink, Watched):
                 sink.note(text)
 
+    def warn(self, step: int, warning: RunWarning) -> None:
+        """Keep a warning in every sink that keeps any."""
+        for sink in self.sinks:
+            if isinstance(sink, KeepsWarnings):
+                sink.warn(step, warning)
+
     def close(self) -> None:
         """Flush and close everything, each whatever becomes of the others."""
         with ExitStack() as closing:
@@ -94,41 +116,63 @@ class FanOut:
 class JsonlSink:
     """One line per step: ``{"step", "time", <metric>: number, ..., "spans": {name: [start, stop]}}``.
 
-    On resume, lines after ``first_step`` are dropped: the steps they tell of are taken again.
+    A step with warnings also has ``"warnings": [text, ...]``.
+    On resume, lines after ``first_step`` go to metrics_dropped.jsonl: their steps are taken again. Lines that cannot be read
+    are set aside in ``metrics.damaged.jsonl``, and ``damage`` says so.
     """
 
     path: Path
     first_step: int
-    _file: TextIO = field(init=False)
+    damage: str = field(init=False)
+    _file: Appended = field(init=False)
+    _warnings: list[str] = field(default_factory=list[str], init=False)  # of the step to be logged next
 
     def __post_init__(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in self._lines() if _step_of(line) <= self.first_step] if self.first_step else []
+        kept = keep(self.path, self.first_step) if self.first_step else Kept((), (), "")
+        self.damage = kept.note
         partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(line + "\n" for line in kept))
-        partial.replace(self.path)  # whole or as it was: the steps before are told nowhere else
-        self._file = self.path.open("a")
-
-    def _lines(self) -> list[str]:
-        return self.path.read_text().splitlines() if self.path.exists() else []
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if kept.damaged:
+                with self.path.with_name(DAMAGED).open("ab") as file:
+                    file.writelines(line + b"\n" for line in kept.damaged)
+            _set_aside(self.path, {*kept.lines, *kept.damaged})
+            partial.write_bytes(b"".join(line + b"\n" for line in kept.lines))
+            partial.replace(self.path)  # whole or as it was: the steps before are told nowhere else
+            self._file = Appended(self.path)
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written ({reason(error)}): move it away, or make room") from error
 
     def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
-        """Append one line and flush it: a killed run loses none."""
-        row = {"step": step, "time": time.time(), **values, "spans": {name: list(span) for name, span in spans.items()}}
+        """Append one line at once: a killed run loses none."""
+        row: dict[str, Any] = {
+            "step": step,
+            "time": time.time(),
+            **values,
+            "spans": {name: list(span) for name, span in spans.items()},
+        }
+        if self._warnings:
+            row["warnings"], self._warnings = self._warnings, []
         self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+
+    def warn(self, step: int, warning: RunWarning) -> None:
+        """Keep the warning for the step's line."""
+        del step
+        self._warnings.append(str(warning))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-def _step_of(line: str) -> float:
-    """Step of a line; infinity for a torn one, so that it is dropped."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+def _set_aside(path: Path, kept: Set[bytes]) -> None:
+    """Append the lines of ``path`` that are not ``kept`` to metrics_dropped.jsonl: nothing that was logged is lost."""
+    dropped = (
+        [line for line in path.read_bytes().split(b"\n") if line.strip() and line not in kept] if path.exists() else []
+    )
+    if dropped:
+        with path.with_name("metrics_dropped.jsonl").open("ab") as file:
+            file.writelines(line + b"\n" for line in dropped)
 
 
 class TensorboardSink:
@@ -198,6 +242,10 @@ class WandbSink:
         del spans
         self._run.log({**values, "step": step})
 
+    def warn(self, step: int, warning: RunWarning) -> None:
+        """Raise an alert, without the quoted sample."""
+        self._run.alert(title="slime_like", text=f"step {step}: {warning.text}", level="WARN")
+
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
@@ -205,7 +253,9 @@ class WandbSink:
 
 def _wandb_id(path: Path, *, resumed: bool) -> str:
     """The id of this run: the user's, the one that its folder keeps, or a new one, which the folder keeps from now on."""
-    kept = path.read_text().strip() if resumed and path.is_file() else ""
+    kept = InputFile(path, ConfigError, "remove it").text().strip() if resumed and path.is_file() else ""
+    if kept and not re.fullmatch(r"[\w-]{1,64}", kept):
+        raise ConfigError(f"{path} holds {shown(kept)}, which is no id of a wandb run: correct it, or remove it")
     chosen = os.environ.get("WANDB_RUN_ID") or kept or secrets.token_hex(4)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(chosen + "\n")

@@ -56,6 +56,17 @@ class Last:
 Metric = Mean | Sum | Max | Min | Last
 
 
+@dataclass(frozen=True, slots=True)
+class RunWarning:
+    """A sentence for the user. ``example`` quotes prompts or responses and does not leave the machine."""
+
+    text: str
+    example: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text}\n  for example {self.example}" if self.example else self.text
+
+
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
     """One number per name. Raises ``ValueError`` when one name is reported with two reductions."""
     by_name: dict[str, list[Metric]] = {}

@@ -12,6 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from slime_like.printable import visible
+
 ROWS = 12
 NOTES = 4
 PHASES = ("train_wait", "train", "update_weights", "eval")
@@ -65,12 +67,12 @@ class PlainConsole:
         found += [f"eval/{name} {value:.3f}" for name, value in evaluations(values).items()]
         if not found:
             return
-        self._stream.write(f"[{step}/{self._num_steps}] {'  '.join(found)}\n")
+        self._stream.write(visible(f"[{step}/{self._num_steps}] {'  '.join(found)}\n"))
         self._stream.flush()
 
     def note(self, text: str) -> None:
         """Print it on a line of its own."""
-        self._stream.write(f"{text}\n")
+        self._stream.write(visible(f"{text}\n"))
         self._stream.flush()
 
     def close(self) -> None:
@@ -136,7 +138,7 @@ class LiveConsole:
         if done > 0 and self._started is not None:
             left = (self._clock() - self._started) / done * (self._num_steps - step)
             lines.append(f"about {left / 60:.1f} min left")
-        return Text("\n".join([*lines, *self._notes]))  # no markup: names of sets and files are users'
+        return Text(visible("\n".join([*lines, *self._notes])))  # no markup: names of sets and files are users'
 
     def close(self) -> None:
         """Leave the last table on the screen."""

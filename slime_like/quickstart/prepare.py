@@ -17,6 +17,8 @@ from slime_like.config.algo import SftConfig
 from slime_like.config.root import TrainConfig
 from slime_like.deadline import Deadline
 from slime_like.errors import ConfigError, WorkerError
+from slime_like.printable import visible
+from slime_like.private import open_lock
 from slime_like.quickstart.arithmetic import ArithmeticSpec
 from slime_like.quickstart.child import run_child
 from slime_like.quickstart.model import DENSE, GDN, NEXT, TOOL, ModelSpec, write_model
@@ -99,7 +101,7 @@ def _turn(folder: Path) -> Generator[None]:
     """One preparation at a time: two quickstarts started together share what is made."""
     folder.mkdir(parents=True, exist_ok=True)
     deadline = Deadline("quickstart", "prepare", WARM_START_DEADLINE_S)
-    with (folder / ".quickstart.lock").open("w") as lock:
+    with open_lock(folder / ".quickstart.lock") as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,5 +187,5 @@ def _digest(path: Path) -> str:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"quickstart: {text}\n")
+    sys.stdout.write(visible(f"quickstart: {text}\n"))
     sys.stdout.flush()

@@ -69,11 +69,11 @@ def _last(record: Record, metric: str) -> float | None:
 def _overall(record: Record) -> Part:
     values = [_last(record, f"{MEAN}{suffix}") for suffix in ("", "_p99", "_max")]
     if values[0] is None:
-        return Part("all of it", "not measured", "no step trained on tokens of the trainer's own version")
+        return Part("all of it", "not measured", "no step trained on samples of the trainer's own version")
     text = ", ".join(
         f"{name} {number(v)}" for name, v in zip(("mean", "p99", "max"), values, strict=True) if v is not None
     )
-    return Part("all of it", f"{text} nats", f"{MEAN} at the last step, of tokens of the trainer's own version")
+    return Part("all of it", f"{text} nats", f"{MEAN} at the last step, of samples of the trainer's own version")
 
 
 def _staleness(record: Record, views: Sequence[TokenView]) -> Part:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from slime_like.report.page import html
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 420, 190, 58, 24, 12, 10
 MOST = 1000  # points of a line
@@ -25,16 +26,16 @@ class Series:
 def chart(title: str, series: Sequence[Series], *, unit: str = "", note: str = "", mark: float | None = None) -> str:
     """An SVG figure of ``series`` over steps, with a legend where there are several; ``mark`` is an x to point at."""
     shown = [line for line in series if any(_drawn(y) for _, y in line.points)]
-    head = f"<figcaption>{escape(title)}{f' <small>{escape(unit)}</small>' if unit else ''}</figcaption>"
+    head = f"<figcaption>{html(title)}{f' <small>{html(unit)}</small>' if unit else ''}</figcaption>"
     if not shown:
         return f"<figure>{head}<p class=note>no value</p></figure>"
-    legend = "".join(f'<span class="key c{s.colour % COLOURS}">{escape(s.name)}</span> ' for s in shown)
+    legend = "".join(f'<span class="key c{s.colour % COLOURS}">{html(s.name)}</span> ' for s in shown)
     body = "".join(_lines(shown, mark))
-    name = escape(f"{title}: {', '.join(s.name for s in shown)}", quote=True)
+    name = html(f"{title}: {', '.join(s.name for s in shown)}")
     return (
         f'<figure>{head}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{body}</svg>'
         f"{f'<p class=legend>{legend}</p>' if len(shown) > 1 else ''}"
-        f"{f'<p class=note>{escape(note)}</p>' if note else ''}</figure>"
+        f"{f'<p class=note>{html(note)}</p>' if note else ''}</figure>"
     )
 
 
@@ -88,7 +89,7 @@ def _lines(series: Sequence[Series], mark: float | None) -> Iterator[str]:
                 yield f'<polyline class="line {colour}" points="{path}"/>'
         for x, y in line.points if len(line.points) <= 80 else line.points[-1:]:
             if _drawn(y):
-                label = escape(f"{line.name} at {number(x)}: {y!r}")
+                label = html(f"{line.name} at {number(x)}: {y!r}")
                 yield f'<circle class="dot {colour}" cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="2"><title>{label}</title></circle>'
 
 

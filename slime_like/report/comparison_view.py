@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from html import escape
 from typing import TextIO
 
 from rich.console import Console
-from rich.markup import escape as plain
+from rich.markup import escape
 from rich.table import Table
 
 from slime_like.metrics import dictionary
+from slime_like.printable import visible
 from slime_like.report.chart import Series, chart, number
 from slime_like.report.comparison import Comparison, Divergence
-from slime_like.report.page import page, table
+from slime_like.report.page import html, page, table
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK = 24
+
+
+def plain(text: str) -> str:
+    """Return text that rich shows as it is: neither markup nor control characters."""
+    return escape(visible(text))
 
 
 def chosen(found: Comparison, patterns: Sequence[str]) -> list[Divergence]:
@@ -86,8 +91,8 @@ def html_page(found: Comparison, patterns: Sequence[str]) -> str:
 
 
 def _body(found: Comparison, patterns: Sequence[str]) -> Iterator[str]:
-    yield f"<h1>{escape(found.a.name)} and {escape(found.b.name)}</h1>"
-    yield from (f"<p>{escape(line)}</p>" for line in summary(found))
+    yield f"<h1>{html(found.a.name)} and {html(found.b.name)}</h1>"
+    yield from (f"<p>{html(line)}</p>" for line in summary(found))
     metrics = chosen(found, patterns)
     yield '<h2>Curves</h2><div class="grid-of-charts">'
     for metric in metrics:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from slime_like.printable import visible
+
 STYLE = (
     """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1c2126;--dim:#68727c;--rule:#dfe3e7;--box:#f6f7f9;
@@ -41,13 +43,18 @@ details{margin:6px 0;padding:8px 12px;background:var(--box);border-radius:8px}su
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'none'; form-action 'none'; base-uri 'none'"
 
 
+def html(value: object) -> str:
+    """Return a value as text of a page, also within an attribute: nothing in it is markup or acts on the reader."""
+    return escape(visible(str(value)), quote=True)
+
+
 def page(title: str, body: Iterable[str]) -> str:
-    """The whole document. ``body`` is HTML whose text has been escaped by its makers."""
+    """The whole document. ``body`` is HTML whose values have gone through ``html``."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY, quote=True)}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+        f"<title>{html(title)}</title><style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n"
     )
 
 
@@ -56,7 +63,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: 
 
     def cells(tag: str, row: Sequence[object]) -> str:
         return "".join(
-            f"<{tag}{' class=n' if at in numbers else ''}>{escape(str(cell))}</{tag}>" for at, cell in enumerate(row)
+            f"<{tag}{' class=n' if at in numbers else ''}>{html(cell)}</{tag}>" for at, cell in enumerate(row)
         )
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from slime_like.errors import DataError
+from slime_like.metrics.log import Row, parse_row
+from slime_like.reading import InputFile, reason
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of metrics.jsonl."""
-
-    step: int
-    time: float  # s since the epoch
-    values: Mapping[str, float]
-    spans: Mapping[str, tuple[float, float]]  # phase -> start and stop, s since the epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,50 +67,26 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _rows(path: Path, notes: list[str]) -> Iterator[Row]:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    lines = text.splitlines()
+    content = InputFile(path).data()
+    lines = content.splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            yield _row(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if number == len(lines) and not text.endswith("\n"):
+            yield parse_row(line)
+        except ValueError as error:
+            if number == len(lines) and not content.endswith(b"\n"):
                 notes.append(f"{path}:{number}: the last line is torn and was left out")
                 return
             raise DataError(
-                f"{path}:{number} is no line of metrics ({type(error).__name__}: {error}): remove it, or copy the file again"
+                f"{path}:{number} is no line of metrics ({reason(error)}): remove it, or copy the file again"
             ) from error
-
-
-def _row(fields: dict[str, Any]) -> Row:
-    step = fields["step"]
-    if isinstance(step, bool) or not isinstance(step, (int, float)) or not math.isfinite(step):
-        raise ValueError(f"step is {step!r}")
-    values = {
-        name: float(value)
-        for name, value in fields.items()
-        if name not in ("step", "time", "spans") and _is_number(name, value)
-    }
-    spans = {name: (float(start), float(stop)) for name, (start, stop) in dict(fields.get("spans") or {}).items()}
-    return Row(int(step), float(fields.get("time", "nan")), values, spans)
-
-
-def _is_number(name: str, value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} is {value!r}, not a number")
-    return True
 
 
 def _config(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.is_file():
         notes.append(f"{path} is missing: the configuration is not known")
         return {}
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"{path} cannot be read as YAML: {error}") from error
+    file = InputFile(path)
+    tree = file.yaml()
     if not isinstance(tree, dict):
-        raise DataError(f"{path} holds no configuration: it is written when a run starts")
+        raise file.refused("holds no configuration: it is written when a run starts")
     return cast("dict[str, Any]", tree)

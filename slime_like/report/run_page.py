@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any, cast
 
 from slime_like.data import faults
@@ -12,7 +11,7 @@ from slime_like.metrics import dictionary
 from slime_like.report.attribution import attribute
 from slime_like.report.chart import Series, chart, number
 from slime_like.report.collectives import collectives
-from slime_like.report.page import page, table
+from slime_like.report.page import html, page, table
 from slime_like.report.record import Record, Row, flat
 from slime_like.report.samples import SampledRollout
 from slime_like.report.token_page import Decode, group_html, legend
@@ -54,6 +53,7 @@ CHARTS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 PHASES = ("train_wait", "train", "update_weights", "eval", "save")  # of the loop, one after another
 INSIDE = ("rollout", "actor_train", "log_probs", "ref_log_probs", "values", "critic_train", "teacher_log_probs", "dump")
 MEMORY = "memory/"
+MAX_WARNINGS = 50
 GIB = 2**30
 
 
@@ -91,9 +91,11 @@ def _head(record: Record) -> Iterator[str]:
     seconds = rows[-1].time - rows[0].time
     took = f", {seconds:.0f} s from its first line to its last" if len(rows) > 1 and math.isfinite(seconds) else ""
     planned = config.get("loop.num_rollout")
-    of = f" of {planned}" if planned is not None else ""
-    yield f"<h1>{escape(record.name)}</h1>"
-    yield f"<p class=dim>{escape(str(record.folder))}; {last}{of} rollouts trained on{took}</p>"
+    of = f" of {html(str(planned))}" if planned is not None else ""
+    trained = sum(row.values.get("train/num_tokens", 0.0) > 0 for row in rows)
+    counted = "" if config.get("run.mode") == "rollout_only" else f", {trained} of them trained on"
+    yield f"<h1>{html(record.name)}</h1>"
+    yield f"<p class=dim>{html(str(record.folder))}; {last}{of} rollouts{counted}{took}</p>"
     facts = [
         f"{key}={config[key]}"
         for key in (
@@ -106,8 +108,18 @@ def _head(record: Record) -> Iterator[str]:
         )
         if key in config
     ]
-    yield f"<p><code>{escape(' '.join(facts))}</code></p>"
-    yield from (f"<p class=bad>{escape(note)}</p>" for note in record.notes)
+    yield f"<p><code>{html(' '.join(facts))}</code></p>"
+    yield from (f"<p class=bad>{html(note)}</p>" for note in record.notes)
+    yield from _warnings(record)
+
+
+def _warnings(record: Record) -> Iterator[str]:
+    """The run's warnings by step, the newest first."""
+    found = [(row.step, warning) for row in reversed(record.rows) for warning in row.warnings]
+    if found:
+        yield f"<h2>Warnings</h2><details open><summary>{len(found)} of the run's own</summary>"
+        yield table(("step", "warning"), found[:MAX_WARNINGS])
+        yield "</details>"
 
 
 def _unit(metric: str) -> str:
@@ -175,13 +187,13 @@ def _bar(totals: Mapping[str, float], whole: float) -> str:
     left = 0.0
     for at, (phase, spent) in enumerate(totals.items()):
         width = 1000 * spent / whole
-        title = escape(f"{phase}: {spent / whole:.1%}")
+        title = html(f"{phase}: {spent / whole:.1%}")
         pieces.append(
             f'<rect class="c{at}" x="{left:.1f}" y="0" width="{width:.1f}" height="22"><title>{title}</title></rect>'
         )
         left += width
     keys = "".join(
-        f'<span class="key c{at}">{escape(p)} {s / whole:.0%}</span>' for at, (p, s) in enumerate(totals.items()) if s
+        f'<span class="key c{at}">{html(p)} {s / whole:.0%}</span>' for at, (p, s) in enumerate(totals.items()) if s
     )
     bar = f'<svg viewBox="0 0 1000 22" role="img" aria-label="share of time of each phase">{"".join(pieces)}</svg>'
     return f"<figure>{bar}<p class=legend>{keys}</p></figure>"

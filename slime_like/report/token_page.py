@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
 
 from slime_like.data.token_view import TokenView
+from slime_like.printable import visible
 from slime_like.report.chart import number
-from slime_like.report.page import table
+from slime_like.report.page import html, table
 from slime_like.types import Sample, SampleGroup, Source
 
 MAX_TOKENS = 1500  # of one sample that are shown
 LEVELS = (0.01, 0.1, 0.5)  # nats of |trainer - engine| from which a token is coloured
-KEPT = "\n\t"
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -49,14 +47,6 @@ class Token:
 COLUMNS = ("engine", "trainer", "difference", "advantage", "weight", "version", "span")
 
 
-def visible(text: str) -> str:
-    """``text`` with control, format and lone surrogate characters spelled out, so that none acts on the page."""
-    return "".join(
-        char if char in KEPT or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co") else f"\\u{ord(char):04x}"
-        for char in text
-    )
-
-
 def tokens_of(sample: Sample, view: TokenView | None, decode: Decode) -> list[Token]:
     """The tokens of a sample, with the trainer's columns where ``view`` has the sample."""
     at = _place(sample, view)
@@ -81,7 +71,7 @@ def group_html(group: SampleGroup, view: TokenView | None, decode: Decode, rollo
         label = "" if group.prompt.label is None else f", label {visible(group.prompt.label)}"
         title = f"rollout {rollout_id}, group {group.group_id}, sample {sample.sample_id}: {reward}{label}"
         tokens = tokens_of(sample, view, decode)
-        yield f"<details open><summary>{escape(title)} <small>{escape(_facts(sample))}</small></summary>"
+        yield f"<details open><summary>{html(title)} <small>{html(_facts(sample))}</small></summary>"
         yield f'<p class="tokens">{"".join(map(_span, tokens[:MAX_TOKENS]))}</p>'
         if len(tokens) > MAX_TOKENS:
             yield f"<p class=note>{len(tokens) - MAX_TOKENS} more tokens are not shown</p>"
@@ -121,6 +111,4 @@ def _span(token: Token) -> str:
     title = "; ".join([repr(token.text), *(f"{name} {cell}" for name, cell in values if cell)])
     gap = abs(token.difference)
     level = 0 if math.isnan(gap) else sum(gap >= least for least in LEVELS)
-    return (
-        f'<span class="t {token.source.value} d{level}" title="{escape(title, quote=True)}">{escape(token.text)}</span>'
-    )
+    return f'<span class="t {token.source.value} d{level}" title="{html(title)}">{html(token.text)}</span>'

@@ -15,6 +15,7 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces import GroupRewardFn, RewardFn
 from slime_like.reward.compose import components
 from slime_like.reward.kinds import RowCheck, compares, row_check, takes_groups
+from slime_like.user_code import check_signature
 
 AnyReward = RewardFn | GroupRewardFn
 RowRule = Callable[[str | None, str | None, Mapping[str, Any]], str]
@@ -48,12 +49,7 @@ def load_reward(key: str, name: str) -> AnyReward:
         raise ConfigError(
             f"{key}={name!r} is a coroutine function; rewards run in processes of their own: make it a plain function"
         )
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise ConfigError(f"{key}={name!r} cannot be called as reward(prompt, {takes}): {error}") from error
-    except ValueError:  # a builtin without a signature
-        pass
+    check_signature(key, name, function, f"reward(prompt, {takes})", 2)
     return cast(AnyReward, function)
 
 

@@ -5,7 +5,7 @@ math-verify (Hugging Face) parses LaTeX into sympy by a grammar and compares by 
 - its parser for plain expressions, which goes through sympy's ``parse_expr`` and so through Python's ``eval`` on text
   that a model wrote: only LaTeX is handed over;
 - its own time limits, which are signal handlers: the reward pool enforces the deadline by ending the process;
-- expressions that take sympy minutes or gigabytes, such as ``9^{9^{9}}``: these are compared as text.
+- expressions that take sympy minutes or gigabytes, such as ``9^{9^{9}}`` and integrals: these are compared as text.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from functools import lru_cache
 from typing import Any
 
 from slime_like.reward.boxed import last_boxed
+from slime_like.reward.size import size_of
 
 INTEGER = re.compile(r"[-+]?\d{1,18}")
 DOLLARS = re.compile(r"\$\$(.+)\$\$|\$([^$\n]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 PERCENT = re.compile(r"\\?%$")
 LONGEST = 400  # characters; answers of MATH-500 have at most 159
 DEEPEST = 12  # nested braces
+MOST_DIGITS, MOST_TERMS = 20_000, 1_000  # of what sympy computes, and multiplies out
 WILD = re.compile(
     r"\d{60,}"  # numbers without end
     r"|\^\s*\{[^{}]*\^|\^\s*[\w.]+\s*\^"  # powers of powers
@@ -30,8 +32,11 @@ WILD = re.compile(
     r"|[)\]}]\s*\^\s*\{?\s*\d{3,}"  # large powers of a formula
     r"|\d{4,}\s*\}*\s*!|!\s*!"  # large and repeated factorials
     r"|\\(?:sum|prod)(?![a-zA-Z]).*\d{3,}"
+    r"|\\(?:sum|prod)(?![a-zA-Z])(?!\s*_\s*\{[^{}]*\}\s*\^\s*(?:\w|\{\s*[-+\w\s]{1,9}\}))"  # limits that are not whole
     r"|\\[dt]?binom\s*\{?\s*\d{4,}"
-    r"|\\(?:sum|prod|int|oint|iint|iiint|lim|det|log|ln)(?![a-zA-Z]).*\\(?:sum|prod|int|oint|iint|iiint|lim)(?![a-zA-Z])",
+    r"|\\(?:int|oint|iint|iiint|lim)(?![a-zA-Z])\s*(?:_(?:\w|\{[^{}]*\}))?+(?:\^(?:\w|\{[^{}]*\}))?+(?=.*\^|.*\\[a-z])"
+    r"|\\(?:sum|prod)(?![a-zA-Z]).*\\infty|\\infty.*\\(?:sum|prod)(?![a-zA-Z])"
+    r"|\\(?:sum|prod|det|log|ln)(?![a-zA-Z]).*\\(?:sum|prod)(?![a-zA-Z])",
     re.DOTALL,
 )
 LOOKS = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[!,;:]|\\?\$|\^\s*\{?\s*\\circ\s*\}?|°|\.\s*$")
@@ -65,7 +70,10 @@ def tame(latex: str) -> bool:
     for character in latex[:LONGEST]:
         depth += (character in "{([") - (character in "})]")
         deepest = max(deepest, depth)
-    return len(latex) <= LONGEST and deepest <= DEEPEST and WILD.search(latex) is None
+    if len(latex) > LONGEST or deepest > DEEPEST or WILD.search(latex):
+        return False
+    size = size_of(latex)
+    return size.digits <= MOST_DIGITS and size.terms <= MOST_TERMS
 
 
 def plain(latex: str) -> str:

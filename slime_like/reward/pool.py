@@ -16,22 +16,24 @@ from slime_like.errors import DeadlineExceeded, RewardError
 from slime_like.metrics.types import Metric, Sum
 from slime_like.reward.boxed import only_boxed
 from slime_like.reward.compose import components, composed
+from slime_like.reward.number import checked
 from slime_like.reward.process import WorkerDied, WorkerProcess
 from slime_like.reward.remote import RemoteReward, ServerFailed
 from slime_like.reward.worker import LOAD_S, Call, Load
 from slime_like.together import together
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Status
 
+LOAD_TRIES = 3  # of a reward whose process is killed while it imports it
 UNSCORED = (Status.FAILED, Status.ABORTED)
-COUNTS = ("calls", "timeouts", "remote_failures", "remote_retries", "fallbacks")
+COUNTS = ("calls", "timeouts", "killed", "remote_failures", "remote_retries", "fallbacks")
 
 
 class RewardPool:
     """``reward.workers`` processes, and a client of the reward server. Belongs to the event loop that first scores with it.
 
-    A call that takes longer than ``reward.timeout_s`` is killed with its process, which is replaced. Its samples, and
-    those that a reward server did not score in spite of retries, get ``reward.fallback``; where that is null they fail,
-    so that they enter no baseline. Metrics ``reward/timeouts``, ``reward/remote_failures`` and ``reward/fallbacks``
+    A call that takes longer than ``reward.timeout_s`` is killed with its process, which is replaced, as is a process that
+    somebody kills or that has used up ``reward.memory_gb``. Its samples, and those that a reward server did not score in spite of retries, get ``reward.fallback``; where that is null they fail,
+    so that they enter no baseline. Metrics ``reward/timeouts``, ``reward/killed``, ``reward/remote_failures`` and ``reward/fallbacks``
     count them. A reward that raises, ends its process or returns something that is not a finite number raises
     ``RewardError``: the run ends.
     """
@@ -42,7 +44,7 @@ class RewardPool:
         self._places = asyncio.Semaphore(config.workers)
         self._remote = RemoteReward(config)
         self._takes_groups: dict[str, bool] = {}
-        self._late: set[str] = set()  # rewards of which a user has been told that a call was late
+        self._told: set[tuple[str, str]] = set()  # rewards, and what a user has been told of their calls
         self._counts: Counter[str] = Counter()
         self._warnings: list[str] = []
         self._loading = asyncio.Lock()
@@ -118,9 +120,17 @@ class RewardPool:
 
     async def _is_for_groups(self, name: str) -> bool:
         async with self._loading:
-            if name not in self._takes_groups:
-                async with self._places, self._worker() as worker:
-                    self._takes_groups[name] = await _load(worker, name)
+            for tries in range(LOAD_TRIES):
+                if name in self._takes_groups:
+                    break
+                try:
+                    async with self._places, self._worker() as worker:
+                        self._takes_groups[name] = await _load(worker, name)
+                except WorkerDied as error:
+                    if tries == LOAD_TRIES - 1:
+                        raise RewardError(
+                            f"reward {name!r} could not be imported: {self._death(error)}, {LOAD_TRIES} times"
+                        ) from error
         return self._takes_groups[name]
 
     async def _call(self, name: str, prompt: Prompt, samples: tuple[Sample, ...]) -> Sequence[Reward | None]:
@@ -135,7 +145,11 @@ class RewardPool:
             self._tell_late(name, prompt, samples)
             return [None] * len(samples)
         except WorkerDied as error:
-            raise _fault(name, str(error), prompt, samples) from error
+            if not error.killed:
+                raise _fault(name, str(error), prompt, samples) from error
+            self._counts["killed"] += 1
+            self._tell_killed(error, name, prompt, samples)
+            return [None] * len(samples)
         if answer.fault:
             raise _fault(name, answer.fault, prompt, samples)
         return answer.rewards
@@ -143,7 +157,11 @@ class RewardPool:
     @asynccontextmanager
     async def _worker(self) -> AsyncGenerator[WorkerProcess]:
         assert not self._closed, "the reward pool is closed"
-        worker = self._idle.pop() if self._idle else WorkerProcess(self._config.timeout_s)
+        worker = self._idle.pop() if self._idle else None
+        if worker is not None and not worker.alive:  # somebody killed it while it had nothing to do
+            worker.kill()
+            worker = None
+        worker = worker or WorkerProcess(self._config.timeout_s, int((self._config.memory_gb or 0) * 2**30))
         try:
             yield worker
         except BaseException:  # a late or cancelled call leaves its process in the middle of something
@@ -166,13 +184,28 @@ class RewardPool:
 
     def _tell_late(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
         """One message per reward, with its first late sample; ``reward/timeouts`` counts them all."""
-        if name not in self._late:
-            self._late.add(name)
+        if (name, "late") not in self._told:
+            self._told.add((name, "late"))
             self._warnings.append(
                 f"reward {name!r} took longer than reward.timeout_s={self._config.timeout_s:g} for {_of(samples)} of prompt "
                 f"{prompt.prompt_id} ({prompt.dataset}): late samples {self._fallback()} (reward.fallback); "
                 "reward/timeouts counts such calls"
             )
+
+    def _tell_killed(self, error: WorkerDied, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
+        """One message per reward and signal; ``reward/killed`` counts them all."""
+        if (name, str(error)) not in self._told:
+            self._told.add((name, str(error)))
+            self._warnings.append(
+                f"{self._death(error)}, as it ran reward {name!r} for {_of(samples)} of prompt {prompt.prompt_id} "
+                f"({prompt.dataset}): another takes its place, and such samples {self._fallback()} (reward.fallback); "
+                "reward/killed counts them"
+            )
+
+    def _death(self, error: WorkerDied) -> str:
+        limit = self._config.memory_gb
+        allowed = "has no limit" if limit is None else f"is {limit:g}"
+        return f"a process of the reward pool {error} (reward.memory_gb, the memory it may take, {allowed})"
 
     def _fallback(self) -> str:
         value = self._config.fallback
@@ -191,12 +224,17 @@ class RewardPool:
 
 
 async def _load(worker: WorkerProcess, name: str) -> bool:
-    """Import the reward before its first call, outside the call's deadline; whether it takes groups."""
+    """Import the reward before its first call, outside the call's deadline, and return whether it takes groups.
+
+    Raises ``RewardError``, or ``WorkerDied`` where the process was killed.
+    """
     if name in worker.loaded:
         return worker.loaded[name]
     try:
         answer = await worker.ask(Load(name), Deadline("reward pool", "load", LOAD_S))
     except (DeadlineExceeded, WorkerDied) as error:
+        if isinstance(error, WorkerDied) and error.killed:
+            raise
         raise RewardError(f"reward {name!r} could not be imported in a worker: {error}") from error
     if answer.fault:
         raise RewardError(f"reward {name!r} could not be imported in a worker: {answer.fault}")
@@ -205,7 +243,17 @@ async def _load(worker: WorkerProcess, name: str) -> bool:
 
 
 def _unasked(sample: Sample) -> Sample:
-    return sample if sample.reward is not None else replace(sample, reward=Reward(0.0))
+    """The sample with the reward that whoever made it gave it, 0 without one."""
+    if sample.reward is None:
+        return replace(sample, reward=Reward(0.0))
+    try:
+        checked(sample.reward.score, sample.reward.accuracy)
+    except ValueError as error:
+        raise RewardError(
+            f"sample {sample.sample_id} of group {sample.group_id} came from rollout.generate or rollout.agent with the "
+            f"reward {error}"
+        ) from error
+    return sample
 
 
 def _of(samples: Sequence[Sample]) -> str:

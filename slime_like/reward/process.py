@@ -12,13 +12,17 @@ from multiprocessing.connection import Connection
 from typing import cast
 
 from slime_like.deadline import Deadline
-from slime_like.reward.worker import Answer, Call, Load
+from slime_like.reward.worker import OUT_OF_MEMORY, Answer, Call, Load
 
 EXIT_S = 5.0
 
 
 class WorkerDied(Exception):
-    """The process ended in the middle of a call; never leaves this package."""
+    """The process ended in the middle of a call; ``killed``: not by itself. Never leaves this package."""
+
+    def __init__(self, message: str, *, killed: bool) -> None:
+        super().__init__(message)
+        self.killed = killed
 
 
 class WorkerProcess:
@@ -29,14 +33,19 @@ class WorkerProcess:
     started along, and Ctrl-C reaches only the driver.
     """
 
-    def __init__(self, call_seconds: float) -> None:
+    def __init__(self, call_seconds: float, memory_bytes: int) -> None:
+        """``memory_bytes`` is what the kernel lets the process have; 0: no limit."""
         self.loaded: dict[str, bool] = {}  # reward -> whether it takes groups
         ours, theirs = Pipe()
         self._pipe = cast(Connection, ours)
         fd = theirs.fileno()
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "slime_like.reward.worker", str(fd), str(call_seconds)],
+            [sys.executable, "-m", "slime_like.reward.worker", str(fd), str(call_seconds), str(memory_bytes)],
             pass_fds=[fd],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -48,6 +57,11 @@ class WorkerProcess:
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
 
     async def ask(self, request: Load | Call, deadline: Deadline) -> Answer:
         """The worker's answer. Raises ``DeadlineExceeded``, or ``WorkerDied`` with the exit code."""
@@ -64,9 +78,18 @@ class WorkerProcess:
             raise deadline.exceeded(waits_for) from error
         except (EOFError, ConnectionError) as error:
             self.kill()
-            raise WorkerDied(f"its process ended with exit code {self._process.returncode}") from error
+            raise self._death() from error
         finally:
             loop.remove_reader(fd)
+
+    def _death(self) -> WorkerDied:
+        """How the process ended, once it has."""
+        code = self._process.returncode
+        if code == OUT_OF_MEMORY:
+            return WorkerDied("ran out of memory", killed=True)
+        if code < 0:
+            return WorkerDied(f"was killed by {signal.Signals(-code).name}", killed=True)
+        return WorkerDied(f"its process ended with exit code {code}", killed=False)
 
     def kill(self) -> None:
         """End the process and all that it started, now."""

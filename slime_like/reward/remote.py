@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from typing import Any, cast
 
 import aiohttp
@@ -18,12 +17,17 @@ from slime_like.config.rollout import RewardConfig
 from slime_like.data.faults import Recovery
 from slime_like.deadline import Deadline
 from slime_like.errors import RewardError
+from slime_like.reward.number import checked
 from slime_like.reward.outage import Outage
 from slime_like.types import Prompt, Reward, Sample
 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+LONGEST = 2**20  # bytes of an answer: a score, and what a server likes to say of it
 WRONG_ADDRESS = (301, 302, 307, 308, 401, 403, 404, 405)  # no retry will help, and no other sample
 BUSY = (408, 425, 429)  # of the 4xx, those that say: later
+
+PLAIN = {"Accept-Encoding": "identity"}  # a few bytes need no compression, of which a few can become many
+EXPECTED = 'a reward server answers a finite number, or an object such as {"score": 0.5, "acc": 1}'
 
 
 class ServerFailed(Exception):
@@ -116,13 +120,15 @@ class RemoteReward:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         try:
-            async with self._session.post(address, json=body, allow_redirects=False) as response:
-                content = await response.read()
+            async with self._session.post(address, json=body, headers=PLAIN, allow_redirects=False) as response:
+                content = await _read(response.content)
         except (aiohttp.ClientError, OSError) as error:
             if outage is not None:
                 outage.refused(error)
             raise _Transient(f"{type(error).__name__}: {error}") from error
         if response.status == 200:
+            if len(content) > LONGEST:
+                raise RewardError(f"reward.remote_url={url} answers more than {LONGEST} bytes; {EXPECTED}")
             return content
         said = f"HTTP {response.status}: {content[:200].decode(errors='replace').strip() or response.reason}"
         if response.status in WRONG_ADDRESS:
@@ -133,13 +139,19 @@ class RemoteReward:
         try:
             found: Any = json.loads(content)
             fields: dict[str, Any] = found if isinstance(found, dict) else {"score": found}
-            score, accuracy = fields["score"], fields.get("acc")
-            numbers = [value for value in (score, accuracy) if value is not None]
-            if score is None or not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
-                raise ValueError("no finite number")
+            return checked(fields["score"], fields.get("acc"))
         except (ValueError, KeyError, RecursionError) as error:
             raise RewardError(
-                f"reward.remote_url={self._config.remote_url} answered {content[:200].decode(errors='replace')!r}; "
-                'a reward server answers a finite number, or an object such as {"score": 0.5, "acc": 1}'
+                f"reward.remote_url={self._config.remote_url} answered {content[:200].decode(errors='replace')!r}: "
+                f"{error}; {EXPECTED}"
             ) from error
-        return Reward(float(score), None if accuracy is None else float(accuracy))
+
+
+async def _read(stream: aiohttp.StreamReader) -> bytes:
+    """Read an answer, but no more of it than shows that it is too long."""
+    found = bytearray()
+    async for piece in stream.iter_any():
+        found += piece
+        if len(found) > LONGEST:
+            break
+    return bytes(found)

@@ -1,29 +1,33 @@
-"""A process that runs reward functions, one call at a time: ``python -m slime_like.reward.worker <fd> <seconds>``.
+"""A process that runs reward functions, one call at a time: ``python -m slime_like.reward.worker <fd> <seconds> <bytes>``.
 
-Its parent holds the other end of the pipe. Imports stay light: whatever a reward needs it brings itself.
+Its parent holds the other end of the pipe. Imports stay light: whatever a reward needs it brings itself. The kernel limits
+its memory, and that of each process it starts, to ``bytes``, and the CPU time of each call.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import math
-import numbers
+import os
+import resource
 import sys
-import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from slime_like.config.reward_names import split_prefix
 from slime_like.deadline import scale
+from slime_like.printed import record_streams, recorded
 from slime_like.reward.boxed import only_boxed
 from slime_like.reward.check import load_reward
 from slime_like.reward.kinds import takes_groups
+from slime_like.reward.number import checked
 from slime_like.types import Prompt, Reward, Sample
+from slime_like.user_code import describe
 
 LOAD_S = 120.0  # longest time the imports of a reward may take, once per process
+OUT_OF_MEMORY = 86  # exit code of a process that ``reward.memory_gb`` refused memory
 GRACE_S = 5.0  # after its deadline a call ends its own process, in case the parent is gone
 
 _load = lru_cache(load_reward)
@@ -55,11 +59,11 @@ class Answer:
 
 
 def to_reward(value: object) -> Reward:
-    """What a reward function returned, as a ``Reward``. Raises ``ValueError`` unless it is a finite number."""
-    reward = value if isinstance(value, Reward) else Reward(_number(value))
-    score = _number(reward.score)
-    accuracy = None if reward.accuracy is None else _number(reward.accuracy)
-    return Reward(score, accuracy)
+    """Return what a reward function returned as a ``Reward``. Raises ``ValueError`` unless ``checked`` takes it."""
+    try:
+        return checked(value.score, value.accuracy) if isinstance(value, Reward) else checked(value)
+    except ValueError as error:
+        raise ValueError(f"returned {error}") from error
 
 
 def to_rewards(value: object, wanted: int) -> tuple[Reward, ...]:
@@ -72,17 +76,17 @@ def to_rewards(value: object, wanted: int) -> tuple[Reward, ...]:
     return tuple(map(to_reward, found))
 
 
-def _number(value: object) -> float:
-    if not isinstance(value, numbers.Real):  # numpy's scalars count, its arrays and torch's tensors do not
-        raise ValueError(f"returned {value!r:.80} ({type(value).__name__}), not a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"returned {number}, not a finite number")
-    return number
-
-
 def answer(request: Load | Call) -> Answer:
-    """Do what is asked; whatever the reward raises becomes a fault with the line that raised it."""
+    """Load or call the reward; an error of its own becomes a fault with its line and the end of its output.
+
+    A process that got no more memory ends: what the reward holds cannot be taken back.
+    """
+    with recorded() as output:
+        found = _answer(request)
+    return replace(found, fault=found.fault + output.clause()) if found.fault else found
+
+
+def _answer(request: Load | Call) -> Answer:
     # A fault boundary: code of the user runs inside, and the run ends with what it raised.
     try:
         function: Any = _load("reward", request.name)
@@ -91,17 +95,34 @@ def answer(request: Load | Call) -> Answer:
             return Answer(groups=groups)
         samples = tuple(map(only_boxed, request.samples)) if split_prefix(request.name)[0] else request.samples
         value = function(request.prompt, samples if groups else samples[0])
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
     except Exception as error:  # noqa: BLE001
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return Answer(fault=f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
+        return Answer(fault=f"raised {describe(error)}")
     try:
         return Answer(rewards=to_rewards(value, len(samples)) if groups else (to_reward(value),))
     except ValueError as error:
         return Answer(fault=str(error))
 
 
+def limit_memory(num_bytes: int) -> None:
+    """Limit the private memory of this process and of each that it starts; 0: no limit. It writes no core file either."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if num_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+
+
+def limit_cpu(seconds: float) -> None:
+    """Let this process, and each that it starts from now on, compute for ``seconds`` on every core; then SIGXCPU ends it."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(used.ru_utime + used.ru_stime + seconds * (os.cpu_count() or 1)) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
 def serve(pipe: Connection, seconds: float) -> None:
     """Answer requests until the parent closes the pipe."""
+    record_streams()
     while True:
         try:
             request: Load | Call = pipe.recv()
@@ -109,6 +130,7 @@ def serve(pipe: Connection, seconds: float) -> None:
             return
         # The watchdog is a C thread: it works even while a call holds the interpreter's lock.
         limit = scale() * (LOAD_S if isinstance(request, Load) else seconds)
+        limit_cpu(limit + GRACE_S)
         faulthandler.dump_traceback_later(limit + GRACE_S, exit=True)
         try:
             result = answer(request)
@@ -124,4 +146,5 @@ if __name__ == "__main__":
     # Requests are pickled under the package's name of this module, not under __main__.
     from slime_like.reward import worker
 
+    worker.limit_memory(int(sys.argv[3]))
     worker.serve(Connection(int(sys.argv[1])), float(sys.argv[2]))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from slime_like.errors import UserCodeError
 from slime_like.interfaces import GenerateContext, GenerateFn, Sampling
 from slime_like.reward.pool import RewardPool
 from slime_like.rollout.journal import Journal
@@ -14,7 +15,8 @@ from slime_like.rollout.lane import Gate, Lane
 from slime_like.rollout.router import Router
 from slime_like.rollout.seeds import sample_seeds
 from slime_like.rollout.usage import Usage
-from slime_like.types import Prompt, SampleGroup
+from slime_like.types import Prompt, Sample, SampleGroup
+from slime_like.user_code import errors_named
 
 TRAIN_STREAM = "train"  # of sampling seeds; each held-out set has one of its own
 
@@ -37,11 +39,13 @@ class Answerer:
     router: Router
     rewards: RewardPool
     generate: GenerateFn
+    generate_name: str  # rollout.generate, for messages
     tokenizer: Any  # of model.hf_checkpoint
     chat_template_kwargs: Mapping[str, Any]
     max_context_len: int
     seed: int
     usage: Usage  # of training groups
+    trains: bool  # what the training stream gives is trained on
 
     async def group(
         self,
@@ -67,11 +71,15 @@ class Answerer:
         is_training = asked.stream == TRAIN_STREAM
         usage = self.usage if is_training else Usage(1)  # that nobody reads
         with self.router.lease(asked.sampling.max_new_tokens * n) as lease:
-            lane = Lane(lease, journal or Journal(), gate or Gate(), usage)
-            samples = await self.generate(asked.prompt, lane, seeds, context)
+            trained = asked.sampling if is_training and self.trains else None
+            lane = Lane(lease, journal or Journal(), gate or Gate(), usage, trained)
+            subject = f"prompt {asked.prompt.prompt_id} ({asked.prompt.dataset})"
+            with errors_named("rollout.generate", self.generate_name, subject):
+                returned = await self.generate(asked.prompt, lane, seeds, context)
+            samples = self._checked(returned, subject)
         if generated is not None:
             generated()
-        group = SampleGroup(asked.group_id, asked.prompt, tuple(samples))
+        group = SampleGroup(asked.group_id, asked.prompt, samples)
         return (await self.rewards.score([group], unshaped=not is_training))[0]
 
     async def groups(self, asked: Sequence[Asked]) -> list[SampleGroup]:
@@ -82,6 +90,21 @@ class Answerer:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [answer.result() for answer in answers]
+
+    def _checked(self, returned: object, subject: str) -> tuple[Sample, ...]:
+        """Return the samples of a generate function. Raises ``UserCodeError`` when it returned anything else."""
+        if isinstance(returned, Sequence):
+            items = cast("Sequence[object]", returned)
+            wrong = [item for item in items if not isinstance(item, Sample)]
+            if items and not wrong:
+                return tuple(cast("Sequence[Sample]", items))
+            what = f"a list with {wrong[0]!r:.80} ({type(wrong[0]).__name__})" if wrong else "no sample"
+        else:
+            what = f"{returned!r:.80} ({type(returned).__name__})"
+        raise UserCodeError(
+            f"rollout.generate={self.generate_name} returned {what} for {subject}: it must return the samples of the group, "
+            "at least one slime_like.types.Sample"
+        )
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -88,15 +88,28 @@ class EngineClient:
             "top_k": sampling.top_k,
             "stop_token_ids": list(sampling.stop_token_ids),
         }
+        params = [
+            {**base, "max_new_tokens": most, "sampling_seed": seed}
+            for seed, most in zip(seeds, max_new_tokens, strict=True)
+        ]
+        return await self._complete("generate", token_ids, params)
+
+    async def continuations(self, token_ids: Sequence[I32], temperature: float, num_tokens: int) -> list[Completion]:
+        """``num_tokens`` sampled after each sequence, whatever would end an answer; fewer where ``abort_all`` came between."""
+        base = {"temperature": temperature, "max_new_tokens": num_tokens, "ignore_eos": True}
+        return await self._complete(
+            "continue", token_ids, [{**base, "sampling_seed": seed} for seed in range(len(token_ids))]
+        )
+
+    async def _complete(
+        self, phase: str, token_ids: Sequence[I32], params: Sequence[Mapping[str, Any]]
+    ) -> list[Completion]:
         request = {
             "input_ids": [ids.tolist() for ids in token_ids],
-            "sampling_params": [
-                {**base, "max_new_tokens": most, "sampling_seed": seed}
-                for seed, most in zip(seeds, max_new_tokens, strict=True)
-            ],
+            "sampling_params": params,
             "return_logprob": True,
         }
-        return completions(await self._post("generate", "/generate", request), len(seeds))
+        return completions(await self._post(phase, "/generate", request), len(token_ids))
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
         """Per sequence [L - 1] log-softmax(logits / temperature) of tokens 1 .. L - 1 given those before."""

@@ -1,14 +1,59 @@
-"""What a held-out set says of the model, from its scored groups."""
+"""Metrics and answers of held-out sets, from their scored groups."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from slime_like.metrics.types import Last, Metric
 from slime_like.rollout.pass_at_k import mean_pass_at_k
 from slime_like.types import Reward, Sample, SampleGroup, Status
+
+
+@dataclass(frozen=True, slots=True)
+class EvalAnswer:
+    """One sample of a held-out prompt, as it is written for people: a row of a table, no tokens."""
+
+    dataset: str
+    prompt_id: int
+    sample_id: int
+    prompt: str
+    label: str | None
+    response: str
+    score: float | None
+    accuracy: float | None
+    status: str
+    response_len: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The result of one evaluation of all held-out sets."""
+
+    metrics: tuple[Metric, ...] = ()
+    answers: tuple[EvalAnswer, ...] = ()
+
+
+def eval_answers(name: str, groups: Sequence[SampleGroup]) -> tuple[EvalAnswer, ...]:
+    """Return the answers to held-out set ``name``, prompt by prompt."""
+    return tuple(
+        EvalAnswer(
+            dataset=name,
+            prompt_id=group.prompt.prompt_id,
+            sample_id=sample.sample_id,
+            prompt=group.prompt.text,
+            label=group.prompt.label,
+            response=sample.text,
+            score=None if sample.reward is None else sample.reward.score,
+            accuracy=None if sample.reward is None else sample.reward.accuracy,
+            status=str(sample.status),
+            response_len=sample.num_response_tokens,
+        )
+        for group in groups
+        for sample in group.samples
+    )
 
 
 def eval_metrics(name: str, groups: Sequence[SampleGroup]) -> tuple[Metric, ...]:

@@ -20,6 +20,7 @@ from slime_like.interfaces import Completion, Sampling
 from slime_like.rollout.client import EngineClient
 from slime_like.rollout.journal import ABORT, Call, Journal, continuable, joined
 from slime_like.rollout.router import Lease
+from slime_like.rollout.trained_sampling import check_generate
 from slime_like.rollout.usage import Usage
 from slime_like.types import F32, I32
 
@@ -79,8 +80,12 @@ class Gate:
 class Lane:
     """Implements ``interfaces.Engine`` for one group."""
 
-    def __init__(self, lease: Lease, journal: Journal, gate: Gate, usage: Usage) -> None:
+    def __init__(
+        self, lease: Lease, journal: Journal, gate: Gate, usage: Usage, trained: Sampling | None = None
+    ) -> None:
+        """``trained``: the distribution that answers must come from, as they are trained on."""
         self._lease, self._journal, self._gate, self._usage = lease, journal, gate, usage
+        self._trained = trained
 
     @property
     def held_s(self) -> float:
@@ -91,7 +96,10 @@ class Lane:
         """``len(seeds)`` completions of one prompt, in as many requests as it takes.
 
         ``finish`` is ``abort`` only where the engine ended a request that this run did not abort.
+        Raises ``ConfigError`` where ``sampling`` is another distribution than what is trained on.
         """
+        if self._trained is not None:
+            check_generate(self._trained, sampling)
         call = self._journal.call(token_ids, seeds)
         while call.unfinished():
             await self._lease.settle()

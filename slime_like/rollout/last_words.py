@@ -10,8 +10,13 @@ LOG_LINES = 12
 
 
 def how(code: int) -> str:
-    """An exit code of ``Popen`` in words."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    """Return an exit code of ``Popen`` in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-code}"
 
 
 def last_lines(path: str, limit: int = LOG_LINES) -> list[str]:

@@ -7,47 +7,21 @@ so that a resumed run takes the same ones.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from slime_like.config import names
 from slime_like.config.rollout import RolloutConfig
 from slime_like.deadline import Deadline
-from slime_like.interfaces import GroupFilter, Sampling
-from slime_like.metrics.types import Metric, Sum
-from slime_like.registry import resolve
+from slime_like.interfaces import Sampling
+from slime_like.metrics.types import Metric
 from slime_like.rollout.answer import Answerer, Asked
+from slime_like.rollout.group_filters import GroupFilters
 from slime_like.rollout.lane import Gate
 from slime_like.rollout.over_sampling import Hands, OverSampling, Partial, Work
 from slime_like.rollout.prompt_queue import PromptQueue, Waiting
 from slime_like.rollout.refill import Filled, Refill, fill
 from slime_like.rollout.state import RolloutState
 from slime_like.types import SampleGroup
-
-
-class Filters:
-    """``rollout.filters`` in order, and how many groups each dropped."""
-
-    def __init__(self, cfg: RolloutConfig) -> None:
-        self._rules: list[tuple[str, GroupFilter]] = [
-            (name, resolve("rollout.filters", name, names.FILTERS)) for name in cfg.filters
-        ]
-        self._dropped: Counter[str] = Counter()
-
-    def keep(self, group: SampleGroup) -> bool:
-        """Whether the group passes all."""
-        for name, rule in self._rules:
-            if rule(group) is not None:
-                self._dropped[name] += 1
-                return False
-        return True
-
-    def metrics(self) -> list[Metric]:
-        """Since the last call."""
-        found: list[Metric] = [Sum(f"rollout/dropped_groups/{name}", self._dropped[name]) for name, _ in self._rules]
-        self._dropped.clear()
-        return found
 
 
 class Making:
@@ -67,7 +41,7 @@ class Making:
         """
         self._cfg, self._sampling, self._prompts, self._answers = cfg, sampling, prompts, answers
         self._how = Refill(cfg.batch_size, cfg.over_sampling_batch_size, cfg.max_refills)
-        self._filters = Filters(cfg)
+        self._filters = GroupFilters(cfg)
         self._abort_all = abort_all
         self._gate = Gate()
         hands = Hands(self._answer, self._filters.keep, self._gate.open, self._stop)
@@ -82,10 +56,14 @@ class Making:
             return await self._over_sampling.make(rollout_id)
         return await fill(partial(self._ask, rollout_id), self._filters.keep, self._how, rollout_id)
 
+    @property
+    def filters(self) -> GroupFilters:
+        """Return the run's filters, with the groups they saw since their last report."""
+        return self._filters
+
     def metrics(self) -> list[Metric]:
-        """Since the last call."""
-        over_sampled = self._over_sampling.metrics() if self._over_sampling is not None else []
-        return [*self._filters.metrics(), *over_sampled]
+        """Return the metrics of over-sampling since the last call."""
+        return self._over_sampling.metrics() if self._over_sampling is not None else []
 
     def state(self) -> RolloutState:
         """Every prompt that no rollout holds."""

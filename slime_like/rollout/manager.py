@@ -20,16 +20,20 @@ from slime_like.data.dump import load_groups, save_groups
 from slime_like.data.faults import Recovery
 from slime_like.data.heldout import eval_sets
 from slime_like.data.leftover import split_leftover
+from slime_like.data.overlong import Overlong
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.interfaces import DataSource, Sampling
-from slime_like.metrics.types import Last, Metric, Sum
+from slime_like.metrics.types import Last, Metric, RunWarning, Sum
 from slime_like.reward.pool import RewardPool
 from slime_like.reward.shuffle import shuffle_rewards
+from slime_like.rollout import probe
 from slime_like.rollout.answer import Answerer, Asked
-from slime_like.rollout.evaluate import eval_metrics
+from slime_like.rollout.evaluate import EvalAnswer, Evaluated, eval_answers, eval_metrics
 from slime_like.rollout.fleet import Fleet, Keeper, Seat, unless_lost
 from slime_like.rollout.generators import open_generator
+from slime_like.rollout.group_filters import FilterReport
+from slime_like.rollout.learning_signal import LearningSignal
 from slime_like.rollout.making import Making
 from slime_like.rollout.probe import ProbeScores
 from slime_like.rollout.producer import Produced, Producer, now
@@ -62,6 +66,8 @@ class ManagerSpec:
     samples_per_rollout: int
     first_rollout: int
     deterministic: bool
+    overlong: Overlong | None = None  # as the driver applies it before advantages
+    baseline: str = "group"  # of advantages: group, batch or none; see LearningSignal
     pushes: bool = True  # weights of the trainer arrive; else an engine serves what it started with
 
 
@@ -73,7 +79,7 @@ class Collected:
     started: float  # unix seconds: when generation of this rollout began and ended
     stopped: float
     metrics: tuple[Metric, ...]
-    warnings: tuple[str, ...] = ()  # what a user should be told
+    warnings: tuple[RunWarning, ...] = ()
     recovered: tuple[Recovery, ...] = ()  # what was lost, as far as it has come back; the newest of one counts
 
 
@@ -106,11 +112,13 @@ class RolloutManager:
             router=self._fleet.router,
             rewards=self._rewards,
             generate=self._generate,
+            generate_name=spec.rollout.generate,
             tokenizer=open_tokenizer(spec.tokenizer_path),
             chat_template_kwargs=spec.chat_template_kwargs,
             max_context_len=spec.max_context_len,
             seed=spec.seed,
             usage=Usage(len(keepers)),
+            trains=spec.pushes,
         )
         cfg = spec.rollout
         sampling = Sampling(spec.temperature, cfg.max_response_len, cfg.top_p, cfg.top_k, spec.stop_token_ids)
@@ -119,7 +127,9 @@ class RolloutManager:
         self._making = Making(cfg, sampling, bound, PromptQueue(source), self._answers, self._fleet.abort_all)
         self._producer = self._new_producer(spec.first_rollout)
         self._starts: dict[int, RolloutState] = {}  # before the prompts of each rollout
+        self._filtered: dict[int, FilterReport] = {}  # of rollouts that are made and not consumed
         self._leftover: tuple[SampleGroup, ...] = ()
+        self._signal = LearningSignal(spec.baseline, spec.overlong)
         self._num_stale = 0
         self._probe: tuple[I32, ...] = ()
         self._version = -1
@@ -138,8 +148,14 @@ class RolloutManager:
             groups = tuple(shuffle_rewards(groups, seed=self._spec.seed * 1_000_003 + rollout_id))
         self._remember_probe(groups)
         restarts, remade = self._fleet.rollout_made()
+        filtered = self._filtered.pop(rollout_id, FilterReport())
+        advice = self._signal.observe(
+            rollout_id, groups, len(self._leftover) - len(carried), filtered.summary, filtered.example
+        )
         metrics = [
+            *self._signal.metrics(),
             *self._source.metrics(),
+            *filtered.metrics,
             *self._making.metrics(),
             *self._drain_stale(),
             *self._rewards.metrics(),
@@ -152,7 +168,8 @@ class RolloutManager:
             Sum("rollout/engine_restarts", restarts),
             Sum("rollout/remade_groups", remade),
         ]
-        warnings = (*self._rewards.warnings(), *self._generate.warnings(), *self._fleet.news())
+        others = (*self._rewards.warnings(), *self._generate.warnings(), *self._fleet.news())
+        warnings = (*advice, *map(RunWarning, others))
         recovered = self.last_recoveries()
         return Collected(groups, produced.started, produced.stopped, tuple(metrics), warnings, recovered)
 
@@ -170,6 +187,7 @@ class RolloutManager:
         self._starts[rollout_id] = self._making.state()
         started = now()
         filled = await self._making.make(rollout_id)
+        self._filtered[rollout_id] = self._making.filters.report()
         return Produced(rollout_id, filled.groups, started, now(), filled.num_generated, filled.num_refills)
 
     def _drain_stale(self) -> list[Metric]:
@@ -177,10 +195,11 @@ class RolloutManager:
         return [Sum("rollout/dropped_groups/stale", stale)] if self._spec.loop.leftover == "carry" else []
 
     # ---- evaluate ----------------------------------------------------------------------------------------------------
-    async def evaluate(self) -> tuple[Metric, ...]:
-        """``eval/<dataset>`` for every held-out dataset, under the weights the engines hold now."""
+    async def evaluate(self) -> Evaluated:
+        """Answer every held-out dataset under the weights the engines hold now, and score the answers."""
         self._watch.start()
         metrics: list[Metric] = []
+        answers: list[EvalAnswer] = []
         for heldout in eval_sets(self._spec.evaluation):
             sampling = Sampling(
                 temperature=heldout.temperature,
@@ -194,7 +213,9 @@ class RolloutManager:
                 [Asked(prompt, i, n, sampling, f"eval {heldout.name}") for i, prompt in enumerate(prompts)]
             )
             metrics += eval_metrics(heldout.name, groups)
-        return (*metrics, *self._rewards.metrics())
+            if self._spec.evaluation.save_answers:
+                answers += eval_answers(heldout.name, groups)
+        return Evaluated((*metrics, *self._rewards.metrics()), tuple(answers))
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_push(self) -> tuple[str, ...]:
@@ -236,7 +257,7 @@ class RolloutManager:
 
     # ---- probe -------------------------------------------------------------------------------------------------------
     async def probe(self) -> tuple[ProbeScores, ...]:
-        """A few stored sequences scored by every engine. Raises ``EngineLost`` where none is left."""
+        """A few stored sequences, scored and continued by every engine. Raises ``EngineLost`` where none is left."""
         if not self._probe:
             self._remember_probe([])
         if not self._probe:  # prompts of one token have nothing to score: the first rollout will
@@ -248,15 +269,15 @@ class RolloutManager:
 
     async def _score(self, seat: Seat) -> ProbeScores | None:
         """What one engine thinks of the probe's sequences; None where it does not serve, or is lost meanwhile."""
-        engine = seat.client
+        engine, spec = seat.client, self._spec
         if engine not in self._fleet.router.engines:
             return None
         try:
-            scores = await unless_lost(seat.lost, engine, engine.score(self._probe, self._spec.temperature))
+            asked = probe.ask(engine, self._version, self._probe, spec.temperature, spec.max_context_len)
+            return await unless_lost(seat.lost, engine, asked)
         except (EngineError, DeadlineExceeded) as error:
             await self._fleet.failed(seat, engine, error)
             return None
-        return ProbeScores(self._version, self._probe, tuple(scores))
 
     def _remember_probe(self, groups: Sequence[SampleGroup]) -> None:
         """Keep the first sequences of the newest rollout; before the first one, prompts."""

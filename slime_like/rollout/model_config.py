@@ -10,14 +10,15 @@ from slime_like.errors import CheckpointError
 
 LINEAR = "linear_attention"
 INTERVAL = "full_attention_interval"
-ROTATED = "partial_rotary_factor"
+ROTARY = ("partial_rotary_factor", "rope_theta")
 
 
 def override_args(model_path: str) -> dict[str, Any]:
     """Fields of the config that SGLang reads and the file does not have; empty for most models.
 
     - transformers 5 writes ``layer_types`` of hybrid models and drops the interval they follow, which SGLang wants.
-    - transformers reads the rotated part of a head from ``rope_parameters``, and writes its default beside them.
+    - transformers reads the rotated part of a head and the rotary base from ``rope_parameters``, and writes a default or nothing
+      beside them, where SGLang reads them (of Qwen3-Next the base: 10000 where there is none).
     - Of a model with a vision part only the text part is served: it is what is trained and sent.
 
     Raises ``CheckpointError`` where attention layers do not come at one interval.
@@ -32,9 +33,8 @@ def override_args(model_path: str) -> dict[str, Any]:
     if LINEAR not in types:
         return {}
     fields: dict[str, Any] = {} if INTERVAL in text else {INTERVAL: interval(types, model_path)}
-    rotated = cast("dict[str, Any]", text.get("rope_parameters") or {}).get(ROTATED)
-    if rotated is not None and rotated != text.get(ROTATED):
-        fields[ROTATED] = rotated
+    rotary = cast("dict[str, Any]", text.get("rope_parameters") or {})
+    fields |= {name: rotary[name] for name in ROTARY if rotary.get(name) not in (None, text.get(name))}
     if not nested:
         return fields
     return ({"text_config": fields} if fields else {}) | {"language_model_only": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,18 @@ def members(group: int) -> Iterator[Path]:
                 yield process
         except OSError:  # ended meanwhile
             continue
+
+
+def parts(group: int, part: str) -> tuple[int, ...]:
+    """Processes of one kind: ``http server`` leads the group, a ``detokenizer`` or ``scheduler`` has its kind in its title."""
+    if part == "http server":
+        return (group,)
+    found: list[int] = []
+    for process in members(group):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            if (process / "cmdline").read_bytes().startswith(f"sglang::{part}".encode()):
+                found.append(int(process.name))
+    return tuple(found)
 
 
 def stopped(group: int) -> tuple[int, ...]:

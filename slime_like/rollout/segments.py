@@ -7,6 +7,7 @@ processes map memory without a name, or their supervisor removes the names.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,16 +19,35 @@ SHARED = Path("/dev/shm")
 PREFIXES = ("sglang_loads_", "sgl_shm_", "sem.mp-", "cuda.shm.", "nccl-")
 
 
+SCRATCH_PREFIX = "slime_like-engine-"  # of an engine's own temporary folder, which is its TMPDIR
+
+
 def mapped(group: int) -> frozenset[Path]:
     """What the living processes of a process group have mapped now."""
+    return mapped_by(int(process.name) for process in members(group))
+
+
+def mapped_by(pids: Iterable[int]) -> frozenset[Path]:
+    """Return the named segments that processes have mapped now."""
     found: set[Path] = set()
-    for process in members(group):
+    for pid in pids:
         try:
-            lines = (process / "maps").read_text().splitlines()
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         except OSError:  # ended meanwhile
             continue
         paths = (Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED}/" in line)
         found |= {path for path in paths if path.parent == SHARED and path.name.startswith(PREFIXES)}
+    return frozenset(found)
+
+
+def scratch_of(pids: Iterable[int]) -> frozenset[Path]:
+    """Temporary folders of engines, as their processes have them in the environment."""
+    found: set[Path] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # ended meanwhile
+            fields = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            folders = (Path(os.fsdecode(field[7:])) for field in fields if field.startswith(b"TMPDIR="))
+            found |= {folder for folder in folders if folder.name.startswith(SCRATCH_PREFIX)}
     return frozenset(found)
 
 

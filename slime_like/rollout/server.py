@@ -30,7 +30,8 @@ from slime_like.config.resolved import EngineSpec
 from slime_like.deadline import Deadline
 from slime_like.errors import EngineError
 from slime_like.imports import heavy_imports
-from slime_like.ports import PortLease
+from slime_like.ports import PortLease, interface_environment
+from slime_like.printable import hide_in_logs
 from slime_like.rollout import segments
 from slime_like.rollout.last_words import headline, how, last_lines
 from slime_like.rollout.model_config import joined, override_args
@@ -40,7 +41,7 @@ POLL_S = 0.05
 ANSWER_S = 5.0  # longest wait for one answer of a server that starts
 DYING_S = 8.0  # on a GPU SGLang waits five seconds before it exits
 LAST_WORDS_S = 1.0
-SCRATCH_PREFIX = "slime_like-engine-"
+LOOPBACK = "127.0.0.1"
 SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project, as is
 # Turns of libgomp's threads at the end of a parallel region, before they sleep: some 0.03 ms. Decoding opens hundreds of
 # regions per token, a few microseconds apart; to wake a thread for each costs more than two threads gain. Longer, and
@@ -68,7 +69,7 @@ class Launch:
 class EngineServer:
     """Starts, watches and stops one engine. ``wait_ready`` before the first request."""
 
-    def __init__(self, spec: EngineSpec, *, admin_key: str, host: str = "127.0.0.1") -> None:
+    def __init__(self, spec: EngineSpec, *, admin_key: str, host: str = LOOPBACK) -> None:
         self._spec = spec
         self._admin_key = admin_key
         self._host = host
@@ -91,18 +92,16 @@ class EngineServer:
             raise EngineError(f"engine at {self.url} was started before; make a new EngineServer")
         self._lease = PortLease(self._host)
         self.url = f"http://{self._host}:{self._lease.port}"
-        self._scratch = tempfile.mkdtemp(prefix=SCRATCH_PREFIX)
+        self._scratch = tempfile.mkdtemp(prefix=segments.SCRATCH_PREFIX)
         launch = Launch(self._spec, self._admin_key, self._host, self._lease.port)
         Path(self._spec.log_path).parent.mkdir(parents=True, exist_ok=True)
-        with open(
-            os.open(self._spec.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab"
-        ) as log:  # SGLang logs keys
+        with open(os.open(self._spec.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "slime_like.rollout.server"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=child_environment(self._spec, self._scratch),
+                env=child_environment(self._spec, self._scratch, self._host),
                 start_new_session=True,
             )
         assert self._process.stdin is not None
@@ -186,9 +185,9 @@ class EngineServer:
             return False
 
 
-def child_environment(spec: EngineSpec, scratch: str) -> dict[str, str]:
+def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> dict[str, str]:
     """The server's environment: what must be set before torch is imported, and a private folder for its sockets."""
-    environment = dict(os.environ)
+    environment = {**interface_environment(host), **os.environ}
     seams = ["weight_commit", "rollout_sampling"]
     if spec.device == "cpu":
         seams.insert(0, "cpu")
@@ -202,7 +201,6 @@ def child_environment(spec: EngineSpec, scratch: str) -> dict[str, str]:
         environment["OMP_NUM_THREADS"] = "1"
         environment["GOMP_SPINCOUNT"] = spin_count()
         environment = NO_CRASH_DUMPS | environment
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one engine are on one machine
     environment |= {
         SEAMS: ",".join(seams),
         "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # of a hybrid model's convolution states: bfloat16 rounds a float32 model's
@@ -253,6 +251,7 @@ def server_arguments(launch: Launch) -> dict[str, Any]:
         "port": launch.port,
         "api_key": launch.admin_key,
         "admin_api_key": launch.admin_key,
+        "trust_remote_code": False,
     }
     arguments |= spec.sglang | identity
     if overrides := override_args(spec.model_path):
@@ -269,7 +268,7 @@ def die_with_parent() -> None:
     def watch() -> None:
         while os.read(0, 4096):  # not sys.stdin: its lock would be held for ever in a forked worker
             pass
-        if scratch.name.startswith(SCRATCH_PREFIX):  # made for this engine alone, by EngineServer.start
+        if scratch.name.startswith(segments.SCRATCH_PREFIX):  # made for this engine alone, by EngineServer.start
             shutil.rmtree(scratch, ignore_errors=True)
         segments.remove(segments.mapped(os.getpgid(0)))
         os.killpg(0, signal.SIGKILL)
@@ -283,7 +282,7 @@ def main() -> None:
         fields = json.loads(stdin.readline())
     launch = Launch(**(fields | {"spec": EngineSpec(**fields["spec"])}))
     die_with_parent()
-
+    hide_in_logs(launch.admin_key)  # SGLang logs all of its arguments
     serve(server_arguments(launch))
 
 

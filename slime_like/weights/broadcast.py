@@ -15,9 +15,10 @@ from torch.distributed import distributed_c10d
 from slime_like.config.resolved import TransportSpec
 from slime_like.deadline import scale
 from slime_like.distributed import install
+from slime_like.distributed.rendezvous import join_store, keep_to_interface
 from slime_like.errors import EngineLost, WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
-from slime_like.ports import PortLease
+from slime_like.ports import Meeting, meeting_at
 from slime_like.weights.stream import meta_of
 
 LEAVE_S = 10.0  # for an engine to leave a group; one that is gone never does
@@ -71,22 +72,24 @@ class BroadcastSender:
 
     async def _join(self) -> dist.ProcessGroup:
         """Rendezvous with every rank of every engine: rank 0 here, then the engines in order."""
-        with PortLease(self._host) as port:
-            return await self._meet(port)
+        keep_to_interface(self._host)
+        return await self._meet(meeting_at(self._host))
 
-    async def _meet(self, port: int) -> dist.ProcessGroup:
+    async def _meet(self, place: Meeting) -> dist.ProcessGroup:
         """Raises ``EngineLost`` as soon as one of them is; those that wait for it are let go by the end of the store."""
         world = 1 + sum(receiver.tp for receiver in self._receivers)
         timeout = datetime.timedelta(seconds=self._transport.deadline_s)
-        self._store = dist.TCPStore(self._host, port, world, is_master=True, timeout=timeout, wait_for_workers=False)
+        self._store = join_store(place, world, is_master=True, timeout=timeout)
         offsets = [1 + sum(r.tp for r in self._receivers[:i]) for i in range(len(self._receivers))]
         joins = [
             asyncio.create_task(
-                receiver.init_broadcast_group(self._host, port, offset, world, self._name, self._transport.backend)
+                receiver.init_broadcast_group(
+                    place.host, place.port, offset, world, self._name, self._transport.backend
+                )
             )
             for receiver, offset in zip(self._receivers, offsets, strict=True)
         ]
-        made = asyncio.create_task(asyncio.to_thread(self._make_group, port, world))
+        made = asyncio.create_task(asyncio.to_thread(self._make_group, place, world))
         both: list[asyncio.Task[Any]] = [*joins, made]
         try:
             done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
@@ -113,14 +116,14 @@ class BroadcastSender:
         living = [receiver.tp for receiver, join in zip(self._receivers, joins, strict=True) if not join.done()]
         return 2 + sum(living)
 
-    def _make_group(self, port: int, world: int) -> dist.ProcessGroup:
+    def _make_group(self, place: Meeting, world: int) -> dist.ProcessGroup:
         """A group outside the trainer's world: torch has no public call for it, SGLang's side uses this same helper.
 
         Goes when torch offers a public way to make a process group with its own store beside the default one.
         """
         timeout = datetime.timedelta(seconds=self._transport.deadline_s)
         # A connection of its own, not the server that the others meet at: this thread would keep that alive.
-        store: Any = dist.TCPStore(self._host, port, world, is_master=False, timeout=timeout, wait_for_workers=False)
+        store: Any = join_store(place, world, is_master=False, timeout=timeout)
         helper: Any = distributed_c10d._new_process_group_helper
         prefixed = dist.PrefixStore(self._name, store)
         group, _ = helper(world, 0, [], self._transport.backend, prefixed, group_name=self._name, timeout=timeout)

@@ -153,9 +153,9 @@ def _sample_losses(
         loss = surrogate(config, log_ratios[i].exp(), logprob, advantages[i])
         loss = loss * importance(config, math.exp(old[i] - rollout[i]))
         log_ratio = logprob - float(_logprob(policies.ref, sample, positions[i])[0].detach())
-        kl = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": torch.exp(-log_ratio) - 1 + log_ratio}
-        name = "k3" if config.kl_loss_type == "low_var_kl" else config.kl_loss_type
-        losses.append(kept * (loss + config.kl_loss_coef * kl[name] - config.entropy_coef * entropy))
+        k3 = torch.exp(-log_ratio) - 1 + log_ratio
+        kl = {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": k3, "low_var_kl": k3 if k3 < 10 else torch.tensor(10.0)}
+        losses.append(kept * (loss + config.kl_loss_coef * kl[config.kl_loss_type] - config.entropy_coef * entropy))
     return losses
 
 

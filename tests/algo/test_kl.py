@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from slime_like.algo.kl import k1, k2, k3
+from slime_like.algo.kl import k1, k2, k3, low_var_kl
 from slime_like.config.names import KL_ESTIMATORS
 from slime_like.registry import resolve
 
@@ -41,3 +44,45 @@ def test_k3_never_is_negative() -> None:
     difference = torch.linspace(-0.01, 0.01, 2001)
     assert (k3(difference, torch.zeros(())) >= 0).all()
     assert (k2(difference, torch.zeros(())) >= 0).all()
+
+
+def plain_k3(log_ratio: float) -> tuple[float, float]:
+    """Value of k3 at ``log q - log p`` and its derivative by ``log p``, in Python floats."""
+    return math.exp(log_ratio) - 1 - log_ratio, 1 - math.exp(log_ratio)
+
+
+def plain_low_var_kl(log_ratio: float) -> tuple[float, float]:
+    """The same of slime's and verl's ``low_var_kl``: k3, whose value is clamped to ±10 and is constant from there on."""
+    value, slope = plain_k3(log_ratio)
+    return (value, slope) if abs(value) <= 10 else (10.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "far"),
+    [("k3", plain_k3, 70.0), ("low_var_kl", plain_low_var_kl, 1e6)],
+    ids=["k3", "low_var_kl"],
+)
+def test_value_and_gradient_are_those_of_the_definition(
+    name: str, plain: Callable[[float], tuple[float, float]], far: float
+) -> None:
+    estimator = resolve("algo.kl_loss_type", name, KL_ESTIMATORS)
+    inside = torch.linspace(-14, 4, 3601, dtype=torch.float64)
+    outside = torch.tensor([5.0, 20.0, 20.5, -19.5, -20.5, 60.0, -60.0, far, -far], dtype=torch.float64)
+    log_ratios = torch.cat([inside, outside])
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        logprobs = (-log_ratios).to(dtype).requires_grad_()
+        found = estimator(logprobs, torch.zeros((), dtype=dtype))
+        (slopes,) = torch.autograd.grad(found.sum(), logprobs)
+        expected = [plain(min(x, 700.0)) for x in log_ratios.tolist()]
+        values, gradients = (torch.tensor(column, dtype=dtype) for column in zip(*expected, strict=True))
+        torch.testing.assert_close(found, values, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(slopes, gradients, rtol=tolerance, atol=tolerance)
+
+
+def test_low_var_kl_is_clamped_at_a_log_ratio_of_five() -> None:
+    """The figures of slime and verl: 10 and 0, where k3 has 142 and -147."""
+    logprobs = torch.tensor([-5.0, -5.0], requires_grad=True)
+    kinds = torch.stack([low_var_kl(logprobs, torch.zeros(2))[0], k3(logprobs, torch.zeros(2))[1]])
+    (slopes,) = torch.autograd.grad(kinds.sum(), logprobs)
+    assert kinds.tolist() == [10.0, pytest.approx(math.exp(5) - 6)]
+    assert slopes.tolist() == [0.0, pytest.approx(1 - math.exp(5))]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.cluster import chaos as chaos_module
+from slime_like.cluster import family
 from slime_like.cluster.chaos import Chaos, planned, report_lines
 from slime_like.cluster.stacks import start_time
 from slime_like.config.faults import ChaosConfig, parse_fault
@@ -26,8 +27,8 @@ class Hurt:
         self.signals: list[str] = []
         self.hurt = self
 
-    def remote(self, name: str) -> None:
-        self.signals.append(name)
+    def remote(self, name: str, part: str = "") -> None:
+        self.signals.append(f"{name} {part}".strip())
 
 
 def chaos(folder: Path, *faults: str) -> tuple[Chaos, Hurt]:
@@ -107,6 +108,51 @@ def test_the_reward_server_is_taken_from_the_rollout_manager_for_a_while(tmp_pat
     with without("collect", 3):
         pass
     assert without.strikes[0].note == "the run asks no reward server"
+
+
+@pytest.mark.parametrize(("kind", "part"), [("kill_http_server", "http server"), ("kill_detokenizer", "detokenizer")])
+def test_a_part_of_an_engine_is_struck_alone(tmp_path: Path, kind: str, part: str) -> None:
+    made, engine = chaos(tmp_path, f"{kind}:step:3")
+    with made("step", 3):
+        pass
+    assert engine.signals == [f"SIGKILL {part}"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "victim", "number"),
+    [
+        ("kill_raylet", "raylet", signal.SIGKILL),
+        ("stop_gcs", "gcs_server", signal.SIGSTOP),
+        ("kill_dashboard_agent", "dashboard agent", signal.SIGKILL),
+        ("kill_runtime_env_agent", "runtime-env agent", signal.SIGKILL),
+    ],
+)
+def test_processes_of_ray_are_struck_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, victim: str, number: signal.Signals
+) -> None:
+    names = ("raylet", "gcs_server", "dashboard agent", "runtime-env agent")
+    struck: list[tuple[int, int]] = []
+    monkeypatch.setattr(family, "of_ray", lambda: {name: index for index, name in enumerate(names)})
+    monkeypatch.setattr(os, "kill", lambda pid, sent: struck.append((pid, sent)))
+    made, _ = chaos(tmp_path, f"{kind}:step:3")
+    with made("step", 3):
+        pass
+    assert struck == [(names.index(victim), number)]
+    assert made.strikes[0].target == victim
+
+
+def test_a_reward_worker_is_struck_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    struck: list[tuple[int, int]] = []
+    monkeypatch.setattr(family, "reward_workers", lambda: [7])
+    monkeypatch.setattr(os, "kill", lambda pid, sent: struck.append((pid, sent)))
+    made, _ = chaos(tmp_path, "kill_reward_worker:collect:3")
+    with made("collect", 3):
+        pass
+    assert struck == [(7, signal.SIGKILL)]
+    assert (
+        "kill_reward_worker:collect:3:0 on reward worker 7: replaced at the next call"
+        in report_lines(made.strikes, [])[1]
+    )
 
 
 @pytest.mark.parametrize("fault", ["kill_rank", "kill_manager", "stop_rank"])

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from slime_like.checkpoint_files import iterations, name_latest, prune, resumable_iteration
 from slime_like.cluster.checkpoints import Checkpoints
 from slime_like.cluster.ensemble import Ensemble
 from slime_like.config.run import RunConfig
@@ -66,6 +67,38 @@ def test_a_failed_save_does_not_cost_the_next_one(tmp_path: Path) -> None:
     run.save(3, final=True)
     assert trainer.written == [2, 3]
     assert latest(tmp_path) == "3"
+
+
+def test_a_first_save_that_is_never_named_is_no_lost_latest_file(tmp_path: Path) -> None:
+    run = checkpoints(tmp_path, Saver(slow={1}), "stop")
+    run.save(1)
+    assert iterations(tmp_path) == [1], "the folder has its name before the latest file does"
+    assert resumable_iteration(tmp_path) is None
+    run.save(1, wait=True)
+    assert resumable_iteration(tmp_path) == 1
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(folder: Path, keep: int) -> None:
+        raise FileNotFoundError(2, "No such file or directory", str(folder / "iter_0000001"))
+
+    monkeypatch.setattr("slime_like.cluster.checkpoints.prune", gone)
+    run = checkpoints(tmp_path, Saver(), "stop")
+    run.config.keep_checkpoints = 1
+    run.save(1, wait=True)
+    assert latest(tmp_path) == "1"
+    assert "iter_0000001: an old checkpoint could not be removed (No such file" in capsys.readouterr().err
+
+
+def test_what_a_removal_left_in_part_is_in_the_way_of_none(tmp_path: Path) -> None:
+    for name in ("iter_0000001", "iter_0000002", "iter_0000001.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    name_latest(tmp_path, 2)
+    prune(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.glob("iter*")) == ["iter_0000002"]
 
 
 def test_a_final_save_is_tried_whatever_became_of_the_one_before(tmp_path: Path) -> None:

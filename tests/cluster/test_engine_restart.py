@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ray.exceptions import RayTaskError
 
@@ -74,6 +75,7 @@ def spec(folder: Path) -> EngineSpec:
         log_path=str(folder / "engine.log"),
         start_deadline_s=START_S,
         request_deadline_s=1,
+        trained_on=True,
     )
 
 
@@ -85,7 +87,10 @@ def test_an_engine_that_never_answers_again_ends_the_run(tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setattr(server, "ANSWER_S", 60.0)  # one answer may take longer than the start: the start ends it
     monkeypatch.setattr(server, "LAST_WORDS_S", 0.01)
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3")
     actor = EngineActor("engine 0", spec(tmp_path), "key", str(tmp_path / "stacks"), {})
+    environment = psutil.Process(actor._server.pid).environ()
+    assert "SGLANG_SIMULATE_ACC_LEN" not in environment, "a node's own variables do not change what is sampled"
 
     async def lost() -> EngineError:
         address = EngineAddress("engine 0", "http://nowhere", "key", 1)

@@ -5,7 +5,7 @@ import pytest
 from slime_like.cluster.folder import claimed
 from slime_like.config.load import from_yaml
 from slime_like.errors import ConfigError
-from tests.cluster.test_resume import config
+from tests.cluster.run_folder import config
 
 
 def test_a_folder_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,18 +20,21 @@ from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
 from slime_like.cluster import local_ray
-from slime_like.errors import DeadlineExceeded
+from slime_like.errors import ConfigError, DeadlineExceeded
 
 real_init, real_shutdown = ray.init, ray.shutdown
 LATE = Exception("The current node timed out during startup. This could happen because ...")
 
 
 @pytest.fixture(autouse=True)
-def ray_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def ray_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray_worker, "_global_node", None)
+    yield
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    local_ray.shutdown()
 
 
 def outcomes(monkeypatch: pytest.MonkeyPatch, *errors: Exception | None) -> list[Any]:
@@ -61,6 +68,57 @@ def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="no such port"):
         local_ray.start("name")
     assert len(calls) == 1
+
+
+def test_nobody_else_can_enter_rays_folder_which_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    (call,) = [outcomes(monkeypatch, None)]
+    local_ray.start("name")
+    folder = Path(call[0]["_temp_dir"])
+    assert (folder.name, folder.parent.stat().st_mode & 0o777) == ("ray", 0o700)
+    logs = folder / "session_2000-01-01_00-00-00_000000_1" / "logs"
+    logs.mkdir(parents=True)
+    assert local_ray.log_dir() == logs, "also of a node that did not come up"
+    local_ray.shutdown()
+    assert not folder.parent.exists() and local_ray.log_dir() is None
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_rays_sockets_have_short_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    calls = outcomes(monkeypatch, None)
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    with tempfile.TemporaryDirectory(prefix="s") as short:
+        for place in (long, Path(short)):
+            monkeypatch.setattr(tempfile, "tempdir", None)
+            monkeypatch.setenv(variable, str(place))
+            local_ray.start("name")
+        where = [Path(call["_temp_dir"]).parents[1] for call in calls]
+        local_ray.shutdown()
+    assert where[1] == Path(short) and where[0] != long
+    session = "session_2026-11-22_22-22-12_659947_4194304"  # pid_max of the kernel
+    name = f"{where[1]}/{local_ray.PREFIX}12345678/ray/{session}/sockets/plasma_store"
+    assert len(name) == len(str(where[1])) + local_ray.ADDED_BYTES
+
+
+def test_without_a_place_for_rays_files_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes(monkeypatch, None)
+    monkeypatch.setenv("RAY_TMPDIR", "/proc/nowhere")
+    with pytest.raises(ConfigError, match=r"Ray's files cannot be kept in /proc/nowhere \(.*\): set TMPDIR"):
+        local_ray.start("name")
+
+
+def test_a_cluster_that_is_not_there_is_named_before_ray_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = outcomes(monkeypatch, None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for address, why in (
+        (f"127.0.0.1:{port}", "refused"),
+        (f"ray://127.0.0.1:{port}", "refused"),
+        ("nonsense", "Invalid address"),
+    ):
+        with pytest.raises(ConfigError, match=rf"placement.ray_address='{address}': no Ray cluster answers at .*{why}"):
+            local_ray.join(address, "name")
+    assert calls == []
 
 
 def test_sigterm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,13 +174,22 @@ def test_sigterm_is_left_alone_while_ray_goes(monkeypatch: pytest.MonkeyPatch) -
 
 
 REAL = """
-import os, signal
+import os, pathlib, signal
 from ray._private import worker
 from slime_like.cluster import local_ray
 
 signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
 local_ray.start("signals")
 node = worker._global_node
+folder = pathlib.Path(node.get_temp_dir_path()).parent
+assert folder.stat().st_mode & 0o777 == 0o700, "Ray's sockets are this user's"
+assert all(pathlib.Path(path).parents[3] == folder for path in (node.plasma_store_socket_name, node.raylet_socket_name))
+token = os.environ["RAY_AUTH_TOKEN"].encode()
+for infos in node.all_processes.values():
+    for info in infos:
+        proc = pathlib.Path(f"/proc/{info.process.pid}")
+        assert token in (proc / "environ").read_bytes(), "its token"
+        assert token not in (proc / "cmdline").read_bytes(), "is nobody else's"
 take_down = node.kill_all_processes
 
 def signalled(*arguments, **options):
@@ -131,12 +198,16 @@ def signalled(*arguments, **options):
 
 node.kill_all_processes = signalled
 local_ray.shutdown()
+assert not folder.exists(), "and go with it"
 os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
 def test_sigterm_is_left_alone_while_a_real_one_goes() -> None:
-    done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, timeout=300, check=False)
+    environment = os.environ | {"HOME": "/proc/home"}  # Ray would write its token there, for everybody to read
+    done = subprocess.run(
+        [sys.executable, "-c", REAL], capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
     assert (done.returncode, done.stdout) == (0, "handled\n" * 2), done.stderr
 
 

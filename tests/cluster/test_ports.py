@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from psutil import net_if_addrs
 
 from slime_like import ports
 from slime_like.cluster.trainer_worker import RankWorker
@@ -52,14 +53,29 @@ def test_another_process_does_not_choose_it_and_a_dead_one_holds_nothing(one_por
     assert "no free TCP port" in done.stderr
 
 
-def test_ranks_of_two_roles_do_not_meet_at_one_port(
-    one_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_rank_0_listens_from_the_rendezvous_on_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slime_like.cluster.trainer_worker.get_node_ip_address", lambda: HOST)
     actor, critic = (RankWorker(name, 0, 1, str(tmp_path), {}) for name in ("trainer", "critic"))
-    assert actor.rendezvous() == (HOST, one_port)
-    with pytest.raises(SlimeLikeError, match="no free TCP port"):
-        critic.rendezvous()
-    actor.met()  # whoever binds now is seen to listen
-    assert critic.rendezvous() == (HOST, one_port)
-    critic.met()
+    masters = [actor.rendezvous(), critic.rendezvous()]
+    assert len(set(masters)) == 2, "of two roles"
+    for (host, port), worker in zip(masters, (actor, critic), strict=True):
+        meeting = worker.meeting((host, port))
+        assert meeting.listener is not None and host == HOST
+        socket.create_connection((host, port), 5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), 5)
+        with pytest.raises(SlimeLikeError, match=f"cannot listen at {HOST}:{port}: "):
+            ports.listen(host, port)
+        meeting.listener.close()
+
+
+def test_groups_keep_to_the_interface_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ports.interface_environment(HOST) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    own = {name: [a.address for a in found if a.family is socket.AF_INET] for name, found in net_if_addrs().items()}
+    for name, addresses in own.items():
+        assert {ports.interface_towards(address) for address in addresses} <= {name}
+    monkeypatch.setattr(ports.psutil, "net_if_addrs", dict)
+    assert ports.interface_environment(HOST) == {}
+    assert ports.interface_towards("no address") == ""

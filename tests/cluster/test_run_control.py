@@ -14,9 +14,11 @@ from slime_like.cluster.run import Run
 from slime_like.cluster.status import read_status
 from slime_like.cluster.stop import StopRequest
 from slime_like.config.root import TrainConfig
+from slime_like.metrics.drift import DriftWatch
 from slime_like.metrics.sinks import FanOut, JsonlSink
 from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import Last, Metric
+from slime_like.rollout import evaluate
 from slime_like.rollout.manager import Collected
 from slime_like.types import StepStats
 from tests.cluster.test_checkpoints import Saver, checkpoints, latest
@@ -29,9 +31,9 @@ class Evaluated:
     found: tuple[Metric, ...]
     asked: int = 0
 
-    def evaluate(self) -> tuple[Metric, ...]:
+    def evaluate(self) -> evaluate.Evaluated:
         self.asked += 1
-        return self.found
+        return evaluate.Evaluated(self.found)
 
 
 @dataclass
@@ -62,6 +64,7 @@ def make(folder: Path, *, found: tuple[Metric, ...] = (), trainer: Trainer | Non
         0,
     )
     run.checkpoints = checkpoints(folder / "checkpoints", trainer, "continue")
+    run.num_empty, run.drift = 0, DriftWatch(0.0, 1.0, None)
     run.first_rollout = -1  # not of this part of the run
     run.chaos = Chaos(run.cfg.chaos, folder, {})
     run.assembly = type("Assembly", (), {"overlong": None})

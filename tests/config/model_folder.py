@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,17 @@ SHAPE: dict[str, Any] = {
 
 
 def write_safetensors(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
-    """Float32 zeros, in the safetensors format."""
+    """Float32 zeros, in the safetensors format; they take no room on the disk."""
     header: dict[str, Any] = {}
     end = 0
     for name, shape in tensors.items():
-        size = 4
-        for extent in shape:
-            size *= extent
+        size = 4 * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
@@ -38,7 +39,8 @@ def write_model(folder: Path, **changes: Any) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text("{}")
-    write_safetensors(
-        folder / "model.safetensors", {"model.embed_tokens.weight": (128, 64), "model.norm.weight": (64,)}
-    )
+    text = config.get("text_config") or config
+    vocabulary, width = text.get("vocab_size", SHAPE["vocab_size"]), text.get("hidden_size", SHAPE["hidden_size"])
+    tensors = {"model.embed_tokens.weight": (vocabulary, width), "model.norm.weight": (width,)}
+    write_safetensors(folder / "model.safetensors", tensors)
     return folder

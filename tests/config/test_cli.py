@@ -60,20 +60,20 @@ def test_it_runs_from_any_folder(tmp_path: Path) -> None:
     ],
 )
 def test_what_only_prints_exits_with_0(
-    main: Callable[[list[str]], int], argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    main: Callable[[list[str]], int], argv: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 0
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert words in out
     assert err == ""
 
 
 def test_the_plan_shows_every_op_under_its_policy(
-    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+    main: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--plan", "+recipe=quickstart", "guard=slime", "guard.groups.tp={checks: below, action: raise}"]
     assert main(argv) == 0
-    told = capsys.readouterr().out
+    told = capfd.readouterr().out
     lines = told[told.index("guard      ") :].splitlines()
     assert lines[0].startswith("guard      auto memory, deadline ")
     policies: dict[str, list[str]] = {}
@@ -101,10 +101,10 @@ def test_the_plan_shows_every_op_under_its_policy(
     ],
 )
 def test_bad_input_exits_with_2(
-    main: Callable[[list[str]], int], argv: list[str], capsys: pytest.CaptureFixture[str]
+    main: Callable[[list[str]], int], argv: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 2
-    assert re.fullmatch(r"ConfigError: [^\n]+\n", capsys.readouterr().err)
+    assert re.fullmatch(r"ConfigError: [^\n]+\n", capfd.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_failed_run_is_told_apart_from_bad_input(
     argv: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """``run.prepare`` is the user's code inside a run: what it raises is what a run raises."""
     module = tmp_path / "failing.py"
@@ -133,4 +133,4 @@ def test_a_failed_run_is_told_apart_from_bad_input(
 
     failing.error = error
     assert main([*argv, "run.prepare=failing:fail"]) == code
-    assert str(error) in capsys.readouterr().err
+    assert str(error) in capfd.readouterr().err

@@ -16,7 +16,12 @@ ON = "run.deterministic=true"
 
 def test_a_laptop_gets_one_thread_and_a_gate_of_zero(argv: list[str]) -> None:
     plan = make_plan(load_config([*argv, ON]), LAPTOP)
-    assert (plan.trainer_threads, plan.engine_threads, plan.probe_tolerance) == (1, 1, 0.0)
+    assert (plan.trainer_threads, plan.engine_threads, plan.gates.probe, plan.actor.sample_tolerance) == (
+        1,
+        1,
+        0.0,
+        0.0,
+    )
     assert plan.actor.deterministic and all(engine.deterministic for engine in plan.engines)
 
 
@@ -27,7 +32,7 @@ def test_data_and_pipeline_parallelism_keep_the_bits(argv: list[str]) -> None:
 
 def test_a_gpu_keeps_its_tolerance_and_may_split_tensors(argv: list[str]) -> None:
     plan = make_plan(load_config([*argv, ON, "parallel.tp=2"]), SERVER)
-    assert plan.probe_tolerance == 0.15
+    assert plan.gates.probe == 0.15
     assert plan.actor.deterministic
 
 
@@ -43,7 +48,8 @@ def test_a_gpu_keeps_its_tolerance_and_may_split_tensors(argv: list[str]) -> Non
             r"rollout\.cpu_kernels=c with run\.deterministic=true: .*set rollout\.cpu_kernels=auto",
         ),
         ("+rollout.sglang.speculative_algorithm=NGRAM", r"speculative_algorithm=NGRAM .*without the seeds.*remove it"),
-        ("weights.probe_tolerance=1e-4", r"weights\.probe_tolerance=0\.0001 .* allows no difference"),
+        ("weights.probe_tolerance=1e-4", r"weights\.probe_tolerance=0\.0001 .* may not differ in one bit"),
+        ("weights.sample_tolerance=inf", r"weights\.sample_tolerance=inf .* may not differ in one bit"),
     ],
 )
 def test_what_breaks_the_bits_is_refused(argv: list[str], override: str, message: str) -> None:

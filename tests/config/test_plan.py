@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_every_auto_is_resolved_on_a_laptop(plan) -> None:
     assert made.max_context_len == made.engines[0].context_length == 2048
     assert (made.samples_per_rollout, made.samples_per_step) == (256, 256)
     assert made.actor.optim.decay_steps == made.actor.num_steps == 100
-    assert made.probe_tolerance == 1e-4
+    assert made.gates.probe == made.actor.sample_tolerance == 1e-4
     assert made.num_gpus == 0
     assert "auto" not in {decision.value for decision in made.decisions}
     settled = {decision.key for decision in made.decisions}
@@ -45,7 +46,7 @@ def test_every_auto_is_resolved_on_a_laptop(plan) -> None:
 
 def test_a_server_gets_cuda_and_bfloat16(plan) -> None:
     made = plan("parallel.tp=2", "parallel.pp=2", "placement.actor_num_gpus_per_node=8", machine=SERVER)
-    assert (made.device, made.actor.dtype, made.probe_tolerance, made.transport.backend) == (
+    assert (made.device, made.actor.dtype, made.gates.probe, made.transport.backend) == (
         "cuda",
         "bfloat16",
         0.15,
@@ -84,10 +85,23 @@ def test_explicit_values_stay(plan) -> None:
     made = plan(
         "model.dtype=bfloat16", "weights.probe_tolerance=0.5", "rollout.max_context_len=1500", "weights.bucket_mb=2"
     )
-    assert (made.actor.dtype, made.probe_tolerance, made.max_context_len) == ("bfloat16", 0.5, 1500)
+    assert (made.actor.dtype, made.gates.probe, made.max_context_len) == ("bfloat16", 0.5, 1500)
     assert made.transport.max_bytes == 2 * 2**20
     keys = {decision.key for decision in made.decisions}
     assert not keys & {"model.dtype", "weights.probe_tolerance", "rollout.max_context_len"}
+
+
+def test_samples_are_judged_as_device_dtype_and_mode_allow(plan, tmp_path: Path) -> None:
+    def tolerance(*overrides: str, **kwargs: Machine) -> float | None:
+        return plan(*overrides, **kwargs).actor.sample_tolerance
+
+    assert tolerance("model.dtype=float32", machine=SERVER) == 1e-3
+    assert tolerance("model.dtype=bfloat16") == tolerance("weights.sample_tolerance=inf") == math.inf
+    assert tolerance("model.dtype=bfloat16", "weights.sample_tolerance=0.5") == 0.5
+    replayed = ("run.mode=train_only", f"run.replay_from={tmp_path}")
+    assert tolerance(*replayed) == tolerance(*replayed, "weights.sample_tolerance=1e-3") is None
+    layers = plan("weights.probe_layers=true").actor
+    assert layers.drift_by_layer and not plan().actor.drift_by_layer
 
 
 def test_modes_leave_out_what_they_do_not_need(plan, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.checkpoint_files import Manifest, write_manifest
+from slime_like.checkpoint_record import Manifest, write_manifest
 from slime_like.cluster.machine import Machine
 from slime_like.cluster.plan import Plan, make_plan
 from slime_like.cluster.plan_view import render_plan

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from slime_like.errors import SlimeLikeError
+from slime_like.config.load import load_config
+from slime_like.errors import CheckpointError, SlimeLikeError
 from tests.config.bad_input import message
+from tests.config.model_folder import write_model, write_safetensors
 
 # extra arguments, what the message must hold
 LAYOUTS = {
@@ -14,8 +18,9 @@ LAYOUTS = {
     "layers": ("parallel.pp=5", "parallel.pp=5", "4 layers", "lower parallel.pp"),
     "engine": ("rollout.tp=3", "rollout.tp=3", "8 attention heads"),
     "context": ("rollout.max_context_len=4096", "rollout.max_context_len=4096", "2048 positions", "lower it"),
-    "response": ("rollout.max_response_len=2048", "rollout.max_response_len=2048", "2048 positions", "lower it"),
+    "response": ("rollout.max_response_len=2049", "rollout.max_response_len=2049", "2048 positions", "lower it"),
     "template": ("data.apply_chat_template=true", "data.apply_chat_template=true", "no chat template", "instruct"),
+    "stop token": ("rollout.stop_token_ids=[5,128]", "rollout.stop_token_ids has 128", "ends at 127"),
     "resume": ("run.resume=/no/such", "run.resume='/no/such'", "auto or never"),
     "data folder": ("data.train=/tmp", "data.train='/tmp'", "is a folder: name one file"),
     "data slice": ("data.train='/no/such.jsonl@[0:10'", "@[0:10'", "a slice is written path@[a:b]"),
@@ -31,3 +36,38 @@ def test_what_does_not_fit_the_files(case: tuple[str, ...], argv: list[str]) -> 
     extra, *words = case
     text = message(argv, extra, files=True, error=SlimeLikeError)
     assert all(word in text for word in words), text
+
+
+EMBEDDING = ("model.embed_tokens.weight", (128, 64))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        (
+            (("model.embed_tokens.weight", (130, 64)),),
+            "model.embed_tokens.weight is [130, 64], and config.json says vocab_size 128",
+        ),
+        ((EMBEDDING, ("lm_head.weight", (128, 32))), "lm_head.weight is [128, 32]"),
+        (
+            (EMBEDDING, *((f"model.layers.{i}.w", (1,)) for i in (0, 1, 3))),
+            "num_hidden_layers 4, and the weights have no layer 2",
+        ),
+        ((EMBEDDING, *((f"model.layers.{i}.w", (1,)) for i in range(6))), "the weights have a layer 5"),
+    ],
+)
+@pytest.mark.parametrize("key", ["model.hf_checkpoint", "model.ref_checkpoint"])
+def test_weights_of_another_shape_than_config_json_says(
+    key: str, tensors: tuple[tuple[str, tuple[int, ...]], ...], words: str, argv: list[str], tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "model")
+    write_safetensors(folder / "model.safetensors", dict(tensors))
+    text = message(argv, f"{key}={folder}", files=True, error=CheckpointError)
+    assert text.startswith(f"{key}={str(folder)!r}: ") and words in text, text
+
+
+def test_towers_of_a_model_have_layers_of_their_own(argv: list[str], tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    names = [f"model.layers.{i}.w" for i in range(4)] + ["model.visual.layers.9.w", "mtp.layers.7.w"]
+    write_safetensors(folder / "model.safetensors", dict([EMBEDDING, *((name, (1,)) for name in names)]))
+    assert load_config([*argv, f"model.hf_checkpoint={folder}"]).model.hf_checkpoint == str(folder)

@@ -17,8 +17,7 @@ READ = {
     "WSD": ("optim.schedule=wsd", "optim.wsd_decay_style", "linear"),
     "offload": ("optim.cpu_offload=true", "optim.cpu_offload_fraction", "0.5"),
     "recompute": ("model.recompute=full", "model.recompute_method", "block"),
-    "default estimator": ("", "algo.kl_loss_type", "k3"),
-    "default estimator's other name": ("", "algo.kl_loss_type", "low_var_kl"),
+    "default estimator": ("", "algo.kl_loss_type", "low_var_kl"),
 }
 
 

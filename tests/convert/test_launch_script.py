@@ -17,6 +17,11 @@ PYTHON = "python3() { shift; printf '%s\\0' \"$@\"; }\n"  # stands in for traini
 
 SAME_AS_BASH = {
     "arrays": 'A=(--lr 1e-6 "two words" \'$x\')\nB=("${A[@]}" --b)\npython3 train.py "${B[@]}"',
+    "an array as one word": 'A=(1 "2 3")\npython3 train.py "x ${A[*]} y" "${A[*]}" ${A[*]}',
+    "a group in a condition": "if false || { true; }; then :; fi\nif true && ! ( false ); then :; fi\npython3 train.py --a",
+    "groups": 'E=vllm\nif [ 1 = 1 ] && { [ "$E" = x ] || [ "$E" = vllm ]; }; then N=1; else N=2; fi\n'
+    "if { [ 1 = 2 ]; }; then M=1; else M=2; fi\n{ K=3; }\n[ 1 = 2 ] && { L=4; }\n"
+    "f() { A=7; }\nfunction g { B=7; }\nfunction h() { C=7; }\npython3 train.py $N $M $K ${L:-l}",
     "an unquoted array is split again": 'A=(--x "[1, 2]")\npython3 train.py ${A[@]}',
     "empty arrays": 'A=(\n  # --nothing\n)\npython3 train.py ${A[@]} "${A[@]}" "" --x',
     "appended": "A=(--a)\nA+=(--b 2)\nA[1]=--c\npython3 train.py ${A[@]}",
@@ -25,6 +30,10 @@ SAME_AS_BASH = {
     "quotes": 'python3 train.py "a \\"b\\" \\$c" \'d "e"\' f\\ g $\'h\\ti\' "it\'s" \'#\'no#comment # comment',
     "continued lines": "python3 train.py --a \\\n  1 \\\n  --b\n--not-an-argument 2>/dev/null || true",
     "paths": 'P=/a/b/c.jsonl\npython3 train.py ${P##*/} ${P%/*} ${P%.jsonl} "${P}@[0:10]" ${P#/a}',
+    "names of files": (
+        'P="$(cd -- "/a/b/.." && pwd)"\nN=$(basename "$P/c.parquet" .parquet)\npython3 train.py $N $(dirname /x/y) '
+        '"$(basename /q/r/)"'
+    ),
     "seq": "python3 train.py --bs 1 $(seq 2 2 8) --b $(seq 3)",
     "redirections": "python3 train.py --a 2>&1 --b >/dev/stdout <<< text",
     "functions that are not called": "f() { X=1; }\npython3 train.py --a",
@@ -34,18 +43,61 @@ SAME_AS_BASH = {
     "case": 'case "x" in\n  a|b) Y=1 ;;\n  *) Y=2 ;;\nesac\npython3 train.py --a',
     "tests": "[[ -n a && ( -n b ) ]] && true\nif [ 1 -gt 0 ]; then :; else :; fi\npython3 train.py --a",
     "loops": "for x in 1 2; do :; done\nfor ((i=0; i<3; i++)); do if true; then :; fi; done\npython3 train.py --a",
+    "decided by variables": 'D=gpu\nif [ "$D" = npu ]; then N=1; elif [[ $D == g* ]]; then N=2; A=(--x); else N=3; fi\n'
+    'if [ 3 -gt 4 ] || ! [ -n "$D" ]; then A+=(--y); else A+=(--z); fi\n[ -z "" ] && B=1\n[ -n "" ] && B=2\n'
+    '[ 1 -ne 1 ] || C=7\nif false; then python3 train.py no; fi\npython3 train.py $N "${A[@]}" $B $C',
+    "a case by its word": 'D=npu-a\ncase "$D" in gpu) X=1 ;;\n cpu|npu*) X=2\n Y=(3 4);;\n *) X=5; exit 1;; esac\n'
+    "case ${E:-none} in\n  a) Z=1;;\n  *) Z=6;;\nesac\nif true; then case x in y) ;; x) W=8;; esac; fi\n"
+    "python3 train.py $X ${Y[@]} $Z $W",
+    "positional parameters": 'set -euxo pipefail\nset -- --lr 5e-6 "a b"\npython3 train.py $1 "$@" "x$2" "$*" $* $#',
+    "shifted": 'set -- a b c\nshift\npython3 train.py "$@" ${1} ${2:-none} ${3:-none}\nshift 2',
+    "no positional parameters": 'set -- a\nset --\nset -x\npython3 train.py --a "$@" "b$1"',
+    "options before them": 'set -e -o pipefail -- a b\nset +e\npython3 train.py "$@"',
+    "in the background": "LR=1\nexport LR=2 &\nwait\nLR=3 | cat\n[ 1 = 1 ] && LR=5 &\nwait\npython3 train.py $LR",
+    "started before a pipe": "A=1 python3 train.py --a 2>&1 | cat",
+    "assigned where it is unset": 'E=""\n: ${E:=x} "${F=y}" ${G:=${E}z}\nH=1; : ${H:=2}\npython3 train.py $E $F $G $H',
     "unset": "A=(1)\nunset A\npython3 train.py ${A[@]} --a",
 }
 REFUSED = {
     "python3 train.py $(hostname)": ["run.sh:1", "hostname", "no command is run"],
-    "if true; then\n  N=4\nfi\npython3 train.py $N": ["inside what begins at", "run.sh:1", "--set N=VALUE"],
-    "true && N=4\npython3 train.py $N": ["only if another command succeeds", "--set N=VALUE"],
+    "if hostname; then\n  N=4\nfi\npython3 train.py $N": ["inside what begins at", "run.sh:1", "--set N=VALUE"],
+    "hostname && N=4\npython3 train.py $N": ["only if another command succeeds", "--set N=VALUE"],
     "python3 train.py $HOME": ["run.sh:1", "HOME is not set", "--set HOME=VALUE"],
-    "if true; then\n  python3 train.py\nfi": ["run.sh:2", "training starts", "inside what begins at"],
+    "if hostname; then :; elif true; then\n  N=4\nfi\npython3 train.py $N": ["run.sh:1", "--set N=VALUE"],
+    'case "$D" in\n  a) N=4;;\nesac\npython3 train.py $N': ["run.sh:1", "--set N=VALUE"],
+    "if [ -f x ]; then\n  python3 train.py\nfi": [
+        "run.sh:2",
+        "training starts inside what begins at",
+        "whether it runs",
+    ],
     "python3 train.py\npython3 train.py": ["2 times", "run.sh:1", "run.sh:2"],
     "echo hello": ["starts no train.py"],
+    "if true && { hostname; }; then\n  N=4\nfi\npython3 train.py $N": ["run.sh:1", "--set N=VALUE"],
+    "D=$(hostname)\nif [ $D = a ]; then\n  N=4\nfi\npython3 train.py $N": ["run.sh:2", "--set D=VALUE may decide"],
+    "function f {\n  N=4\n}\npython3 train.py $N": ["inside what begins at", "run.sh:1", "--set N=VALUE"],
+    "f() { N=4; }\npython3 train.py $N": ["inside what begins at", "run.sh:1", "--set N=VALUE"],
+    "LR=1\nlet LR=5\npython3 train.py $LR": ["LR is computed at", "run.sh:2", "--set LR=VALUE"],
+    'LR=1\nlet "LR <<= 1" X=2\npython3 train.py $LR': ["LR is computed at", "--set LR=VALUE"],
+    "LR=1\n(( ++LR ))\npython3 train.py $LR": ["LR is computed at", "--set LR=VALUE"],
+    "LR=1\n(( LR <<= 2 ))\npython3 train.py $LR": ["LR is computed at", "--set LR=VALUE"],
+    "LR=1\nN=$((LR++))\npython3 train.py $LR": ["LR is computed at", "--set LR=VALUE"],
+    "LR=1\nif hostname; then : ${LR:=5}; unset LR; fi\npython3 train.py $LR": ["inside what begins at", "LR=VALUE"],
+    "declare -n X=LR\nLR=1\nX=5\npython3 train.py $LR": ["run.sh:1", "declare -n"],
+    "f=1\nlocal -rn X=f\npython3 train.py": ["run.sh:2", "local -rn"],
+    "declare -i N\nN=3+4\npython3 train.py $N": ["run.sh:1", "declare -i"],
+    "set -- $(hostname)\npython3 train.py $@": ["run.sh:1", "hostname", "no command is run"],
+    'if hostname; then set -- --a; fi\npython3 train.py "$@"': ["inside what begins at", "run.sh:1"],
+    "set -- a b\nwhile hostname; do shift; done\npython3 train.py $1": ["inside what begins at", "run.sh:2"],
+    "python3 train.py $PWD": ["the folder that the script is started in", "--set PWD=VALUE"],
+    "python3 train.py $(pwd)": ["the folder that the script is started in"],
+    "if hostname; then\nsource a.sh\nfi": [
+        "a file is sourced inside what begins at",
+        "whether it runs is not known",
+        "--skip a.sh",
+    ],
+    "hostname && source a.sh": ["is sourced only if another command succeeds, and whether it runs is not known"],
     "eval $X\npython3 train.py": ["run.sh:1", "eval"],
-    "\nsource models/none.sh\npython3 train.py": ["run.sh:2", "none.sh", "--skip none.sh"],
+    "\nsource lib/none.sh\npython3 train.py": ["run.sh:2", "none.sh", "--skip none.sh"],
     "python3 train.py 'open": ["run.sh:1", "never ends"],
     'A="\n\npython3 train.py': ["run.sh:1", "never ends"],
     "A=(--x\npython3 train.py": ["run.sh:1", "closing parenthesis"],
@@ -99,6 +151,15 @@ def test_a_sourced_file_may_be_left_out(tmp_path: Path) -> None:
     found = read_launch(script, given={}, skip=["m.sh"])
     assert "m.sh" in found.skipped[0]
     assert "MODEL_ARGS is not set" in found.arguments[-1].problem, "it might have been set there"
+
+
+def test_model_arguments_of_a_command_are_left_to_config_json(tmp_path: Path) -> None:
+    text = "mapfile -t MODEL_ARGS < <(python3 models.py)\nmapfile -t OTHERS < <(ls)\n"
+    found = read(tmp_path, text + 'python3 train.py --a "${MODEL_ARGS[@]}" "${OTHERS[@]}"')
+    assert [value.text for value in found.arguments if not value.problem] == ["--a"]
+    assert "MODEL_ARGS is read from a command" in found.notes[0] and len(found.notes) == 1
+    prepared = read(tmp_path, "cd /opt && python3 train.py --a")
+    assert [value.text for value in prepared.arguments] == ["--a"]
 
 
 def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:

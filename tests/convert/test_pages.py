@@ -7,21 +7,22 @@ from pathlib import Path
 import pytest
 
 from slime_like.config.known import known_keys
-from slime_like.convert.names_elsewhere import SLIME_METRICS, VERL_KEYS, VERL_METRICS
-from slime_like.convert.pages import TABLES, filled
+from slime_like.convert.names_elsewhere import SLIME_METRICS, VERL_METRICS
+from slime_like.convert.pages import PAGES, TABLES, filled
+from slime_like.convert.verl_keys import VERL_KEYS
 from slime_like.metrics import dictionary
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["coming_from_slime.md", "coming_from_verl.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_its_tables_are_those_of_the_code(name: str) -> None:
     page = (DOCS / name).read_text()
     assert page == filled(page), "run scripts/make_flag_docs.py"
 
 
 def test_every_table_is_on_a_page() -> None:
-    pages = "".join((DOCS / name).read_text() for name in ("coming_from_slime.md", "coming_from_verl.md"))
+    pages = "".join((DOCS / name).read_text() for name in PAGES)
     assert [name for name in TABLES if f"<!-- table: {name} -->" not in pages] == []
     assert filled("<!-- table: always -->\nold\n<!-- end -->").count("| `--balance-data` |") == 1
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,11 +61,11 @@ def test_a_process_that_lives_is_named_with_its_port(mark: str, server: tuple[su
     held = Held(mark)
     held.look()
     assert set(held.ports.values()) == {f"127.0.0.1:{port}"}
-    first, second = leftovers(held, died=False)
+    first, second = leftovers(held)
     assert first.startswith(f"process {process.pid}: {sys.executable}")
     assert second == f"port 127.0.0.1:{port}: somebody listens"
     process.communicate()
-    assert leftovers(held, died=False) == []
+    assert leftovers(held) == []
 
 
 def test_a_port_is_found_though_its_process_was_never_seen(
@@ -73,9 +75,9 @@ def test_a_port_is_found_though_its_process_was_never_seen(
     held = Held(mark)
     held.look()
     unseen = Held("of another run", ports=held.ports)
-    assert leftovers(unseen, died=False) == [f"port 127.0.0.1:{port}: somebody listens"]
+    assert leftovers(unseen) == [f"port 127.0.0.1:{port}: somebody listens"]
     process.communicate()
-    assert leftovers(unseen, died=False) == []
+    assert leftovers(unseen) == []
 
 
 def test_what_is_being_taken_down_is_waited_for(
@@ -87,7 +89,7 @@ def test_what_is_being_taken_down_is_waited_for(
     looks = iter((lambda: None, process.communicate))  # gone after the second look
     monkeypatch.setattr(module, "GONE_S", 30.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda _: next(looks)()))
-    assert leftovers(Held("of another run", ports=held.ports), died=True) == []
+    assert leftovers(Held("of another run", ports=held.ports)) == []
     assert not list(looks)
 
 
@@ -104,21 +106,20 @@ def test_a_process_whose_title_is_written_over_its_mark_is_known(mark: str) -> N
             held.look()
             parent.kill()
             parent.wait()
-            assert leftovers(held, died=False) == [f"process {worker}: ray::A"]
+            assert leftovers(held) == [f"process {worker}: ray::A"]
         finally:
             os.kill(worker, signal.SIGKILL)
             over, _, _ = select.select([ended], [], [], Deadline("test", "worker", 30).limit)
             os.close(ended)
             assert over
-    assert leftovers(held, died=False) == []
+    assert leftovers(held) == []
 
 
 def test_a_name_in_shared_memory_is_found(mark: str) -> None:
     path = SHARED / f"slime_like.test.{mark}"
     path.touch()
     try:
-        assert leftovers(Held(mark, shared={path}), died=False) == [str(path)]
-        assert leftovers(Held(mark, shared={path}), died=True) == [], "which the next part removes"
+        assert leftovers(Held(mark, shared={path})) == [str(path)]
     finally:
         path.unlink()
 
@@ -127,3 +128,39 @@ def test_addresses_are_read_as_the_machine_writes_them() -> None:
     assert address_of("0100007F:1F90") == "127.0.0.1:8080"
     assert address_of("00000000000000000000000001000000:0016") == "::1:22"
     assert all(Path("/proc/net/tcp").exists() and inode > 0 for inode in listening())
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_a_socket_that_other_users_can_reach_is_found(mark: str, mode: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as server:
+        os.chmod(folder, mode)
+        path = f"{folder}/raylet"
+        server.bind(path)
+        server.listen()
+        assert path in module.unix_sockets([os.getpid()])
+        held = Held(mark, paths={path: module.is_private(path)})
+        found = leftovers(held)
+    assert found == ([] if mode == 0o700 else [f"socket {path}: open to other users"]) + [path]
+    assert leftovers(Held(mark, paths={path: module.is_private(path)})) == [], "it is gone"
+    assert not module.is_private("@abstract")
+
+
+def test_a_secret_that_was_told_is_found(mark: str, tmp_path: Path) -> None:
+    command, environment = [sys.executable, "-c", "import sys; sys.stdin.read()", "--token=s3cret"], {MARK: mark}
+    environment |= {"RAY_AUTH_TOKEN": "s3cret", "HF_TOKEN": "hidden"}
+    held = Held(mark)
+    with subprocess.Popen(command, env=os.environ | environment, stdin=subprocess.PIPE) as process:
+        deadline = Deadline("test", "exec", 30)
+        while not module.is_marked(process.pid, mark):
+            deadline.remaining("the process")
+        held.look()
+        process.communicate()
+    assert leftovers(held) == ["RAY_AUTH_TOKEN on a command line"]
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "engine_0.log").write_text("server_args={'api_key': '***', 'admin_api_key': 'Ab-c'}")
+    (tmp_path / "logs" / "engine_1.log").write_text("server_args={'api_key': '***', 'admin_api_key': '***'}")
+    (tmp_path / "config.yaml").write_text("token: hidden")
+    assert held.secrets.in_files(tmp_path) == [
+        f"HF_TOKEN in {tmp_path / 'config.yaml'}",
+        f"the key of an engine in {tmp_path / 'logs' / 'engine_0.log'}",
+    ]

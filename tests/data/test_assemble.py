@@ -124,6 +124,23 @@ def test_of_a_continued_sample_only_the_newest_tokens_are_trained_on_where_asked
     assert weights[True] == {0: [0, 0, 0, 0.25, 0.25], 1: [0, 0.25, 0.25]}
 
 
+def test_a_baseline_is_that_of_the_samples_own_group() -> None:
+    """Groups of unequal sizes and levels: rewards of one never count in another's."""
+    groups = groups_of([[shape(1.0), shape(0.0)], [shape(10.0), shape(20.0), shape(60.0)], [shape(5.0), shape(5.0)]])
+    step = assemble(groups, replace(SPEC, group_advantage=dr_grpo), 0).steps[0]
+    assert per_sample(step, "advantages") == {0: [0.5], 1: [-0.5], 2: [-20], 3: [-10], 4: [30], 5: [0], 6: [0]}
+    assert per_sample(step, "rewards") == {0: [1], 1: [0], 2: [10], 3: [20], 4: [60], 5: [5], 6: [5]}
+
+
+def test_each_step_is_weighed_by_its_own_tokens() -> None:
+    groups = groups_of([[shape(1.0, response=1), shape(0.0, response=3)], [shape(1.0, response=9), shape(0.0)]])
+    short, long = assemble(groups, replace(SPEC, steps_per_rollout=2), 0).steps
+    assert (short.num_tokens, long.num_tokens) == (4, 11)
+    for step, weight in ((short, 1 / 4), (long, 1 / 11)):
+        weights = [w for ws in per_sample(step, "loss_weight").values() for w in ws if w]
+        assert weights == pytest.approx([weight] * step.num_tokens)
+
+
 def test_an_episode_of_two_samples_counts_once() -> None:
     group = groups_of([[shape(0.0, response=2), shape(1.0, response=2), shape(2.0, response=4)]])[0]
     samples = tuple(replace(s, episode_id=min(s.episode_id, 1)) for s in group.samples)

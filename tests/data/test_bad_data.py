@@ -147,6 +147,17 @@ def test_a_parquet_file_damaged_in_the_middle_is_named_with_the_row(tmp_path: Pa
     assert len(source(f"{path}@[0:1000]")) == 1000
 
 
+def test_a_prompt_beyond_the_models_vocabulary_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", [{"prompt": "1+1=", "label": "2"}])
+    (prompt,) = source(path).prompts
+    top = int(prompt.token_ids.max())
+    assert len(source(path, vocab_size=top + 1).prompts) == 1
+    with pytest.raises(
+        DataError, match=rf"data.jsonl, line 1: 'prompt' has token {top}, .* vocabulary ends at {top - 1}"
+    ):
+        source(path, vocab_size=top)
+
+
 @pytest.mark.parametrize(("column", "place"), [("prompt", 2), ("label", 0)])
 def test_half_a_surrogate_pair_is_a_bad_row(tmp_path: Path, column: str, place: int) -> None:
     row = {"prompt": "1", "label": "1"} | {column: "ab"[:place] + "\ud83d"}
@@ -220,7 +231,7 @@ def test_train_py_says_it_in_one_line_before_a_process_starts(
     make: Callable[[Path], list[str]],
     words: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     def start(*args: object) -> None:
         raise AssertionError("a process was about to start")
@@ -229,6 +240,6 @@ def test_train_py_says_it_in_one_line_before_a_process_starts(
     code = cli.main(
         [f"model.hf_checkpoint={folder}", f"run.dir={tmp_path / 'run'}", "placement.device=cpu", *make(tmp_path)]
     )
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err  # of the driver, a child process
     assert code == 2
     assert said.startswith("DataError: ") and said.count("\n") == 1 and words in said

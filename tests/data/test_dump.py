@@ -10,6 +10,7 @@ from slime_like.data.group_metrics import group_metrics
 from slime_like.errors import DataError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, Status
+from tests.damage.world import groups
 
 
 def group(group_id: int, lengths: list[int], seed: int = 0, version: int = 2) -> SampleGroup:
@@ -61,6 +62,21 @@ def test_what_is_dumped_comes_back(tmp_path: Path, shape: list[list[int]]) -> No
         assert_same(a, b)
 
 
+def test_a_dump_whose_values_were_changed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rollout_0000000.npz"
+    save_groups(path, groups(0, 1))
+    with np.load(path) as stored:
+        columns = dict(stored)
+    for name, value in (("logprobs", columns["logprobs"] - 1), ("extra/1/mask", columns["extra/1/mask"][:2])):
+        np.savez(path, **{**columns, name: value})
+        with pytest.raises(
+            DataError, match=r"rollout_0000000\.npz is not a dumped rollout \(its columns are not those"
+        ):
+            load_groups(path)
+    np.savez(path, **{name: column for name, column in columns.items() if name != "digest"})
+    assert len(load_groups(path)) == 1, "of an older version"
+
+
 def test_a_missing_dump_names_the_key(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rollout_0000003\.npz.*run\.replay_from"):
         load_groups(rollout_path(tmp_path, 3))
@@ -70,7 +86,7 @@ def test_a_torn_dump_names_the_file(tmp_path: Path) -> None:
     path = rollout_path(tmp_path, 0)
     save_groups(path, [group(0, [3, 4])])
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(DataError, match="is not a dumped rollout"):
+    with pytest.raises(DataError, match=r"is not a readable \.npz file"):
         load_groups(path)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -45,6 +46,27 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     path = write(tmp_path / "a.jsonl", [{"prompt": messages, "label": "1"}])
     assert source(path, tokenizer=CHAT).next(1)[0].text == "<user>hi<assistant>yo<assistant>"
+
+
+@pytest.mark.parametrize("tools", [[{"name": "add"}], '[{"name": "add"}]'])
+def test_the_column_of_tools_is_rendered_and_kept(tools: object, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    rows = [{"prompt": messages, "label": "1", "tools": tools, "metadata": {"a": 1, "tools": "other"}}]
+    rows += [{"prompt": messages, "label": "1", "tools": None}, {"prompt": "hi", "label": "1", "tools": tools}]
+    found = source(write(tmp_path / "a.jsonl", rows), tokenizer=CHAT, shuffle=False).next(3)
+    assert texts(found) == ["<tool>add<user>hi<assistant>", "<user>hi<assistant>", "hi"]
+    kept = [{"name": "add"}]
+    assert [p.metadata for p in found] == [{"a": 1, "tools": kept}, {}, {"tools": kept}]
+    table = [{"prompt": messages, "label": "1", "tools": kept}]
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "a.parquet")
+    assert texts(source(tmp_path / "a.parquet", tokenizer=CHAT).next(1)) == texts(found[:1])
+
+
+@pytest.mark.parametrize("tools", [3, "text", {"name": "add"}, '{"name": "add"}'])
+def test_tools_that_are_no_list_are_a_bad_row(tools: object, tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "hi"}], "label": "1", "tools": tools}
+    with pytest.raises(DataError, match=r"line 1: 'tools' is .*; tools are a list of JSON schemas"):
+        source(write(tmp_path / "a.jsonl", [row]), tokenizer=CHAT)
 
 
 def test_apply_chat_template_makes_a_user_turn_of_a_string(tmp_path: Path) -> None:
@@ -88,7 +110,7 @@ BAD_ROWS: dict[str, tuple[Mapping[str, Any] | str, str]] = {
     ),
     "template refuses": (
         {"prompt": [{"role": "system", "content": "a"}], "label": "1"},
-        r"line 2: the chat template refused 'prompt': no system turn",
+        r"line 2: the chat template of /models/tiny refused 'prompt': no system turn",
     ),
     "label missing": ({"prompt": "1"}, r"line 2: label missing: no 'label'.+set data.label_key"),
     "label empty": ({"prompt": "1", "label": ""}, r"line 2: label missing"),
@@ -115,6 +137,14 @@ def test_a_bad_row_stops_the_run_naming_file_line_reason_and_fix(tmp_path: Path,
         source(path, tokenizer=CHAT)
     assert str(path) in str(caught.value)
     assert "data.on_bad_row=skip" in str(caught.value)
+
+
+def test_a_prompt_longer_than_asked_for_is_a_bad_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "long.jsonl", [TEN[0], {"prompt": "x" * 20, "label": "1"}, TEN[1]])
+    with pytest.raises(DataError, match=r"line 2: 'prompt' has 20 tokens, more than data.max_prompt_len=19"):
+        source(path, data(max_prompt_len=19))
+    assert len(source(path, data(max_prompt_len=20))) == 3
+    assert len(source(path, data(max_prompt_len=19, on_bad_row="skip"))) == 2
 
 
 def test_skipped_rows_are_counted_and_their_reasons_kept(tmp_path: Path) -> None:
@@ -197,6 +227,46 @@ def test_every_epoch_holds_every_prompt_in_a_new_order(tmp_path: Path) -> None:
     assert [p.prompt_id for p in source(path, seed=8).next(10)] != first
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 10),
+    refills=st.integers(0, 2),
+    calls=st.lists(st.integers(1, 7), max_size=12),
+    at=st.integers(0, 11),
+)
+def test_no_batch_across_a_border_of_epochs_holds_a_prompt_twice(
+    tmp_path_factory: pytest.TempPathFactory, batch: int, refills: int, calls: list[int], at: int
+) -> None:
+    """Whatever the sizes of the calls, and also where a run is resumed in between."""
+    path = write(tmp_path_factory.getbasetemp() / "border.jsonl", TEN)
+    sizes: dict[str, Any] = {"batch_size": batch, "most_prompts": batch * (1 + refills)}
+    running = source(path, seed=5, **sizes)
+    drawn: list[int] = []
+    for i, n in enumerate([*calls, 35]):
+        if i == at:
+            state = json.loads(json.dumps(running.state()))
+            running = source(path, seed=5, **sizes)
+            running.load_state(state)
+        drawn += [p.prompt_id for p in running.next(n)]
+    width = max(batch, min(4 * batch * (1 + refills), 5))
+    assert all(len(set(drawn[i : i + width])) == width for i in range(len(drawn) - width))
+    epochs = [drawn[i : i + 10] for i in range(0, len(drawn) - 9, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+
+
+def test_a_batch_larger_than_the_file_still_holds_every_prompt(tmp_path: Path) -> None:
+    found = source(write(tmp_path / "a.jsonl", TEN), batch_size=25, most_prompts=25)
+    assert [sorted(p.prompt_id for p in found.next(10)) for _ in range(3)] == [list(range(10))] * 3
+
+
+def test_epochs_of_a_long_file_stay_shuffled(tmp_path: Path) -> None:
+    """Of 400 prompts and batches of 8, hardly any is moved: positions of two epochs are uncorrelated."""
+    rows = [{"prompt": f"{i}+1=", "label": "1"} for i in range(400)]
+    found = source(write(tmp_path / "a.jsonl", rows), batch_size=8, most_prompts=8, seed=1)
+    first, second = (np.argsort([p.prompt_id for p in found.next(400)]) for _ in range(2))
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.15
+
+
 def test_without_shuffle_the_order_is_the_files(tmp_path: Path) -> None:
     found = source(write(tmp_path / "a.jsonl", TEN), shuffle=False)
     assert [p.prompt_id for p in found.next(25)] == [*range(10), *range(10), *range(5)]
@@ -216,6 +286,17 @@ def test_resume_continues_with_the_next_prompt(
     resumed.load_state(state)
     assert [p.prompt_id for p in resumed.next(after)] == [p.prompt_id for p in running.next(after)]
     assert resumed.state() == running.state()
+
+
+@pytest.mark.parametrize("before", [None, 5, ["a"], [1.5], [-3], [99, 8], [1, 1], list(range(10)), [True]])
+def test_a_cursor_with_other_rows_of_the_epoch_before_is_refused(tmp_path: Path, before: object) -> None:
+    found = source(write(tmp_path / "a.jsonl", TEN), batch_size=4, most_prompts=4)
+    found.next(13)
+    state = found.state()
+    assert len(state["before"]) == 4
+    with pytest.raises(DataError, match=r"cursor of the checkpoint.*before.*: resume from another checkpoint"):
+        found.load_state({**state, "before": before})
+    found.load_state({name: item for name, item in state.items() if name != "before"})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from slime_like.data.tokenizer import PlainTokenizer, open_tokenizer
+from slime_like.deadline import Deadline
 from slime_like.quickstart.model import write_tokenizer
 from tests.data.character_tokenizer import TEMPLATE, characters
 
@@ -61,7 +64,7 @@ def test_ids_text_and_template_are_those_of_transformers(folder: Path) -> None:
 def test_whatever_could_change_the_result_is_left_to_transformers(
     folder: Path, file: str, change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: f"asked for {path}")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **_: f"asked for {path}")
     edit(folder / file, change)
     assert open_tokenizer(str(folder)) == f"asked for {folder}"
 
@@ -75,3 +78,41 @@ def test_the_quickstart_tokenizer_needs_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_tokens_lie_where_transformers_says(folder: Path) -> None:
+    plain, whole = open_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    assert isinstance(plain, PlainTokenizer)
+    kwargs = {"add_special_tokens": False, "return_offsets_mapping": True}
+    offsets = plain(TEXTS, **kwargs)["offset_mapping"]
+    assert offsets == whole(TEXTS, **kwargs)["offset_mapping"]
+    assert [text[a:b] for text, row in zip(TEXTS[:1], offsets, strict=False) for a, b in row] == list(TEXTS[0])
+    assert "offset_mapping" not in plain(TEXTS, add_special_tokens=False)
+
+
+def test_no_hub_is_asked_for_what_a_folder_lacks(folder: Path) -> None:
+    """A hub that accepts and never answers would hold a run up for as long as its library waits."""
+    edit(folder / "tokenizer_config.json", lambda c: c.update(tokenizer_class="Qwen2Tokenizer"))
+    empty = folder / "empty"
+    empty.mkdir()
+    code = (
+        "import sys; from slime_like.data.tokenizer import open_tokenizer; from slime_like.errors import ConfigError\n"
+        "for folder in sys.argv[1:]:\n"
+        "    try: print(type(open_tokenizer(folder)).__name__)\n"
+        "    except ConfigError as error: print('refused' if folder in str(error) else error)"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(folder), str(empty), "nobody/no-such-model"],
+            env=environment | {"HF_ENDPOINT": endpoint},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=Deadline("test", "hub", 120).limit,
+        )
+        assert done.stdout.split() == ["Qwen2Tokenizer", "refused", "refused"], done.stderr
+        hub.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            hub.accept()

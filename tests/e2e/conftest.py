@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.runs import Training
 
 SFT_STEPS = 120
+SMALL = ("rollout.batch_size=16", "rollout.n_samples_per_prompt=8")  # rollouts of 128 samples
 
 
 @dataclass(frozen=True, slots=True)

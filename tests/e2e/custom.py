@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from slime_like.interfaces import Engine, GenerateContext
 from slime_like.reward.kinds import scores_groups
@@ -14,13 +18,27 @@ from slime_like.rollout.generate import single_turn
 from slime_like.types import Prompt, Sample, SampleGroup
 from tests.e2e.runs import last_step
 
+WHOLE_GROUPS = 16  # that ``shifted`` leaves as they are
 HOLD = "SLIME_LIKE_TEST_HOLD"  # the folder beside a run's where ``held`` reads and says how far it is
 POLL_S = 0.05
 
 
 async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
     """Two of the seeds only."""
+    print("a generate function's own line")  # noqa: T201
     return await single_turn(prompt, engine, seeds[:2], context)
+
+
+async def shifted(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
+    """A fault: after some groups, each token has the log-probability of the token before it."""
+    samples = await single_turn(prompt, engine, seeds, context)
+    if context.group_id < WHOLE_GROUPS:
+        return samples
+    return [
+        replace(s, logprobs=np.concatenate([s.logprobs[: n + 1], s.logprobs[n:-1]]))
+        for s in samples
+        for n in [s.num_prompt_tokens]
+    ]
 
 
 _drawn = itertools.count()
@@ -59,6 +77,7 @@ def even_prompts(group: SampleGroup) -> str | None:
 def length(prompt: Prompt, sample: Sample) -> float:
     """Number of characters."""
     del prompt
+    print("a reward's own line", file=sys.stderr)  # noqa: T201
     return float(len(sample.text))
 
 

@@ -1,4 +1,4 @@
-"""What a run left behind: processes, ports that are listened on, and names in /dev/shm.
+"""What a run left behind (processes, ports that are listened on, names in /dev/shm), and what it let others reach.
 
 Every process of a run inherits a mark in its environment, so that those of other runs on the machine are told apart. Ray's
 agents write their title over it: they are known as descendants of the others, and later by their id and start. A port is
@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from slime_like.deadline import Deadline
+from tests.e2e.told import Secrets
 
 MARK = "SLIME_LIKE_TEST_RUN"  # environment variable
 GONE_S = 30.0  # for the processes of a run to be gone after it
 SHARED = Path("/dev/shm")
 LISTENING = "0A"  # state of a socket in /proc/net/tcp
+ACCEPTS = 0x10000  # flag of a socket in /proc/net/unix
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,20 @@ class Held:
     known: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])  # id and start of each process
     shared: set[Path] = field(default_factory=set[Path])  # names in /dev/shm, and the folders that these are in
     ports: dict[int, str] = field(default_factory=dict[int, str])  # inode of a listening socket -> address
+    owners: dict[int, str] = field(default_factory=dict[int, str])  # inode of such a socket -> what has it open
+    secrets: Secrets = field(default_factory=Secrets)
+    paths: dict[str, bool] = field(default_factory=dict[str, bool])  # listening unix socket -> for this user alone
 
     def look(self) -> None:
         """Note what there is now."""
         found = self.processes()
         self.shared |= mapped(found)
-        self.ports |= listened_on(found)
+        self.secrets.look(found)
+        now = listening()
+        for pid in found:
+            for inode in sockets([pid]) & now.keys():
+                self.ports[inode], self.owners[inode] = now[inode], command(pid)
+        self.paths |= {path: self.paths.get(path, True) and is_private(path) for path in unix_sockets(found)}
 
     def open_ports(self) -> dict[int, str]:
         """What was listened on and still is."""
@@ -61,31 +72,37 @@ class Held:
         return sorted(mine)
 
 
-def leftovers(held: Held, *, died: bool) -> list[str]:
-    """Processes of a run, and what there is of what they ``held``; a moment after its end.
-
-    A driver that was killed (``died``) leaves the rings of its ranks to the next part, which removes them, and Ray's own
-    agents with their ports, which notice the end of their raylet in a minute or more.
-    """
+def leftovers(held: Held) -> list[str]:
+    """Return a line for each process of a run, and each thing that it ``held``, which is there a moment after its end."""
     deadline = Deadline("test", "leftovers", GONE_S)
     while True:
-        living = held.processes()
-        agents = [pid for pid in living if died and is_agent(pid)]
-        alive = [pid for pid in living if pid not in agents]
-        spared = sockets(agents)
+        alive = held.processes()
         # Listed last: a process that is being taken down closes its ports some time after it is no longer to be seen.
-        ports = [address for inode, address in held.open_ports().items() if inode not in spared]
+        ports = list(held.open_ports().values())
         if not (alive or ports) or deadline.elapsed() > deadline.limit:
             break
         time.sleep(0.2)
-    names = [
-        path for path in sorted(held.shared) if path.exists() and not (died and path.parts[3].startswith("slime_like."))
-    ]
+    names = [path for path in sorted(held.shared) if path.exists()]
+    names += [Path(path) for path in sorted(held.paths) if os.path.exists(path)]
     return [
+        *beyond_loopback(held.ports.values()),
+        *sorted(held.secrets.told),
+        *(f"socket {path}: open to other users" for path, private in sorted(held.paths.items()) if not private),
         *(f"process {pid}: {command(pid)}" for pid in alive),
         *(f"port {address}: somebody listens" for address in ports),
         *map(str, names),
     ]
+
+
+def beyond_loopback(addresses: Iterable[str]) -> list[str]:
+    """Complaints about listening sockets that another machine, or another user through its address, could reach."""
+    return [f"port {address}: open beyond loopback" for address in sorted(set(addresses)) if not is_loopback(address)]
+
+
+def is_loopback(address: str) -> bool:
+    """``127.0.0.1:8080`` and ``::1:8080`` are; an IPv4 address may be written in IPv6."""
+    ip = ip_address(address.rpartition(":")[0])
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
 
 
 def processes() -> list[Living]:
@@ -106,11 +123,6 @@ def is_marked(pid: int, mark: str) -> bool:
         return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-
-
-def is_agent(pid: int) -> bool:
-    """Whether a process is one of Ray's agents."""
-    return command(pid).startswith(("ray::RuntimeEnvAgent", "ray::DashboardAgent"))
 
 
 def command(pid: int) -> str:
@@ -163,6 +175,26 @@ def address_of(local: str) -> str:
     data = b"".join(bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8))
     ip = IPv4Address(data) if len(data) == 4 else IPv6Address(data)
     return f"{ip}:{int(port, 16)}"
+
+
+def unix_sockets(pids: list[int]) -> set[str]:
+    """Return the names of listening unix sockets that processes have open (unix(7)); an abstract one begins with ``@``."""
+    mine, found = sockets(pids), set[str]()
+    for row in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        _, _, _, flags, _, _, inode, *name = row.split(maxsplit=7)
+        if name and int(flags, 16) & ACCEPTS and int(inode) in mine:
+            found.add(name[0])
+    return found
+
+
+def is_private(path: str) -> bool:
+    """Whether a folder on the way to a socket keeps other users out; false for an abstract socket, which has none."""
+    if path.startswith("@"):
+        return False
+    try:
+        return any(not folder.stat().st_mode & 0o011 for folder in Path(path).parents)
+    except OSError:  # it is gone
+        return True
 
 
 def sockets(pids: list[int]) -> set[int]:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from slime_like.cluster.status import read_status
 from slime_like.deadline import Deadline
 from tests.e2e.leftovers import MARK, Held, leftovers
+from tests.e2e.told import PLANTED
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_S = 420.0
@@ -42,6 +44,8 @@ class Training:
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
+        folders = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
+        self._run_dir = Path(folders[-1]) if folders else None
         self.held = Held(f"{os.getpid()}.{next(_numbers)}")
         self._looked = 0.0
         with log.open("wb") as file:
@@ -50,14 +54,14 @@ class Training:
                 cwd=REPOSITORY,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=os.environ | (environment or {}) | {"HF_HUB_OFFLINE": "1", MARK: self.held.mark},
+                env={**os.environ, **PLANTED, **(environment or {}), "HF_HUB_OFFLINE": "1", MARK: self.held.mark},
                 start_new_session=True,
             )
         self.started.append(self)
 
     @property
     def pid(self) -> int:
-        """The driver."""
+        """Process id of train.py, which is the run's supervisor."""
         return self._process.pid
 
     def wait(self) -> Finished:
@@ -84,7 +88,8 @@ class Training:
         if self.running():
             self._end()
             return [f"train.py itself, which said: {self._log.read_text()[-3000:]}"]
-        return leftovers(self.held, died=self._process.wait() == -signal.SIGKILL)
+        told = [] if self._run_dir is None else self.held.secrets.in_files(self._run_dir)
+        return [*leftovers(self.held), *told]
 
     def _wait(self, reached: Callable[[], bool]) -> None:
         deadline = Deadline("test", "train.py", RUN_S)
@@ -101,11 +106,11 @@ class Training:
         self._process.wait()
 
     def running(self) -> bool:
-        """Whether the driver lives."""
+        """Return True while train.py lives."""
         return self._process.poll() is None
 
     def signal(self, number: signal.Signals) -> None:
-        """A signal to the driver alone."""
+        """Send a signal to train.py alone."""
         self._process.send_signal(number)
 
     def end(self) -> int:
@@ -116,11 +121,6 @@ class Training:
     def interrupt(self) -> None:
         """Ctrl-C on a terminal: every process of the group gets it."""
         os.killpg(self._process.pid, signal.SIGINT)
-
-    def kill(self) -> None:
-        """The driver dies without a word."""
-        os.kill(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
 
 def train(*arguments: str, log: Path, environment: Mapping[str, str] | None = None) -> Finished:
@@ -139,3 +139,9 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 def last_step(run_dir: Path) -> int:
     """Newest step logged, -1 before the first."""
     return max((int(row["step"]) for row in metrics(run_dir)), default=-1)
+
+
+def outcomes(run_dir: Path) -> dict[str, str]:
+    """Requests of ``run.dir/control`` so far, and the state of each."""
+    status = read_status(run_dir)
+    return {} if status is None else {answer.request: answer.state for answer in status.requests}

@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime_like.cluster.plan_guard import ring_folder
 from slime_like.config.load import load_config
 from slime_like.deadline import Deadline, scale
-from slime_like.distributed.ring import read_rings
+from slime_like.distributed.ring import PREFIX, SHARED, read_rings
 from tests.e2e.conftest import Warm
 from tests.e2e.runs import REPOSITORY, Finished, Training, last_step, metrics
 
@@ -34,6 +33,7 @@ class Stopped:
     done: Finished
     pid: int  # of the rank that was stopped
     outlived: list[psutil.Process]  # ranks that did not end with the run
+    rings: Path  # their folder
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +53,16 @@ def stopped(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
         script=SCRIPT,
     )
     training.wait_until(lambda: last_step(run_dir) >= 2)
-    rings = ring_folder(str(run_dir))
+    training.look()
+    (rings,) = {path for path in training.held.shared if path.parent == SHARED and path.name.startswith(PREFIX)}
+    assert rings.stat().st_mode & 0o777 == 0o700
     pids = {name: reading.pid for name, reading in read_rings(rings).items()}
     assert set(pids) == {"trainer_rank0", "trainer_rank1"}
     ranks = [psutil.Process(pid) for pid in pids.values()]
     training.wait_until(lambda: stopped_in_a_step(rings, pids["trainer_rank1"]))
     done = training.wait()
     _, alive = psutil.wait_procs(ranks, timeout=Deadline("test", "killed ranks", 20).limit)
-    return Stopped(run_dir, done, pids["trainer_rank1"], alive)
+    return Stopped(run_dir, done, pids["trainer_rank1"], alive, rings)
 
 
 def stopped_in_a_step(rings: Path, pid: int) -> bool:
@@ -99,7 +101,7 @@ def test_a_stopped_rank_is_named_and_the_run_ends(stopped: Stopped) -> None:
         assert re.search(
             rf"^trainer_rank{rank}: process \d+ \w+, memory [\d.]+ s ago: [\d.]+ of ", told, re.MULTILINE
         ), told
-    assert not ring_folder(str(stopped.run_dir)).exists()
+    assert not stopped.rings.exists()
     assert not stopped.outlived
 
 

@@ -18,7 +18,7 @@ from slime_like.data.dump import rollout_path
 from slime_like.data.token_view import TokenView, load_view, view_path
 from tests.e2e import checks
 from tests.e2e.conftest import Warm
-from tests.e2e.runs import metrics, train
+from tests.e2e.runs import Training, metrics
 
 pytestmark = pytest.mark.e2e
 ROLLOUTS = 16
@@ -64,7 +64,7 @@ def distilled(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distill")
     for name, change in (("student", disturb), ("teacher", grow)):
         change(Path(shutil.copytree(warm.hf, folder / name)))
-    done = train(
+    training = Training(
         "+recipe=quickstart",
         *warm.overrides,
         *SMALL,
@@ -78,8 +78,16 @@ def distilled(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run.dump_rollouts=true",
         log=folder / "run.log",
     )
+    done = training.wait()
     assert done.code == 0, done.output
+    check_listeners(training)
     return folder / "run"
+
+
+def check_listeners(training: Training) -> None:
+    """A rank of another role was seen to listen, and nothing of the run to be open to others."""
+    assert any(owner.startswith("ray::RoleWorker") for owner in training.held.owners.values())
+    assert training.leftovers() == []
 
 
 def test_the_student_comes_nearer_to_a_teacher_of_another_shape(distilled: Path) -> None:
@@ -120,7 +128,7 @@ def test_a_critic_learns_what_rollouts_return(distilled: Path, warm: Warm, tmp_p
     (tmp_path / "rollouts").mkdir()
     for k in range(REPLAYED):
         os.link(rollout_path(distilled / "rollouts", ROLLOUTS - 1), rollout_path(tmp_path / "rollouts", k))
-    done = train(
+    training = Training(
         "+recipe=quickstart",
         *warm.overrides,
         *SMALL,
@@ -137,7 +145,9 @@ def test_a_critic_learns_what_rollouts_return(distilled: Path, warm: Warm, tmp_p
         f"run.dir={tmp_path / 'run'}",
         log=tmp_path / "run.log",
     )
+    done = training.wait()
     assert done.code == 0, done.output
+    check_listeners(training)
     rows = [row for row in metrics(tmp_path / "run") if "train/value_loss" in row]
     checks.check_documented(rows)
     assert len(rows) == REPLAYED

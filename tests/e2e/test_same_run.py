@@ -64,8 +64,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def test_each_fault_ends_the_run_or_is_survived(pair: Pair) -> None:
-    assert [part.code for part in pair.parts] == [-9, 1, 1, 0], [part.output[-2000:] for part in pair.parts]
-    _, rank, slow, last = (part.output for part in pair.parts)
+    assert [part.code for part in pair.parts] == [1, 1, 1, 0], [part.output[-2000:] for part in pair.parts]
+    driver, rank, slow, last = (part.output for part in pair.parts)
+    assert re.search(r"ProcessLost: the driver \(process \d+\) was killed by SIGKILL", driver)
     assert "trainer rank 0 died in phase" in rank
     assert "slow_engine:collect:3:0 on engine 0: no engine was lost" in slow
     assert "kill_engine:collect:2:0.05 on engine 0: noticed after" in rank
@@ -90,10 +91,11 @@ def test_each_fault_ends_the_run_or_is_survived(pair: Pair) -> None:
 def test_a_rank_that_dies_or_stops_is_told_within_its_deadline(pair: Pair) -> None:
     struck = [strike.time for strike in read(pair.killed)[0] if "_rank" in strike.fault]
     causes = [bundle / "cause.txt" for bundle in sorted(pair.killed.glob("crash-*"))]
-    died, stopped = (cause.read_text() for cause in causes)
+    killed, died, stopped = (cause.read_text() for cause in causes)
+    assert "ProcessLost: the driver" in killed
     assert "WorkerError: trainer rank 0 died in phase" in died
     assert re.search(r"DeadlineExceeded: driver waited \d+ s for trainer rank 0 in phase", stopped)
-    for since, cause, deadline in zip(struck, causes, (0.0, STEP_S), strict=True):
+    for since, cause, deadline in zip(struck, causes[1:], (0.0, STEP_S), strict=True):
         assert cause.stat().st_mtime - since < (deadline + NOTICED_S) * scale()
 
 

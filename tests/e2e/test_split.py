@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.e2e import checks
-from tests.e2e.conftest import Warm
+from tests.e2e.conftest import SMALL, Warm
 from tests.e2e.runs import Training, last_step, metrics, train
-from tests.e2e.test_colocated import SMALL, expected_prompts
+from tests.e2e.test_colocated import expected_prompts
 
 pytestmark = pytest.mark.e2e
 ROLLOUTS = 20

@@ -99,6 +99,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         head_dim=16,
         tie_word_embeddings=True,
         max_position_embeddings=512,
+        rms_norm_eps=2e-5,  # like the base, of no library's default: a constant in its place shows
+        rope_parameters={"rope_type": "default", "rope_theta": 2e5},
         initializer_range=0.2,
         eos_token_id=1,
         bos_token_id=None,

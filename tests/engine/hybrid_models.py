@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine.conftest import VOCAB, Models
-from tests.train.models import fused, rewrite
+from tests.train.models import EPSILON, THETA, fused, rewrite
 from tests.train.parity import by_expert
 
 SHAPE: dict[str, Any] = {
@@ -34,18 +34,24 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 28,
 }
-ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def rope(family: str, rotated: float) -> dict[str, Any]:
+    """The base of a family's trainer tests, which is no library's default."""
+    return {"rope_type": "default", "rope_theta": THETA[family], "partial_rotary_factor": rotated}
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_next": {**EXPERTS, "linear_num_value_heads": 4, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
+    "qwen3_next": {**EXPERTS, "linear_num_value_heads": 4, "rope_parameters": rope("qwen3_next", 0.25)},
     "qwen3_5_text": {
         "linear_num_value_heads": 4,
         "tie_word_embeddings": True,
-        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+        "rope_parameters": rope("qwen3_5_text", 0.5),
     },
     "qwen3_5_moe_text": {
         **EXPERTS,
         "linear_num_value_heads": 6,  # a ratio for which SGLang has another path
-        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+        "rope_parameters": rope("qwen3_5_moe_text", 0.25),
     },
 }
 
@@ -72,9 +78,10 @@ def config(family: str) -> Any:
     from transformers import AutoConfig
 
     if family != WITH_VISION:
-        return AutoConfig.for_model(family, **SHAPE, **FAMILIES[family])
-    rotary = {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}  # not what transformers writes beside it
-    text = {**SHAPE, **FAMILIES[f"{WITH_VISION}_text"], **rotary, "tie_word_embeddings": False}
+        return AutoConfig.for_model(family, **SHAPE, **FAMILIES[family], rms_norm_eps=EPSILON[family])
+    inner = f"{WITH_VISION}_text"
+    rotary = {"rope_parameters": rope(inner, 0.5)}  # not what transformers writes beside it
+    text = {**SHAPE, **FAMILIES[inner], **rotary, "rms_norm_eps": EPSILON[inner], "tie_word_embeddings": False}
     return AutoConfig.for_model(family, text_config=text, vision_config=VISION, tie_word_embeddings=False, **TOKENS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from slime_like.metrics.dictionary import ENTRIES
 from slime_like.rollout.agent.generate import FIRST_IN_A_ROW, OpenAIAgent
 from slime_like.rollout.client import EngineClient
 from slime_like.types import Prompt, Reward, Sample, Source, Status
+from tests.e2e.leftovers import beyond_loopback, listened_on
 from tests.engine import agents
 from tests.engine.conftest import Engine, Models
 from tests.engine.masks import by_model, check_samples
@@ -33,6 +35,7 @@ class Played:
         self._engine, self._tokenizer = engine, tokenizer
         self.metrics: dict[str, float] = {}
         self.warnings: tuple[str, ...] = ()
+        self.addresses: list[str] = []  # that this process listens at, the endpoint's among them
 
     def play(
         self, agent: Callable[..., Coroutine[Any, Any, Any]], seeds: list[int], *, client: Any = None, **how: Any
@@ -49,6 +52,7 @@ class Played:
                 made = await generator(PROMPT, client or self._engine.client, seeds, context(self._tokenizer, **how))
                 return list(made)
             finally:
+                self.addresses = list(listened_on([os.getpid()]).values())
                 self.metrics = {metric.name: metric.value for metric in generator.metrics()}
                 self.warnings = generator.warnings()
                 await generator.close()
@@ -69,7 +73,9 @@ def runs(engine: Engine, tokenizer: Any) -> Iterator[Played]:
 def test_a_conversation_is_one_sample_of_the_tokens_that_were_sampled(
     runs: Played, engine: Engine, models: Models, tokenizer: Any
 ) -> None:
+    before = set(listened_on([os.getpid()]).values())
     samples = runs.play(agents.three_turns, [11, 12])
+    assert beyond_loopback(runs.addresses) == [] and len(set(runs.addresses) - before) == 1, "the endpoint"
     assert len(samples) == 2
     assert all((s.num_turns, s.reward, s.status) == (3, Reward(5.0), Status.COMPLETED) for s in samples)
     check_samples(engine, models, PROMPT, samples)

@@ -15,6 +15,7 @@ import torch
 
 from tests.engine.conftest import VOCAB, Engine, Models, launch, prompt, sampled
 from tests.engine.hybrid_models import HybridModels
+from tests.train.models import EPSILON, THETA
 
 pytestmark = pytest.mark.engine
 TOLERANCE = 1e-4
@@ -32,9 +33,14 @@ SHAPE: dict[str, Any] = {
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}, "tie_word_embeddings": False},
+    "llama": {
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": THETA["llama"], **LLAMA3},
+        "rms_norm_eps": EPSILON["llama"],
+        "tie_word_embeddings": False,
+    },
     "qwen3_moe": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "rope_parameters": {"rope_type": "default", "rope_theta": THETA["qwen3_moe"]},
+        "rms_norm_eps": EPSILON["qwen3_moe"],
         "tie_word_embeddings": False,
         "head_dim": 16,
         "num_experts": 8,
@@ -42,7 +48,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "norm_topk_prob": True,
     },
-    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "tie_word_embeddings": True},
+    "qwen2": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": THETA["qwen2"]},
+        "rms_norm_eps": EPSILON["qwen2"],
+        "tie_word_embeddings": True,
+    },
 }
 
 

@@ -65,7 +65,7 @@ def test_a_stopped_engine_is_waited_for_where_the_config_says_so(pair: Pair) -> 
         pair.keepers[0].hurt(signal.SIGCONT)
         collected = await collecting
         check_whole(collected, 0, pair.models, "B", pair.version)
-        assert any("does not answer and is waited for" in said for said in collected.warnings)
+        assert any("does not answer and is waited for" in said.text for said in collected.warnings)
         assert manager.last_recoveries() == ()
         await until(lambda: not [seat for seat in manager._fleet.seats if seat.stalled])
         assert await pair.push(manager, "A") == ("engine 0", "engine 1")

@@ -35,10 +35,12 @@ def test_greedy_and_sampled_requests_in_one_batch_keep_their_own_distribution(en
     ids = prompt(9)
 
     async def ask() -> tuple[Any, ...]:
-        greedy = engine.client.generate(ids, [0], sampled(0.0))
+        greedy = engine.client.generate(ids, [0, 1], sampled(0.0))
         return await asyncio.gather(greedy, engine.client.generate(ids, [5], sampled(0.7)))
 
-    for (completion,), temperature in zip(engine.run(ask()), (1.0, 0.7), strict=True):
+    (first, second), (drawn,) = engine.run(ask())
+    np.testing.assert_array_equal(first.token_ids, second.token_ids, "no seed counts at temperature 0")
+    for completion, temperature in ((first, 1.0), (drawn, 0.7)):
         whole = np.concatenate([ids, completion.token_ids])
         expected = models.logprobs("A", whole, temperature)[-len(completion.token_ids) :]
         assert_close(completion.logprobs, expected)

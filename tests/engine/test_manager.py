@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slime_like.config.faults import HealthConfig
 from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import LoopConfig
 from slime_like.data.assemble import AssembleSpec, assemble
+from slime_like.errors import ConsistencyError, UserCodeError
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
 from slime_like.rollout.manager import Collected, ManagerSpec, RolloutManager
+from slime_like.rollout.probe import TrainerScores, check
 from slime_like.rollout.state import in_flight_path
-from slime_like.types import F32, SampleGroup, Source
+from slime_like.types import F32, SampleGroup, Source, Status
 from tests.data.character_tokenizer import characters
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import VOCAB, Engine, Models, payload
@@ -25,6 +29,8 @@ from tests.rollout.counting import Counting
 
 pytestmark = pytest.mark.engine
 N, BATCH, BEGUN, LONGEST = 2, 2, 8, 240
+EOS = 1  # of the model's config
+TOLERANCE = 1e-4
 STOPS = tuple(range(2, VOCAB, 60))  # one token in sixty ends a short answer: some groups end with equal lengths
 
 
@@ -86,6 +92,34 @@ class Side:
 
         self.engine.run(push())
 
+    def probe(self, version: int) -> None:
+        """The gate after a push, with transformers for a trainer."""
+        found = self.engine.run(self.manager.probe())
+        trainer = TrainerScores(found, max_tokens=100_000)
+        name, (rows,) = name_of(version), trainer.rows
+        sequences = np.split(rows.token_ids, rows.cu_seqlens[1:-1])
+        columns = [np.concatenate([[0], self.models.logprobs(name, ids, 1.0)]) for ids in sequences]
+        trainer.take([np.concatenate(columns).astype(np.float32)])
+        (scores,) = found
+        metrics = reduce_metrics(check(scores, trainer, version, TOLERANCE))
+        assert len(scores.continuations) == len(scores.token_ids) > 0
+        assert unknown(metrics) == []
+        # All but the last token of each beginning; a prompt or an answer is seldom shorter than two tokens.
+        assert metrics["probe/prefix_cache_hit_rate"] >= 0.5
+
+    def check_that_old_keys_are_seen(self, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A push that flushes nothing leaves keys and values of older weights, which scores do not read."""
+
+        async def nothing() -> None:
+            """Flush nothing."""
+
+        self.probe(version - 1)
+        with monkeypatch.context() as fault:
+            fault.setattr(self.engine.client, "flush", nothing)
+            self.push(version)
+        with pytest.raises(ConsistencyError, match=rf"after the push of version {version} .* older weights again"):
+            self.probe(version)
+
     def collect(self, rollout_id: int) -> Collected:
         return self.engine.run(self.manager.collect(rollout_id))
 
@@ -106,7 +140,9 @@ def check_logprobs(group: SampleGroup, models: Models) -> None:
                 assert_close(sample.logprobs[span.start : span.stop], expected)
 
 
-def test_partial_rollouts_across_pushes_and_a_resume(engine: Engine, models: Models, tmp_path: Path) -> None:
+def test_partial_rollouts_across_pushes_and_a_resume(
+    engine: Engine, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     characters().save_pretrained(tmp_path / "tokenizer")
     side = Side(engine, models, spec(tmp_path / "tokenizer", partial=True))
     leftover = tmp_path / "leftover_2.npz"
@@ -115,6 +151,7 @@ def test_partial_rollouts_across_pushes_and_a_resume(engine: Engine, models: Mod
     try:
         for rollout_id in range(5):
             side.push(rollout_id)
+            side.probe(rollout_id)
             if rollout_id == 2:  # another process goes on from what was saved
                 state = side.save(2, leftover)
                 side.stop()
@@ -124,6 +161,8 @@ def test_partial_rollouts_across_pushes_and_a_resume(engine: Engine, models: Mod
             collected = side.collect(rollout_id)
             assert len(collected.groups) == BATCH
             trained += collected.groups
+            ended = [s for g in collected.groups for s in g.samples if s.status is Status.COMPLETED]
+            assert all(s.token_ids[-1] in (EOS, *STOPS) and s.spans[-1].source is Source.MODEL for s in ended)
             metrics.append(reduce_metrics(collected.metrics))
             batch = assemble(collected.groups, AssembleSpec(None, "token_mean", 1, 1, 4096, LONGEST), rollout_id)
             (rows,) = batch.steps[0].rows[0]
@@ -131,6 +170,7 @@ def test_partial_rollouts_across_pushes_and_a_resume(engine: Engine, models: Mod
             assert ((rows.versions >= 0) == sampled).all()
             assert set(rows.versions[sampled].tolist()) <= set(range(rollout_id + 1))
         in_flight = side.save(5, tmp_path / "leftover_5.npz")["in_flight"]
+        side.check_that_old_keys_are_seen(5, monkeypatch)
     finally:
         side.stop()
     assert in_flight_path(leftover).exists()
@@ -164,3 +204,46 @@ def test_without_partial_rollouts_every_token_is_of_the_newest_weights(
     finally:
         side.stop()
     assert places + returned == side.source.state()["taken"]
+
+
+def test_functions_of_users_that_fail_or_drop_everything_are_named(
+    engine: Engine, models: Models, tmp_path: Path
+) -> None:
+    characters().save_pretrained(tmp_path)
+    plain = spec(tmp_path, partial=False)
+    short = replace(
+        plain.rollout, over_sampling_batch_size=None, max_refills=0, max_response_len=2, generate="single_turn"
+    )
+
+    def first_rollout(**changes: Any) -> Collected:
+        side = Side(engine, models, replace(plain, rollout=replace(short, **changes)))
+        try:
+            side.push(0)
+            return side.collect(0)
+        finally:
+            side.stop()
+
+    collected = first_rollout(filters=["tests.engine.failing:drop"])
+    found = reduce_metrics(collected.metrics)
+    assert collected.groups == () and found["rollout/empty_in_a_row"] == 1
+    assert found["rollout/dropped_groups/tests.engine.failing:drop/never good"] == BATCH
+    assert "rollout/generated/raw_reward" in found and unknown(found) == []
+    assert [str(w).split(";")[0] for w in collected.warnings] == ["rollout 0 is empty: nothing is trained on"]
+    assert "tests.engine.failing:drop dropped 2 (never good)" in collected.warnings[0].text
+    assert "with label" in collected.warnings[0].example
+    for changes, words in (
+        (
+            {"filters": ["tests.engine.failing:keep_by_true"]},
+            "keep_by_true returned True .bool. for the group of prompt",
+        ),
+        (
+            {"generate": "tests.engine.failing:nothing"},
+            "nothing returned None .NoneType. for prompt .*must return the samples",
+        ),
+        (
+            {"generate": "tests.engine.failing:raises"},
+            r"raises raised ValueError: no tool \(.*failing.py:\d+\), for prompt",
+        ),
+    ):
+        with pytest.raises(UserCodeError, match=words):
+            first_rollout(**{"filters": [], **changes})

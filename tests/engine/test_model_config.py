@@ -46,6 +46,13 @@ def test_the_rotated_part_is_that_of_rope_parameters(tmp_path: Path) -> None:
     assert overrides(tmp_path, config | {"rope_parameters": {"partial_rotary_factor": 0.25}}) == {}
 
 
+def test_the_rotary_base_is_that_of_rope_parameters(tmp_path: Path) -> None:
+    """transformers 5 writes it nowhere else; SGLang's Qwen3-Next reads it beside them, and takes 10000 where it is not."""
+    config = HYBRID | {"full_attention_interval": 4, "rope_parameters": {"rope_theta": 1e7}}
+    assert overrides(tmp_path, config) == {"rope_theta": 1e7}
+    assert overrides(tmp_path, config | {"rope_theta": 1e7}) == {}
+
+
 def test_of_a_vision_model_the_text_part_is_served(tmp_path: Path) -> None:
     assert overrides(tmp_path, {"text_config": HYBRID}) == {
         "text_config": {"full_attention_interval": 4},

@@ -16,9 +16,12 @@ import pytest
 
 from slime_like.config.resolved import EngineSpec
 from slime_like.errors import EngineError, EngineLost
+from slime_like.printable import SECRET
+from slime_like.rollout.processes import members
 from slime_like.rollout.server import EngineServer
+from tests.e2e.leftovers import beyond_loopback, is_private, listened_on, unix_sockets
 from tests.engine.closeness import assert_close
-from tests.engine.conftest import Engine, Models, prompt, sampled
+from tests.engine.conftest import KEY, Engine, Models, prompt, sampled
 
 pytestmark = pytest.mark.engine
 
@@ -48,23 +51,17 @@ def test_a_commit_is_checked_on_every_rank(engine_tp2: Engine, models: Models) -
     engine_tp2.run(engine_tp2.push(models.tensors("A"), 3))
 
 
-def test_an_engine_listens_on_loopback_only(engine_tp2: Engine) -> None:
-    pids = subprocess.run(["pgrep", "-g", str(engine_tp2.server.pid)], capture_output=True, text=True, check=True)
-    inodes = {
-        os.readlink(fd)
-        for pid in pids.stdout.split()
-        for fd in Path(f"/proc/{pid}/fd").iterdir()
-        if fd.is_symlink() and os.readlink(fd).startswith("socket:")
-    }
-    listening: list[str] = []
-    for table, loopback in (("tcp", "0100007F"), ("tcp6", "0" * 24 + "01000000")):
-        path = Path(f"/proc/net/{table}")
-        for line in path.read_text().splitlines()[1:] if path.exists() else ():  # a kernel may be without IPv6
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                listening.append(fields[1])
-                assert fields[1].startswith(loopback), f"listens on {fields[1]}"
-    assert any(int(address.split(":")[1], 16) == int(engine_tp2.server.url.split(":")[-1]) for address in listening)
+def test_strangers_cannot_reach_an_engine(engine_tp2: Engine) -> None:
+    """It listens on loopback and at sockets in its own folder; its key is in no command line and not in its log."""
+    pids = [int(process.name) for process in members(engine_tp2.server.pid)]
+    addresses = listened_on(pids).values()
+    assert engine_tp2.server.url.removeprefix("http://") in addresses
+    assert beyond_loopback(addresses) == []
+    assert [path for path in unix_sockets(pids) if not is_private(path)] == []
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace") for pid in pids]
+    log = Path(f"/proc/{engine_tp2.server.pid}/fd/1").read_text(errors="replace")
+    assert len(commands) > 2 and KEY not in "\n".join(commands)
+    assert "server_args={" in log and f"'admin_api_key': '{SECRET}'" in log and KEY not in log
 
 
 def test_a_dead_engine_is_an_error_that_says_why(engine_tp2: Engine) -> None:

@@ -1,6 +1,9 @@
+import inspect
 import io
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +11,9 @@ from slime_like.config.run import MetricsConfig
 from slime_like.errors import ConfigError
 from slime_like.metrics.sinks import JsonlSink, _wandb_id, open_sinks
 from slime_like.metrics.spans import Spans
+from slime_like.metrics.types import RunWarning
+from slime_like.report.record import read_record
+from slime_like.report.run_page import run_page
 
 VALUES = {
     "rollout/raw_reward": 0.25,
@@ -45,12 +51,16 @@ def test_resume_drops_what_will_be_logged_again(tmp_path: Path) -> None:
     sink.log(3, {"a": 1.0}, {})
     sink.close()
     assert [row["step"] for row in rows(path)] == [0, 1, 2, 3]
+    dropped = (tmp_path / "metrics_dropped.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in dropped[:2]] == [3, 4]
 
 
-def test_a_fresh_run_starts_a_fresh_file(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+def test_a_fresh_run_starts_a_fresh_file_and_loses_no_line(tmp_path: Path) -> None:
+    before = b'{"step": 1}\n\xff\xfe torn\n{"step": 7}'
+    (tmp_path / "metrics.jsonl").write_bytes(before)
     JsonlSink(tmp_path / "metrics.jsonl", 0).close()
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert (tmp_path / "metrics_dropped.jsonl").read_bytes() == before + b"\n"
 
 
 def test_console_lines_and_tensorboard_events(tmp_path: Path) -> None:
@@ -141,3 +151,58 @@ def test_spans_keep_first_start_and_last_stop() -> None:
     assert found["push"] == (1.0, 6.0)
     assert found["train"][0] <= found["train"][1]
     assert spans.drain() == {}
+
+
+def test_warnings_are_kept_in_the_log_and_alerted_without_the_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wandb.sdk.wandb_run import Run
+
+    inspect.signature(Run.alert).bind(None, title="slime_like", text="", level="WARN")
+    alerts: list[str] = []
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, alert=lambda **fields: alerts.append(fields["text"]))
+    wandb = SimpleNamespace(init=lambda **_: run, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run.log, run.finish = lambda _: None, lambda: None
+    sinks = open_sinks(MetricsConfig(wandb=True, console="off"), tmp_path, first_step=0, num_steps=9)
+    sinks.warn(1, RunWarning("rollout 0 is empty", "prompt 3: 'secret'"))
+    sinks.log(1, VALUES, {})
+    sinks.log(2, VALUES, {})
+    sinks.close()
+    first, second = read_record(tmp_path).rows
+    assert first.warnings == ("rollout 0 is empty\n  for example prompt 3: 'secret'",) and second.warnings == ()
+    assert alerts == ["step 1: rollout 0 is empty"]
+    page = run_page(read_record(tmp_path), [], lambda _: "")
+    assert "rollout 0 is empty" in page and "prompt 3: &#x27;secret&#x27;" in page
+    assert "2 rollouts, 0 of them trained on" in page
+
+
+def test_a_run_goes_on_past_a_damaged_log_and_says_which_lines_it_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = [f'{{"step": {step}, "a": 1.0}}'.encode() for step in range(1, 5)]
+    bad = [b"\xff\x00", b'{"step": "2"}', b"[" * 100_000, b'{"step": 3, "a": "x"}', b'{"step": 1' + b"0" * 400 + b"}"]
+    path.write_bytes(b"\n".join([good[0], *bad, *good[1:3], b"", good[3], b'{"step": 5, "to']))
+    stream = io.StringIO()
+    sinks = open_sinks(MetricsConfig(console="plain"), tmp_path, first_step=4, num_steps=9, console=stream)
+    sinks.log(5, {"a": 2.0}, {})
+    sinks.close()
+    assert [row["step"] for row in rows(path)] == [1, 2, 3, 4, 5]
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"".join(line + b"\n" for line in bad)
+    assert f"5 lines of {path} cannot be read (line 2: " in stream.getvalue()
+    assert "metrics.damaged.jsonl" in stream.getvalue() and stream.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize("kept", [2, 0])
+def test_steps_that_the_log_lost_are_said(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, kept + 1)))
+    stream = io.StringIO()
+    open_sinks(MetricsConfig(console="plain"), tmp_path, first_step=4, num_steps=9, console=stream).close()
+    assert f"{path} has no line of the steps {kept + 1} to 4" in stream.getvalue()
+
+
+@pytest.mark.parametrize("first_step", [0, 4])
+def test_a_folder_in_place_of_the_log_is_named(tmp_path: Path, first_step: int) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl .*move it away"):
+        JsonlSink(tmp_path / "metrics.jsonl", first_step)

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from slime_like.data.dump import rollout_path, save_groups
 from slime_like.data.token_view import TokenView, save_view, view_path
 from slime_like.errors import DataError
+from slime_like.printable import visible
 from slime_like.report.attribution import attribute, by_age, slope
 from slime_like.report.chart import Series, chart, ticks
 from slime_like.report.record import read_record
 from slime_like.report.run_page import run_page
 from slime_like.report.samples import sampled_rollouts
-from slime_like.report.token_page import visible
 from slime_like.report.write import write_report
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, Status
 from tests.report.pages import check_self_contained

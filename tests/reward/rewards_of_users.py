@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -64,11 +66,36 @@ def nothing(prompt: Prompt, sample: Sample):
 
 
 def raises(prompt: Prompt, sample: Sample) -> float:
+    print("about to divide")  # noqa: T201
     return 1 / len(sample.extras)
 
 
 def exits(prompt: Prompt, sample: Sample) -> float:
     os._exit(3)
+
+
+def ends_on_x(prompt: Prompt, sample: Sample) -> float:
+    """For the text ``x`` its process ends as the row says: by a signal, or with all the memory it can get."""
+    if sample.text != "x":
+        return 1.0
+    if prompt.metadata["by"] == "memory":
+        return float(len(bytearray(2**40)))
+    os.kill(os.getpid(), signal.Signals[prompt.metadata["by"]])
+    return 0.0
+
+
+def huge(prompt: Prompt, sample: Sample) -> int:
+    return 10**400
+
+
+def too_right(prompt: Prompt, sample: Sample) -> Reward:
+    return Reward(score=1.0, accuracy=7.0)
+
+
+def limits(prompt: Prompt, sample: Sample) -> float:
+    """GiB of private memory that this process may have; the CPU time is limited too."""
+    assert resource.getrlimit(resource.RLIMIT_CPU)[0] > 0
+    return resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30
 
 
 def hangs_on_x(prompt: Prompt, sample: Sample) -> float:

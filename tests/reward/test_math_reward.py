@@ -78,6 +78,16 @@ def test_other_values_do_not(label: str, text: str) -> None:
     [
         "9^{9^{9}}",
         "9^9^9",
+        "((9999^{9999})^{99})^{99}",
+        "(((9^{99})^{99})^{99})^{99}",
+        r"\binom{999!}{500!}",
+        "(a+b+c+d+e+f)^{99}",
+        r"9999^{9999} \cdot 9998^{9998} \cdot 9997^{9997}",
+        r"\int_0^1 \sin(x^{99})e^x",
+        r"\sqrt[99]{9999^{9999}+1}",
+        r"\frac{1}{(x+y+z)^{50}(x-y)^{50}}",
+        r"\left(9999^{9999}\right)!",
+        r"\sum_{n=1}^{\infty} \frac{1}{n^n}",
         "10^{10^{10^{10}}}",
         "(x+1)^{100000}",
         "(x+1)^{999}",
@@ -96,6 +106,11 @@ def test_what_would_take_sympy_minutes_or_gigabytes_is_compared_as_text(latex: s
     assert not tame(latex)
     assert not equal("3", latex)
     assert equal(latex, f" {latex}")
+
+
+@pytest.mark.parametrize("latex", [r"\frac{2^{2024}-1}{3}", "(1+x)^{99}", r"\left(3+\sqrt{5}\right)^{20}"])
+def test_large_numbers_and_powers_that_answers_have_are_tame(latex: str) -> None:
+    assert tame(latex)
 
 
 @pytest.mark.parametrize("latex", ["2^{10}", "5!", r"\binom{10}{3}", r"x^{2n+1}", r"\int_0^1 x\,dx", r"10^{-6}"])

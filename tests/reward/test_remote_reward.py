@@ -178,8 +178,17 @@ def test_a_server_that_refuses_a_sample_is_not_asked_twice_about_it() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (200, '"good"', r"answered '\"good\"'; a reward server answers a finite number, or an object"),
+        (
+            200,
+            '"good"',
+            r"answered '\"good\"': 'good' \(str\), not a number; a reward server answers a finite number, or an object",
+        ),
         (200, "NaN", r"answered 'NaN'"),
+        (200, f"1{'0' * 400}", r"answered '10+': inf, not a finite number"),
+        (200, "1e300", r"1e\+300, not a number from -1e\+09 to 1e\+09"),
+        (200, '{"score": 1, "acc": 7}', r"accuracy 7, not a number from 0 to 1"),
+        (200, "[" * 2**21, r"answers more than 1048576 bytes"),
+        (401, "x" * 2**21, r"answers HTTP 401: x{200}; give"),
         (200, "null", r"answered 'null'"),
         (200, '{"reward": 1}', r"answered .+ such as \{\"score\": 0.5, \"acc\": 1\}"),
         (200, "<html>", r"answered '<html>'"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,9 +83,14 @@ def test_given_scores_only_what_was_cut_off(score: Score) -> None:
     [
         ("nan", r"returned nan, not a finite number, for sample 0 of prompt 7 \(train\); a reward must"),
         ("infinite", r"returned inf, not a finite number"),
+        ("huge", r"returned inf, not a finite number"),
+        ("too_right", r"returned accuracy 7, not a number from 0 to 1"),
         ("text", r"returned '0.5' \(str\), not a number"),
         ("nothing", r"returned None \(NoneType\), not a number"),
-        ("raises", r"raised ZeroDivisionError: .+rewards_of_users.py:\d+\), for sample 0 of prompt 7"),
+        (
+            "raises",
+            r"raised ZeroDivisionError: .+rewards_of_users.py:\d+\); it printed 'about to divide', for sample 0 of prompt 7",
+        ),
         ("exits", r"its process ended with exit code 3, for sample 0 of prompt 7"),
         ("three_arguments", r"could not be imported in a worker: raised ConfigError"),
     ],
@@ -113,6 +121,54 @@ def test_a_hung_call_is_killed_with_its_children_and_counts_as_configured(
         assert words in warning
     worker, child = pids.read_text().split()
     assert not alive(worker) and not alive(child)
+
+
+@pytest.mark.parametrize("by", ["SIGKILL", "SIGSEGV", "memory"])
+def test_a_killed_process_costs_its_sample_and_is_replaced(by: str) -> None:
+    pool = RewardPool(RewardConfig(name=f"{USERS}:ends_on_x", workers=1, timeout_s=20, fallback=-0.5, memory_gb=0.75))
+    try:
+        found = asyncio.run(pool.score([group("a", "x", "b", "x", metadata={"by": by})]))[0]
+        assert scores(found) == [1.0, -0.5, 1.0, -0.5]
+        assert reduce_metrics(pool.metrics()) == counts(calls=4, killed=2, fallbacks=2)
+        (warning,) = pool.warnings()
+        how = "ran out of memory" if by == "memory" else f"was killed by {by}"
+        assert re.match(rf"a process of the reward pool {how} \(reward\.memory_gb, .*, is 0\.75\), as it ran ", warning)
+        for words in ("sample 1 of prompt 7", "another takes its place", "count as -0.5", "reward/killed"):
+            assert words in warning
+    finally:
+        pool.close()
+
+
+def test_processes_are_limited(score: Score) -> None:
+    assert scores(score([group("a", rm_type=f"{USERS}:limits")])[0]) == [4.0]
+
+
+def test_an_idle_process_that_was_killed_costs_nothing(pool: RewardPool, score: Score) -> None:
+    score([group("4")])
+    pool.metrics()
+    for worker in pool._idle:  # pyright: ignore[reportPrivateUsage]
+        os.kill(worker.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    assert scores(score([group("4", "5")])[0]) == [1.0, 0.0]
+    assert reduce_metrics(pool.metrics()) == counts(calls=2)
+
+
+def test_a_process_that_is_killed_at_every_import_ends_the_run() -> None:
+    pool = RewardPool(RewardConfig(name=f"{USERS}:length", memory_gb=0.0001))
+    try:
+        with pytest.raises(RewardError, match=r"could not be imported.*(reward\.memory_gb|exit code)"):
+            asyncio.run(pool.score([group("a")]))
+    finally:
+        pool.close()
+
+
+def test_a_reward_that_a_generate_function_gave_is_a_number_too(score: Score) -> None:
+    given = group("4", "4")
+    samples = (given.samples[0], replace(given.samples[1], reward=Reward(float("nan"))))
+    with pytest.raises(
+        RewardError, match=r"sample 1 of group 0 came from rollout\.generate .* the reward nan, not a finite"
+    ):
+        score([replace(given, samples=samples)])
 
 
 # ---- all samples of a prompt -----------------------------------------------------------------------------------------

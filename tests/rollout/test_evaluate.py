@@ -7,18 +7,21 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from math import comb
+from pathlib import Path
 
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime_like.cluster.eval_files import answers_path, write_answers
 from slime_like.config.eval_overrides import check_overrides
 from slime_like.config.rollout import EvalConfig, RewardConfig
 from slime_like.data.heldout import EvalSet, eval_sets
 from slime_like.errors import ConfigError
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
-from slime_like.rollout.evaluate import eval_metrics
+from slime_like.rollout.evaluate import eval_answers, eval_metrics
 from slime_like.rollout.pass_at_k import mean_pass_at_k, pass_at_k
 from slime_like.types import Reward, SampleGroup, Status
 from tests.reward.scored import group
@@ -110,3 +113,15 @@ def test_a_setting_that_cannot_work_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_overrides(replace(SETS, overrides=overrides), RewardConfig(**reward))  # pyright: ignore[reportArgumentType]
+
+
+def test_answers_are_a_table_with_step_and_score(tmp_path: Path) -> None:
+    path = answers_path(tmp_path, 10)
+    answers = eval_answers("sums", [group("4", "\ud800 \x1b[31m", label="4")])
+    write_answers(path, 10, answers)
+    table = pd.read_json(tmp_path / "eval" / "step_0000010.jsonl", lines=True, dtype={"label": str})
+    assert table.step.tolist() == [10, 10] and table.dataset.unique().tolist() == ["sums"]
+    assert table.response.tolist() == ["4", "? \x1b[31m"] and table.label.tolist() == ["4", "4"]
+    assert table.score.isna().all(), "these were not scored"
+    write_answers(path, 10, answers[:1])
+    assert len(pd.read_json(path, lines=True)) == 1, "an evaluation that is repeated replaces the first"

@@ -1,46 +1,97 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from slime_like.errors import ConsistencyError
-from slime_like.metrics.types import Max, reduce_metrics
+from slime_like.metrics.types import reduce_metrics
 from slime_like.rollout import probe
+from slime_like.types import F32, I32
+
+
+def ids(*values: int) -> I32:
+    return np.array(values, np.int32)
+
+
+def column(*values: float) -> F32:
+    return np.array(values, np.float32)
+
 
 SCORES = probe.ProbeScores(
     version=3,
-    token_ids=(np.array([5, 6, 7], np.int32), np.array([8, 9], np.int32)),
-    logprobs=(np.array([-1.0, -2.0], np.float32), np.array([-3.0], np.float32)),
+    token_ids=(ids(5, 6, 7), ids(8, 9)),
+    logprobs=(column(-1, -2), column(-3)),
+    continuations=(probe.Continuation(ids(5, 6, 1, 2), column(-4, -5), num_cached=1),),
 )
-TRAINER_T = np.array([0.0, -1.0, -2.0, 0.0, -3.0], np.float32)
+# Of the two sequences, then of the continuation: first tokens have no log-probability.
+TRAINER_T = column(0, -1, -2, 0, -3, 0, -1, -4, -5)
+
+
+def trainer(trainer_T: F32 = TRAINER_T, *engines: probe.ProbeScores) -> probe.TrainerScores:
+    scores = probe.TrainerScores(engines or (SCORES,), max_tokens=100)
+    scores.take([trainer_T])
+    return scores
 
 
 def test_agreement_is_measured_without_first_tokens() -> None:
-    rows = probe.to_rows(SCORES)
-    assert rows.cu_seqlens.tolist() == [0, 3, 5]
-    metrics = probe.check(SCORES, TRAINER_T, 3, 1e-4)
-    assert Max("probe/logprob_abs_diff_max", 0.0) in metrics
+    (rows,) = probe.TrainerScores([SCORES], max_tokens=9).rows
+    assert rows.cu_seqlens.tolist() == [0, 3, 5, 9]
+    assert reduce_metrics(probe.check(SCORES, trainer(), 3, 1e-4)) == {
+        "probe/logprob_abs_diff_max": 0,
+        "probe/logprob_abs_diff_mean": 0,
+        "probe/decode_logprob_abs_diff_max": 0,
+        "probe/decode_logprob_abs_diff_mean": 0,
+        "probe/prefix_cache_hit_rate": 0.5,
+    }
+
+
+def test_what_several_engines_scored_or_sampled_alike_is_scored_once() -> None:
+    other = replace(SCORES, continuations=(replace(SCORES.continuations[0], token_ids=ids(5, 6, 1, 3)),))
+    (rows,) = probe.TrainerScores([SCORES, SCORES, other], max_tokens=13).rows
+    assert rows.cu_seqlens.tolist() == [0, 3, 5, 9, 13]
+    both = trainer(np.concatenate([TRAINER_T, column(0, -1, -4, -9)]), SCORES, other)
+    probe.check(SCORES, both, 3, 1e-4)
+    with pytest.raises(ConsistencyError, match=r"\|log-probability difference\| 4 over 2 tokens \(continuations: 1"):
+        probe.check(other, both, 3, 1e-4)
+
+
+@pytest.mark.parametrize(("max_tokens", "ends"), [(8, [[0, 3, 5], [0, 4]]), (3, [[0, 3], [0, 2], [0, 4]])])
+def test_sequences_are_scored_in_rows_that_a_rank_has_room_for(max_tokens: int, ends: list[list[int]]) -> None:
+    scores = probe.TrainerScores([SCORES], max_tokens)
+    assert [rows.cu_seqlens.tolist() for rows in scores.rows] == ends
+    cuts = np.cumsum([end[-1] for end in ends])[:-1]
+    scores.take(np.split(TRAINER_T, cuts))
+    probe.check(SCORES, scores, 3, 1e-4)
 
 
 @pytest.mark.parametrize("wrong", [TRAINER_T + 1e-3, np.full_like(TRAINER_T, np.nan)])
-def test_disagreement_ends_the_run(wrong: np.ndarray) -> None:
+def test_disagreement_ends_the_run(wrong: F32) -> None:
     with pytest.raises(ConsistencyError, match=r"after the push of version 3 .* weights.probe_tolerance is 0.0001"):
-        probe.check(SCORES, wrong.astype(np.float32), 3, 1e-4)
+        probe.check(SCORES, trainer(wrong), 3, 1e-4)
+
+
+@pytest.mark.parametrize("engines", [column(-4, -5.5), column(-4, np.nan)])
+def test_a_continuation_that_differs_alone_names_old_keys_and_values(engines: F32) -> None:
+    scores = replace(SCORES, continuations=(replace(SCORES.continuations[0], logprobs=engines),))
+    with pytest.raises(ConsistencyError, match=r"sampled after 2 tokens of which 1 were cached.* older weights again"):
+        probe.check(scores, trainer(), 3, 0.15)
 
 
 def test_a_gate_of_zero_sees_the_last_bit() -> None:
-    probe.check(SCORES, TRAINER_T, 3, 0.0)
+    probe.check(SCORES, trainer(), 3, 0.0)
     off = TRAINER_T.copy()
     off[2] = np.nextafter(off[2], np.float32(0))
     with pytest.raises(ConsistencyError, match=r"weights.probe_tolerance is 0\."):
-        probe.check(SCORES, off, 3, 0.0)
+        probe.check(SCORES, trainer(off), 3, 0.0)
 
 
 def test_another_version_ends_the_run() -> None:
     with pytest.raises(ConsistencyError, match="serves weights of version 3 after the push of version 4"):
-        probe.check(SCORES, TRAINER_T, 4, 1e-4)
+        probe.check(SCORES, trainer(), 4, 1e-4)
 
 
 def test_what_is_left_with_one_kind_of_layer_exact_is_reported_and_gates_nothing() -> None:
-    off = TRAINER_T + np.array([0, 0.25, 0, 0, -0.5], np.float32)
-    left = probe.by_kind(SCORES, off, "gdn")
+    off = TRAINER_T + column(0, 0.25, 0, 0, -0.5, 0, 9, 9, 9)
+    left = probe.by_kind(SCORES, trainer(off), "gdn")
     assert [metric.name for metric in left] == ["probe/logprob_abs_diff_max/gdn", "probe/logprob_abs_diff_mean/gdn"]
     assert reduce_metrics(left) == {left[0].name: 0.5, left[1].name: 0.25}

@@ -3,40 +3,74 @@
 from __future__ import annotations
 
 import importlib
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from slime_like.config.faults import FATAL, RECOVERED, WORKERS
+
 soak_faults: Any = importlib.import_module("scripts.soak_faults")
+soak_draw: Any = importlib.import_module("scripts.soak_draw")
 RANK, MANAGER = (
     "WorkerError: trainer rank 0 died in phase 'step'",
     "WorkerError: rollout manager died in phase 'collect'",
 )
+DRIVER, RAYLET = "ProcessLost: the driver (process 7) was killed", "ProcessLost: Ray's raylet (process 8) was killed"
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "early", "causes", "clean"),
+    ("end", "code", "causes", "clean"),
     [
-        ("terminate", 130, False, [], True),
-        ("terminate", -15, False, [], False),
-        ("terminate", -15, True, [], False),
-        ("signals_at_start", 130, False, [], True),
-        ("signals_at_start", -15, False, [], False),
-        ("signals_at_start", -15, True, [], True),
-        ("signals_at_start", 130, True, [RANK], False),
-        ("kill_driver", -9, False, [], True),
-        ("kill_rank", 1, False, [RANK], True),
-        ("kill_rank", 1, False, [], False),
-        ("kill_rank", 1, False, [RANK, RANK], False),
-        ("stop_rank", 1, False, [MANAGER], False),
-        ("kill_manager", 1, False, [MANAGER], True),
-        ("kill_manager", 0, False, [MANAGER], False),
-        ("", 0, False, [], True),
-        ("", 0, False, [RANK], False),
+        ("terminate", 130, [], True),
+        ("terminate", -15, [], False),
+        ("signals_at_start", 130, [], True),
+        ("signals_at_start", -15, [], False),
+        ("signals_at_start", 130, [RANK], False),
+        ("hangup", 130, [], True),
+        ("kill_driver", 1, [DRIVER], True),
+        ("kill_driver", -9, [], False),
+        ("kill_raylet", 1, [RAYLET], True),
+        ("kill_raylet", 1, [RANK, RAYLET], False),
+        ("kill_gcs", 1, [RAYLET], False),
+        ("kill_rank", 1, [RANK], True),
+        ("kill_rank", 1, [], False),
+        ("kill_rank", 1, [RANK, RANK], False),
+        ("stop_rank", 1, [MANAGER], False),
+        ("kill_manager", 1, [MANAGER], True),
+        ("kill_manager", 0, [MANAGER], False),
+        ("", 0, [], True),
+        ("", 0, [RANK], False),
     ],
 )
 def test_a_part_is_clean_with_its_code_and_its_crash_bundle(
-    end: str, code: int, early: bool, causes: list[str], clean: bool
+    end: str, code: int, causes: list[str], clean: bool
 ) -> None:
-    part = soak_faults.Part(0, "one engine", end, code, 1.0, False, 0, 1, [], [], "", early, causes)
+    part = soak_faults.Part(0, "one engine", end, code, 1.0, False, 0, 1, [], [], "", causes)
     assert part.clean == clean
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_soak_of_a_hundred_faults_has_every_kind(seed: int) -> None:
+    ends: Counter[str] = Counter()
+    struck: Counter[str] = Counter()
+    first, faults = 0, 0
+    while faults < 100:
+        plan = soak_draw.draw_part(random.Random(f"{seed} {ends.total()}"), range(first, 480), 5, ends, struck)
+        ends[plan.end] += 1
+        struck.update(fault.kind for fault in plan.faults)
+        faults += len(plan.faults) or 1
+        first = max((fault.rollout_id for fault in plan.faults), default=first)
+        assert first < 480
+        if ends.total() == len(soak_draw.ENDS):
+            assert ends.keys() == {*FATAL, soak_draw.STARTING} and faults <= 66
+    assert struck.keys() == {*RECOVERED, *WORKERS, *FATAL}
+    assert max(struck[kind] for kind in RECOVERED) - struck["kill_reward_worker"] <= 1
+
+
+def test_a_part_without_faults_runs_to_its_end() -> None:
+    assert soak_draw.draw_part(random.Random(0), range(470, 480), 0, {}, {}).faults == ()
+    assert all(
+        fault.rollout_id < 480 for fault in soak_draw.draw_part(random.Random(0), range(479, 480), 5, {}, {}).faults
+    )

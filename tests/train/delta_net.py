@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slime_like.config.gdn import GDNConfig
 from slime_like.config.resolved import Layout
+from slime_like.ports import Meeting
 from slime_like.train.megatron.families.base import Weight
 from tests.gdn.recurrence import Case, conv_reference, recurrence
 from tests.train.faults import FAULTS
@@ -59,7 +60,7 @@ def _errors(world: World, case: LayerCase) -> dict[str, float]:
         make_spec(NOT_READ, sizes),
         rank=world.rank,
         world_size=world.size,
-        master=(world.host, world.port),
+        master=Meeting(world.host, world.port),
     )
     micro = make_micro(make_rows(LENGTHS, seed=0), place)
     bounds, mine = micro.layout.padded_cu_seqlens, torch.from_numpy(micro.layout.local_index)

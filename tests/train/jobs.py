@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_like.config.resolved import Layout
 from slime_like.imports import heavy_imports
+from slime_like.ports import Meeting
 from tests.train.models import make_spec
 from tests.train.ranks import World, fork_ranks
 
@@ -122,8 +123,7 @@ def make_actor(world: World, folder: Path, layout: Layout, **spec: Any) -> Megat
         make_spec(folder, layout, **spec),
         rank=world.rank,
         world_size=world.size,
-        master_addr=world.host,
-        master_port=world.port,
+        master=Meeting(world.host, world.port),
     )
 
 

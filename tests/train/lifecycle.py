@@ -25,8 +25,9 @@ from tests.unchanged import unchanged
 
 
 def batch(seed: int, version: int = 0) -> list[Rows]:
-    """Two ragged micro-batches of unequal weight: many sequences, and one alone."""
-    return _ragged([(23, 9, 14, 5, 2, 8, 6, 11, 17, 12), (31,)], seed, version)
+    """Two ragged micro-batches of unequal weight: many sequences, fewer tokens where ``seed`` is even, and one alone."""
+    lengths = (23, 9, 14, 5, 2, 8, 6, 11, 17, 12) if seed % 2 else (7, 9, 3, 5, 2, 8, 6, 4, 10, 12)
+    return _ragged([lengths, (31,)], seed, version)
 
 
 def four_micro_batches(seed: int) -> list[Rows]:
@@ -125,7 +126,16 @@ def resume_from_each(
     return out
 
 
-DAMAGES = ("nothing there", "latest is not a number", "metadata lost", "shard cut", "other model", "plain optimizer")
+DAMAGES = (
+    "nothing there",
+    "latest lost",
+    "latest is not a number",
+    "metadata lost",
+    "shard cut",
+    "shard flipped",
+    "other model",
+    "plain optimizer",
+)
 
 
 def load_damaged(world: World, shared: Shared, saved_by: str) -> dict[str, str]:
@@ -149,6 +159,13 @@ def _damage(folder: Path, name: str) -> None:
     match name:
         case "latest is not a number":
             (folder / "latest_checkpointed_iteration.txt").write_text("ten")
+        case "latest lost":
+            (folder / "latest_checkpointed_iteration.txt").unlink()
+        case "shard flipped":
+            shard = sorted((folder / "iter_0000002").glob("*.distcp"))[-1]
+            content = bytearray(shard.read_bytes())
+            content[len(content) // 2] ^= 1  # within a tensor: torch reads it without an error
+            shard.write_bytes(content)
         case "metadata lost":
             (folder / "iter_0000002" / "metadata.json").unlink()
         case "shard cut":
@@ -217,6 +234,16 @@ def rollouts(
     """Metrics of ``count`` rollouts on the same rows, ``steps`` optimizer steps each."""
     actor = make_actor(world, shared.models["tied"], layout, algo=algo, steps_per_rollout=steps, **spec)
     return [train(actor, layout, 1, steps) for _ in range(count)]
+
+
+def steps_or_rollouts(world: World, shared: Shared, layout: Layout) -> list[tuple[float, str]]:
+    """Mean gradient norm and weights after the same two unequal batches: as two steps of a rollout, and as two rollouts."""
+    out: list[tuple[float, str]] = []
+    for steps in (2, 1):
+        actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig(), steps_per_rollout=steps)
+        norms = [train(actor, layout, seed, steps)["train/grad_norm"] for seed in range(1, 3, steps)]
+        out.append((float(np.mean(norms)), digest(actor)))
+    return out
 
 
 def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
@@ -293,7 +320,7 @@ def rotary_frequencies(world: World, shared: Shared) -> dict[str, float | str]:
     out: dict[str, float | str] = {}
     for kind, parameters in kinds.items():
         hf = copy.deepcopy(HFFolder(shared.models["tied"]).config())
-        hf.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, **parameters}
+        hf.rope_parameters = {"rope_type": kind, "rope_theta": 5e5, **parameters}
         try:
             found = Rotary(hf, hf.head_dim, torch.device("cpu")).frequencies
         except SlimeLikeError as error:
@@ -323,7 +350,13 @@ def reference_swap(world: World, shared: Shared, layout: Layout) -> dict[str, bo
     assert actor.trainer.reference is not None
     with actor.trainer.swapped(actor.trainer.reference):
         swapped, referenced = digest(actor), actor.score(rows)
+    (micro,) = micros = [actor.trainer.micro(rows)]
+    actor.trainer.annotate(micros)
+    assert micro.ref_logprobs is not None
+    column = np.where(rows.loss_weight > 0, micro.ref_logprobs.numpy(), 0.0)
     return {
+        "scores of the loss are the reference's": first is None
+        or bool(np.allclose(column, np.where(rows.loss_weight > 0, first, 0.0), rtol=0, atol=1e-5)),
         "policy restored": digest(actor) == before,
         "weights differ while swapped": swapped != before,
         "reference scores kept": first is None or bool(np.array_equal(referenced, first)),  # pyright: ignore[reportArgumentType]

@@ -21,8 +21,27 @@ VOCAB = 250  # not a multiple of anything: the padding is real
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 ROPE: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default", "rope_theta": 1e4},
-    "llama3": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3},
+    "default": {"rope_type": "default"},
+    "llama3": {"rope_type": "llama3", **LLAMA3},
+}
+# Each family's own, and none that a library has for a default: a constant in their place shows.
+THETA = {
+    "qwen2": 3e5,
+    "qwen3": 2e5,
+    "llama": 5e5,
+    "qwen3_moe": 2e6,
+    "qwen3_next": 4e6,
+    "qwen3_5_text": 1e7,
+    "qwen3_5_moe_text": 6e6,
+}
+EPSILON = {
+    "qwen2": 3e-5,
+    "qwen3": 2e-5,
+    "llama": 5e-5,
+    "qwen3_moe": 4e-5,
+    "qwen3_next": 6e-5,
+    "qwen3_5_text": 1e-4,
+    "qwen3_5_moe_text": 8e-5,
 }
 
 
@@ -78,7 +97,12 @@ def make_model(
         num_key_value_heads=2,
         tie_word_embeddings=tied,
         max_position_embeddings=512,
-        rope_parameters={**ROPE[rope], **({"partial_rotary_factor": 0.5} if family in HYBRIDS else {})},
+        rms_norm_eps=EPSILON[family],
+        rope_parameters={
+            **ROPE[rope],
+            "rope_theta": THETA[family],
+            **({"partial_rotary_factor": 0.5} if family in HYBRIDS else {}),
+        },
         **{**EXTRA.get(family, {}), **(changes or {})},
     )
     torch.manual_seed(seed)
@@ -109,13 +133,15 @@ def make_vision(folder: Path, seed: int, *, experts: bool = False) -> Path:
     """
     import transformers
 
-    kind = "Qwen3_5Moe" if experts else "Qwen3_5"
+    kind, family = ("Qwen3_5Moe", "qwen3_5_moe_text") if experts else ("Qwen3_5", "qwen3_5_text")
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     text = {**shape, **HYBRID, "vocab_size": VOCAB, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    rope = {**ROPE["default"], "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    rope = {**ROPE["default"], "rope_theta": THETA[family], "partial_rotary_factor": 0.5}
+    rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text |= {"rope_parameters": rope, "rms_norm_eps": EPSILON[family], "tie_word_embeddings": True}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
     config = getattr(transformers, f"{kind}Config")(
-        text_config={**text, **(SHARED if experts else {}), "rope_parameters": rope, "tie_word_embeddings": True},
+        text_config={**text, **(SHARED if experts else {})},
         vision_config={**vision, "num_position_embeddings": 16},
         tie_word_embeddings=True,
     )

@@ -18,6 +18,7 @@ from slime_like.config.algo import SftConfig
 from slime_like.config.model import OptimConfig
 from slime_like.config.resolved import Layout
 from slime_like.errors import ConfigError
+from slime_like.metrics.types import reduce_metrics
 from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch, digest, four_micro_batches, train
@@ -60,7 +61,7 @@ def gradients(actor: Any) -> dict[str, Tensor]:
     rows = pairs(parity_batch())[actor.dp_rank :: actor.trainer.place.layout.dp]
     micros = [make_micro(r, actor.trainer.place) for r in rows]
     actor.trainer.annotate(micros)
-    actor.trainer.optimizer_step.backward(micros, count_tokens(parity_batch()), 0)
+    actor.trainer.optimizer_step.backward(micros, count_tokens(parity_batch()), None)
     return {key: p.main_grad.clone() for key, p in named_weights(actor.trainer.model)}  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -168,7 +169,7 @@ def near(
     scores = [actor.score(r) for r in rows]
     micros = [make_micro(r, actor.trainer.place) for r in rows[actor.dp_rank :: layout.dp]]
     actor.trainer.annotate(micros)
-    actor.trainer.optimizer_step.backward(micros, count_tokens(rows), 0)
+    actor.trainer.optimizer_step.backward(micros, count_tokens(rows), None)
     grad = max(gradient_errors(actor.trainer, ref.grads).values())
     if not actor.is_reporter:
         return Rounded(grad, None)
@@ -244,16 +245,21 @@ def adamw(world: World, shared: Shared) -> dict[str, float]:
     actor = make_actor(world, shared.models["qwen2"], Layout(), optim=ADAMW, num_steps=4, algo=SftConfig())
     weights = {key: p.detach().double() for key, p in named_weights(actor.trainer.model)}
     moments = {key: (torch.zeros_like(w), torch.zeros_like(w)) for key, w in weights.items()}
-    out = {"norm": 0.0, "largest norm": 0.0}
+    out = {"norm": 0.0, "largest norm": 0.0, "rate": 0.0}
     for t in range(1, 5):
         rows = batch(t)
         micros = [actor.trainer.micro(r) for r in rows]
-        actor.trainer.optimizer_step.backward(micros, count_tokens(rows), None)
-        grads = {key: p.main_grad.double() for key, p in named_weights(actor.trainer.model)}  # pyright: ignore[reportAttributeAccessIssue]
+        grads: dict[str, Tensor] = {}
+
+        def step(update: Any = actor.trainer.optimizer.step, grads: dict[str, Tensor] = grads) -> Any:
+            grads |= {key: p.main_grad.double() for key, p in named_weights(actor.trainer.model)}  # pyright: ignore[reportAttributeAccessIssue]
+            return update()  # which clips them in place
+
+        with replaced(actor.trainer.optimizer, "step", step):
+            metrics = reduce_metrics(actor.trainer.optimizer_step(micros, count_tokens(rows), None))
         norm = _adamw_float64(weights, moments, grads, t)
-        actor.trainer.schedule.step(1)
-        _, found, _ = actor.trainer.optimizer.step()
-        out["norm"] = max(out["norm"], abs(float(found) / norm - 1))
+        out["norm"] = max(out["norm"], abs(metrics["train/grad_norm"] / norm - 1))
+        out["rate"] = max(out["rate"], abs(metrics["train/lr"] / _rate(t) - 1))
         out["largest norm"] = max(out["largest norm"], norm)
     found = {key: p.detach().double() for key, p in named_weights(actor.trainer.model)}
     for kind, ndim in (("vectors", 1), ("matrices", 2)):
@@ -261,12 +267,17 @@ def adamw(world: World, shared: Shared) -> dict[str, float]:
     return out
 
 
+def _rate(t: int) -> float:
+    """Learning rate of step ``t``, counted from 1: one step of warmup, then a straight line down to the last of four."""
+    return ADAMW["min_lr"] + (ADAMW["lr"] - ADAMW["min_lr"]) * (1 - (t - 1) / 3)
+
+
 def _adamw_float64(
     weights: dict[str, Tensor], moments: dict[str, tuple[Tensor, Tensor]], grads: dict[str, Tensor], t: int
 ) -> float:
     """One AdamW step (https://arxiv.org/abs/1711.05101) in place, after clipping; the norm before it."""
     cfg = ADAMW
-    rate = cfg["lr"] if t == 1 else cfg["min_lr"] + (cfg["lr"] - cfg["min_lr"]) * (1 - (t - 1) / 3)
+    rate = _rate(t)
     norm = math.sqrt(sum(float((g**2).sum()) for g in grads.values()))
     scale = min(1.0, cfg["clip_grad"] / (norm + 1e-6))
     for key, w in weights.items():

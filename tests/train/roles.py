@@ -17,6 +17,7 @@ from slime_like.config.resolved import CriticSpec, Layout, TeacherSpec
 from slime_like.config.role_algo import DistillConfig, PpoConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.metrics.types import reduce_metrics
+from slime_like.ports import Meeting
 from slime_like.types import F32
 from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
@@ -53,7 +54,7 @@ def _named(rows: Rows, first: int) -> Rows:
 def make_role(world: World, spec: CriticSpec | TeacherSpec) -> Any:
     from slime_like.train.megatron.role import MegatronRole
 
-    return MegatronRole(spec, rank=world.rank, world_size=world.size, master=(world.host, world.port))
+    return MegatronRole(spec, rank=world.rank, world_size=world.size, master=Meeting(world.host, world.port))
 
 
 def make_critic(world: World, folder: Path, layout: Layout, **changes: Any) -> Any:

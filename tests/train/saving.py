@@ -45,6 +45,7 @@ def _checkpoints(run_dir: Path, actor: Any, last: int, **run: Any) -> Any:
         config=RunConfig(dir=str(run_dir), **run),
         enabled=True,
         last=last,
+        run={"config": {"loop": {"num_rollout": 2}}},
     )
 
 
@@ -66,12 +67,31 @@ def held_writers() -> Generator[threading.Event]:
         yield go
 
 
+@contextlib.contextmanager
+def hashing_threads() -> Generator[set[str]]:
+    """Names of the threads in which the files that a rank wrote are read again."""
+    from slime_like.train.megatron import checkpoint
+
+    names: set[str] = set()
+
+    def hash_files(paths: list[Path]) -> list[str]:
+        names.add(threading.current_thread().name)
+        return stock(paths)
+
+    stock = checkpoint.hash_files
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "hash_files", hash_files)
+        yield names
+
+
 def save_beside_training(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Begin a save, train, and only then let the last rank write."""
+    from slime_like.checkpoint_record import read_record
+
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     train(actor, layout, 1)
     saved, version = digest(actor), actor.version
-    with held_writers() as go:
+    with held_writers() as go, hashing_threads() as hashed_by:
         if world.rank < world.size - 1:
             go.set()
         actor.begin_save(shared.scratch, 1)
@@ -80,6 +100,7 @@ def save_beside_training(world: World, shared: Shared, layout: Layout) -> dict[s
         seen = sorted(path.name for path in shared.scratch.iterdir())
         go.set()
         late = actor.finish_save(wait=True)
+    record = read_record(shared.scratch / "iter_0000001")
     resumed = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     resumed.load(shared.scratch, 1)
     again = resumed.version
@@ -89,6 +110,8 @@ def save_beside_training(world: World, shared: Shared, layout: Layout) -> dict[s
         "early": early,
         "seen": seen,
         "late": late,
+        "hashed": all(file.sha256 for file in record.files.values()) and len(record.files) > world.size,
+        "hashed by": sorted(hashed_by),
         "loaded": resumed_digest == saved and again == version,
         "goes on": digest(resumed) == digest(actor),
     }
@@ -97,7 +120,8 @@ def save_beside_training(world: World, shared: Shared, layout: Layout) -> dict[s
 # ---- dying -----------------------------------------------------------------------------------------------------------
 def die_everywhere(world: World, shared: Shared) -> dict[str, Any]:
     """Save iteration 2 over and over, each time dying one operation later; what a resume then finds, point by point."""
-    from slime_like.checkpoint_files import iteration_folder, latest_iteration, read_manifest
+    from slime_like.checkpoint_files import iteration_folder, latest_iteration
+    from slime_like.checkpoint_record import read_manifest
     from slime_like.cluster.checkpoints import remove_leftovers
     from slime_like.cluster.rollouts import read_state
 
@@ -152,7 +176,8 @@ FULL = ("iter_0000002.tmp", ".metadata.tmp", "metadata.json", "checkpoint.json.t
 
 def full_disks(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Saves on a disk that is full at one point of one rank, then one that goes well; what each says and leaves."""
-    from slime_like.checkpoint_files import latest_iteration, read_manifest
+    from slime_like.checkpoint_files import latest_iteration
+    from slime_like.checkpoint_record import read_manifest
 
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     folder = shared.scratch / "checkpoints"

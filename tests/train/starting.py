@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,8 @@ def write_gpt(world: World, shared: Shared, fused_names: bool, kind: str = "unti
     config = _gpt_config(actor)
     torch.manual_seed(7)
     spec = get_gpt_layer_local_spec(config.num_moe_experts, qk_layernorm=True, normalization="RMSNorm")
-    model = GPTModel(config, spec, PADDED, 512, position_embedding_type="rope", rotary_base=10_000)
+    theta = json.loads((shared.models[kind] / "config.json").read_text())["rope_parameters"]["rope_theta"]
+    model = GPTModel(config, spec, PADDED, 512, position_embedding_type="rope", rotary_base=theta)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)

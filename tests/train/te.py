@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slime_like.config.resolved import Layout
 from slime_like.errors import ConfigError
+from slime_like.ports import Meeting
 from slime_like.train.megatron import host
 from tests.train import parity
 from tests.train.jobs import Shared
@@ -57,15 +58,14 @@ def on_gpu(world: World, folder: Path, cp: int) -> dict[str, Any]:
             make_spec(folder, Layout(cp=cp), device="cuda", model={"attention": name}, **HALF),
             rank=world.rank,
             world_size=world.size,
-            master_addr=world.host,
-            master_port=world.port,
+            master=Meeting(world.host, world.port),
             local_rank=world.rank,
         )
         trainer = actor.trainer
         scores = [actor.score(r) for r in rows]
         micros = [make_micro(r, trainer.place) for r in rows]
         trainer.annotate(micros)
-        trainer.optimizer_step.backward(micros, count_tokens(rows), 0)
+        trainer.optimizer_step.backward(micros, count_tokens(rows), None)
         grads = {key: grad.cuda() for key, grad in ref.grads.items()}
         core = next(m for m in trainer.model.modules() if type(m).__name__ in ("PackedAttention", "TEAttention"))
         attended[name] = _attend(core, micros[0].packed, len(micros[0].layout.local_index))

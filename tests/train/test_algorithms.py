@@ -39,6 +39,7 @@ def test_loss_and_gradient_do_not_depend_on_the_layout(algo: str, layout: str, r
     single, _ = reported(results, "single")
     found, expected = reported(results, layout)
     assert found[algo]["train/loss"] == pytest.approx(expected[algo], rel=BOUND, abs=BOUND)
+    assert found[algo]["train/entropy"] > 0, "reported under every loss, also where none reads it"
     for metric, value in single[algo].items():
         if metric.startswith("train/") and "_p99" not in metric:
             assert found[algo][metric] == pytest.approx(value, rel=BOUND, abs=BOUND), metric

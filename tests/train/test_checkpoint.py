@@ -47,10 +47,12 @@ def test_a_save_leaves_no_process_behind(results: Results) -> None:
 @pytest.mark.parametrize(
     ("name", "names"),
     [
-        ("nothing there", "latest_checkpointed_iteration.txt: missing"),
+        ("nothing there", "latest_checkpointed_iteration.txt is missing; write the number"),
+        ("latest lost", "latest_checkpointed_iteration.txt: missing, though"),
         ("latest is not a number", "'ten', which is not an iteration"),
         ("metadata lost", "metadata.json: missing"),
         ("shard cut", "distcp: torn"),
+        ("shard flipped", "distcp: changed since it was written"),
         ("other model", "tie_word_embeddings is True there and False"),
         ("plain optimizer", "parallel.distributed_optimizer=True"),
     ],

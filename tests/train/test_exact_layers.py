@@ -34,7 +34,7 @@ JOBS = {
 def test_the_kind_that_rounds_is_found(name: str, results: Results) -> None:
     (found,) = [result for result in results[name] if result is not None]
     fault = CASES[name][2]
-    assert found[""] > 1e-4, "the fault does not show"
+    assert found[""] > 3e-4, f"the fault does not show: {found}"
     assert found[fault] < 0.03 * found[""]
     assert found["all"] < 0.03 * found[""]
     for other in set(KINDS) - {fault}:

@@ -18,6 +18,7 @@ from slime_like.config.hf import GDNShape
 from slime_like.config.resolved import Layout
 from slime_like.errors import ConfigError
 from slime_like.metrics.types import reduce_metrics
+from slime_like.ports import Meeting
 from slime_like.train.megatron import host
 from tests.train import parity
 from tests.train.lifecycle import batch, train
@@ -48,8 +49,7 @@ def actor_on(device: str, world: World, folder: Path, **spec: Any) -> Any:
         make_spec(folder, Layout(), device=device, **spec),
         rank=world.rank,
         world_size=world.size,
-        master_addr=world.host,
-        master_port=world.port,
+        master=Meeting(world.host, world.port),
     )
 
 
@@ -65,7 +65,7 @@ def on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
     trainer = actor.trainer
     micros = [make_micro(r, trainer.place) for r in rows]
     trainer.annotate(micros)
-    trainer.optimizer_step.backward(micros, count_tokens(rows), 0)
+    trainer.optimizer_step.backward(micros, count_tokens(rows), None)
     grads = {name: g.cuda() for name, g in ref.grads.items()}
     out["grad"] = max(parity.gradient_errors(trainer, grads).values())
     metrics = reduce_metrics(actor.step([rows], [count_tokens(rows)]))
@@ -156,7 +156,7 @@ def hybrid_on_gpu(
         scores = [actor.score(r) for r in rows]
         micros = [make_micro(r, actor.trainer.place) for r in rows]
         actor.trainer.annotate(micros)
-        actor.trainer.optimizer_step.backward(micros, count_tokens(rows), 0)
+        actor.trainer.optimizer_step.backward(micros, count_tokens(rows), None)
         errors = parity.gradient_errors(actor.trainer, grads)
         (kernels,) = actor.kernels()
         out[kernels] = {

@@ -33,6 +33,8 @@ def test_what_is_trained_while_files_are_written_is_not_in_them(name: str, resul
         assert rank["early"] is False
         assert rank["seen"] == ["iter_0000001.tmp"]
         assert rank["late"] is True
+        assert rank["hashed"]
+        assert rank["hashed by"] == ["checkpoint"], "the hashes hold nothing up"
         assert rank["loaded"]
         assert rank["goes on"]
 
@@ -64,7 +66,8 @@ def test_nothing_is_named_before_it_is_on_the_disk(results: Results) -> None:
     for path in kept:
         assert any(o == Operation("fsync", path) for o in operations[:target]), path
     synced = [o.path.rsplit("/", 1)[-1] for o in operations[target:named] if o.event == "fsync"]
-    assert synced == ["checkpoints", "latest_checkpointed_iteration.txt.tmp"]
+    recorded = ["checkpoint.json.tmp", "iter_0000002"]  # the settings of the run
+    assert synced == ["checkpoints", *recorded, "latest_checkpointed_iteration.txt.tmp"]
     removed = [i for i, o in enumerate(operations) if "iter_0000001" in o.path]
     assert min(removed) > named
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from slime_like.config.resolved import Layout
+from tests.train.hostile import PLANTS
 from tests.train.jobs import SP, Job, Results
 
 pytestmark = pytest.mark.ranks
@@ -23,6 +24,7 @@ JOBS = {
         Job("a run", "tests.train.lifecycle:save_then_continue", (Layout(),)),
         Job("own weights", "tests.train.starting:own_weights", ("a_run",)),
         Job("bad starts", "tests.train.starting:bad_starts", ("gpt",)),
+        Job("planted code", "tests.train.hostile:read_planted", ("gpt", "a_run")),
         Job("export checkpoint", "tests.train.starting:export_checkpoint", ("a_run",)),
     ],
     2: [
@@ -70,6 +72,18 @@ def test_a_bad_start_names_key_and_folder(name: str, says: str, results: Results
     (bad,) = results["bad starts"]
     assert bad[name].startswith("CheckpointError: model.megatron_checkpoint: ")
     assert says in bad[name]
+
+
+@pytest.mark.parametrize("path", ["start", "reference", "export", "resume", "critic"])
+@pytest.mark.parametrize("plant", PLANTS)
+def test_code_in_a_checkpoint_does_not_run(path: str, plant: str, results: Results) -> None:
+    (said,) = results["planted code"]
+    text: str = said[f"{path}, {plant}"]
+    assert text.startswith("CheckpointError: "), text
+    assert "\n" not in text
+    file = {"in an object": "__9_9.distcp", "in common.pt": "common.pt"}.get(plant, ".metadata")
+    assert f"/{file}: " in text
+    assert ("../elsewhere.distcp" if plant == "outside" else "posix.system") in text
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1)])

@@ -35,6 +35,7 @@ JOBS = {
         Job("no idle rank", "tests.train.lifecycle:idle_ranks", (Layout(),)),
         Job("another reference", "tests.train.lifecycle:another_reference", (Layout(),)),
         Job("rotary", "tests.train.lifecycle:rotary_frequencies"),
+        Job("steps or rollouts", "tests.train.lifecycle:steps_or_rollouts", (Layout(),)),
         Job("bad rows", "tests.train.lifecycle:bad_rows", (Layout(),)),
     ],
     2: [
@@ -80,6 +81,12 @@ def test_reference_and_old_policy_are_what_they_say(results: Results) -> None:
     assert 0 < first["train/kl_loss"] < second["train/kl_loss"]  # the first of the two steps is still the reference
     assert first["train/ppo_kl"] != 0  # the second step of a rollout is measured against the first's policy
     assert {"perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time", "train/entropy"} <= first.keys()
+
+
+def test_each_step_of_a_rollout_counts_its_own_tokens(results: Results) -> None:
+    """Steps of unequal length take the gradients that they take as rollouts of their own."""
+    ((together, apart),) = results["steps or rollouts"]
+    assert together == apart
 
 
 def test_the_second_step_of_a_rollout_has_ratios_of_sequences(results: Results) -> None:

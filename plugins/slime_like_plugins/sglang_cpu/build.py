@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slime_like import c_build
 from slime_like.c_build import COMPILERS, BuildError, Built, Recipe, cache_folder
+from slime_like.printable import visible
 
 __all__ = ("COMPILERS", "BuildError", "Built", "build", "cache_folder", "object_name", "run_compiler")
 
@@ -42,9 +43,9 @@ def main() -> int:
     try:
         for source in sorted(SOURCE.parents[1].glob("*/csrc")):
             built = build(source)
-            sys.stdout.write(f"{source.parent.name}: {built.path} ({built.compiler})\n")
+            sys.stdout.write(visible(f"{source.parent.name}: {built.path} ({built.compiler})\n"))
     except BuildError as error:
-        sys.stderr.write(f"no C kernels on this CPU (torch's are used instead): {error}\n")
+        sys.stderr.write(visible(f"no C kernels on this CPU (torch's are used instead): {error}\n"))
         return 1
     return 0
 

@@ -19,6 +19,7 @@ from slime_like.rollout.agent.requests import ApiError, ChatRequest, identity, r
 from slime_like.rollout.agent.tool_calls import find_calls
 from slime_like.rollout.episode import Episode
 from slime_like.rollout.seeds import turn_seed
+from slime_like.rollout.trained_sampling import deviations
 from slime_like.types import I32, Prompt, Reward, Sample, Status
 
 MOST_SAMPLES = 1024  # of one run of an agent
@@ -181,13 +182,9 @@ class Session:
         return answer
 
     def _note_overrides(self, request: ChatRequest) -> None:
-        sampling = self._context.sampling
-        for name, asked, run in (
-            ("temperature", request.temperature, sampling.temperature),
-            ("top_p", request.top_p, sampling.top_p),
-        ):
-            if asked is not None and asked != run:
-                self.overrides.setdefault(name, f"{name}={asked:g}, and was answered at {name}={run:g}")
+        asked = {"temperature": request.temperature, "top_p": request.top_p}
+        for name, (value, own) in deviations(self._context.sampling, asked).items():
+            self.overrides.setdefault(name, f"{name}={value:g}, and was answered at {name}={own:g}")
 
 
 def _tools(request: ChatRequest) -> str:

@@ -14,6 +14,7 @@ from slime_like.config.resolved import ActorSpec
 from slime_like.distributed import install
 from slime_like.interfaces import NamesKernels, WeightSource
 from slime_like.metrics.types import Metric
+from slime_like.ports import Meeting
 from slime_like.train.megatron import groups
 from slime_like.train.megatron.checkpointed import CheckpointedRank
 from slime_like.types import F32
@@ -29,14 +30,11 @@ class MegatronActor(CheckpointedRank):
     are the ones that count.
     """
 
-    def __init__(
-        self, spec: ActorSpec, *, rank: int, world_size: int, master_addr: str, master_port: int, local_rank: int = 0
-    ) -> None:
+    def __init__(self, spec: ActorSpec, *, rank: int, world_size: int, master: Meeting, local_rank: int = 0) -> None:
         """Join the world (unless this process has), load the HF checkpoint and build the optimizer.
 
         Raises ``ConfigError`` on a layout or model it cannot train, ``CheckpointError`` on an unusable HF folder.
         """
-        master = (master_addr, master_port)
         place = groups.enter(spec, rank=rank, world_size=world_size, master=master, local_rank=local_rank)
 
         from slime_like.train.megatron.trainer import RankTrainer

@@ -6,7 +6,6 @@ waits for the threads of all ranks and gives the folder its name. What is traine
 
 from __future__ import annotations
 
-import pickle
 import queue
 import shutil
 import threading
@@ -19,28 +18,27 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
 )
 from torch.distributed.checkpoint import CheckpointException
 
-from slime_like.checkpoint_files import (
-    SCRATCH,
+from slime_like.checkpoint_files import ROLLOUT, SCRATCH, iteration_folder, publish, side_files
+from slime_like.checkpoint_hashes import Written, hash_files
+from slime_like.checkpoint_record import (
     Manifest,
     Scalar,
     check_value_head,
-    iteration_folder,
-    publish,
-    read_manifest,
     write_manifest,
+    written_files,
 )
 from slime_like.config.saved_model import check_padding
 from slime_like.deadline import Deadline
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron import patches
 from slime_like.train.megatron.collective import make_empty, on_rank_zero
+from slime_like.train.megatron.damage import checked_manifest, damage_named, error_summary
 from slime_like.train.megatron.families.base import Family
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.model import Chunks
@@ -56,6 +54,7 @@ class Parts:
     family: Family
     place: Place
     key: str = "model.hf_checkpoint"  # which says what model it is
+    verify: bool = True  # compare a checkpoint with its hashes before it is loaded
 
 
 # ---- save ------------------------------------------------------------------------------------------------------------
@@ -69,6 +68,8 @@ class PendingSave:
         self._place = place
         self._finalize: list[Callable[[], None]] = list(request.finalize_fns)
         self._error: str | None = None
+        self._hashes: dict[str, str] = {}  # of the files that this rank writes
+        self._rollout: dict[str, Written] | None = None
         self._thread: threading.Thread | None = None
         if request.async_fn is not None:  # a rank may have nothing to write
             arguments = [*request.async_fn_args]
@@ -88,8 +89,12 @@ class PendingSave:
             if isinstance(outcome, Exception):
                 raise outcome
             results.put(outcome)  # for the finalisation
+            files = {name: Path(path) for path, name, _ in arguments[1]}
+            self._hashes = dict(zip(files, hash_files(list(files.values())), strict=True))
+            if dist.get_rank() == 0:
+                self._rollout = self._rollout_side()
         except BaseException as error:  # noqa: BLE001  the fault boundary of the thread: finish raises it on every rank
-            self._error = _reason(patches.UNWRITTEN[0] if patches.UNWRITTEN else error)
+            self._error = error_summary(patches.UNWRITTEN[0] if patches.UNWRITTEN else error)
 
     def is_written(self) -> bool:
         """Whether the threads of all ranks are through, so that ``finish`` does not wait for a disk."""
@@ -114,7 +119,7 @@ class PendingSave:
                 shutil.rmtree(self._scratch, ignore_errors=True)
             if isinstance(error, CheckpointError):
                 raise
-            raise _failed(self.target, _reason(error)) from error
+            raise _failed(self.target, error_summary(error)) from error
 
     def _join(self, deadline_s: float) -> None:
         if self._thread is not None:
@@ -122,16 +127,24 @@ class PendingSave:
             self._thread.join(deadline.remaining("the disk"))
             if self._thread.is_alive():
                 raise deadline.exceeded(f"the disk of {self._scratch}")
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, self._error)
-        if any(errors):
-            raise _failed(self.target, "; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error))
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (self._error, self._hashes))
+        errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(found) if error]
+        if errors:
+            raise _failed(self.target, "; ".join(errors))
+        self._hashes = {name: sha for _, hashes in found for name, sha in hashes.items()}
 
     def _name(self) -> None:
         if patches.UNREPORTED:
             raise patches.UNREPORTED.pop()
-        write_manifest(self._scratch, self._manifest)
+        rollout = self._rollout_side() if self._rollout is None else self._rollout
+        write_manifest(self._scratch, self._manifest, hashes=self._hashes, rollout=rollout)
         publish(self._scratch, self.target)
+
+    def _rollout_side(self) -> dict[str, Written]:
+        """Files that the driver wrote before this save began."""
+        folder = self.target.parent
+        return written_files(folder / ROLLOUT, side_files(folder, self._manifest.iteration))
 
 
 def begin(parts: Parts, folder: Path, iteration: int, version: int) -> PendingSave:
@@ -162,7 +175,7 @@ def begin(parts: Parts, folder: Path, iteration: int, version: int) -> PendingSa
             content_metadata=_content(),
         )
     except CheckpointException as error:
-        raise _failed(target, _reason(error)) from error
+        raise _failed(target, error_summary(error)) from error
     return PendingSave(request, target, manifest, parts.place)
 
 
@@ -196,33 +209,25 @@ def load(parts: Parts, folder: Path, iteration: int) -> int:
     Raises ``CheckpointError`` when it is missing, torn, of another model, or of a layout that cannot become this one.
     """
     source = iteration_folder(folder, iteration)
-    manifest = read_manifest(source)
+    manifest = checked_manifest(source, verify=parts.verify)
     _check_model(manifest, parts, source)
     _check_optimizer(manifest, parts, source)
-    try:
+    with damage_named(
+        lambda why: f"{source}: torn, or not a checkpoint of this trainer ({why}); use an earlier iteration"
+    ):
         _restore(parts, source, manifest)
-    except (CheckpointException, CheckpointingException, pickle.UnpicklingError, *_TORN) as error:
-        raise CheckpointError(
-            f"{source}: torn, or not a checkpoint of this trainer ({_reason(error)}); use an earlier iteration"
-        ) from error
     return manifest.version
 
 
 def load_weights(parts: Parts, source: Path) -> None:
     """Start from the weights of an iteration's folder, and from nothing else of it. Collective; errors as ``load``."""
-    _check_model(read_manifest(source), parts, source)
+    _check_model(checked_manifest(source, verify=parts.verify), parts, source)
     metadata = {**_content(), "dp_cp_group": parts.place.dp_cp_group}
     state: dict[str, Any] = {"model": parts.model.sharded_state_dict(metadata=metadata)}
-    try:
+    with damage_named(lambda why: f"{source}: torn ({why}); use another iteration"):
         loaded: Any = dist_checkpointing.load(state, str(source), get_default_load_sharded_strategy(str(source)))
-    except (CheckpointException, CheckpointingException, pickle.UnpicklingError, *_TORN) as error:
-        raise CheckpointError(f"{source}: torn ({_reason(error)}); use another iteration") from error
     parts.model.load_state_dict(loaded["model"])
     parts.optimizer.reload_model_params()  # it has copies of its own
-
-
-# What torch's and megatron's readers raise on files that are cut short, missing or of another making.
-_TORN = (OSError, EOFError, KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError)
 
 
 def _restore(parts: Parts, source: Path, manifest: Manifest) -> None:
@@ -342,8 +347,3 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     _tracker().set_states(state["tracker"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _reason(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime_like.checkpoint_files import MANIFEST, read_manifest
+from slime_like.checkpoint_files import MANIFEST
+from slime_like.checkpoint_record import read_manifest
 from slime_like.config.algo import SftConfig
 from slime_like.config.model import ModelConfig, OptimConfig
 from slime_like.config.resolved import ActorSpec, Layout
-from slime_like.ports import PortLease
+from slime_like.ports import meeting_at
 from slime_like.train.megatron import groups, host
 
 LOOPBACK = "127.0.0.1"
@@ -22,8 +23,7 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     """
     spec = untrained_spec(hf, Layout(), dtype)
     host.install(spec.device)
-    with PortLease(LOOPBACK) as port:
-        device = groups.join_world(spec, 0, 1, (LOOPBACK, port), 0)
+    device = groups.join_world(spec, 0, 1, meeting_at(LOOPBACK), 0)
     place = groups.make_groups(spec, device)
 
     from slime_like.train.megatron.checkpoint import check_model

@@ -16,6 +16,7 @@ from slime_like.config.resolved import CriticSpec
 from slime_like.metrics.types import Last, Metric
 from slime_like.train.megatron import checkpoint, optim
 from slime_like.train.megatron.columns import fill, nested
+from slime_like.train.megatron.drift import Drift
 from slime_like.train.megatron.forward import Micro, to_device
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.model import Chunks
@@ -39,8 +40,8 @@ class ValueStep(OptimizerStep):
         self._model = model
         self._clip = clip
 
-    def _loss_of(self, micro: Micro, hidden: Tensor, report: StepReport, version: int | None) -> tuple[Tensor, int]:
-        del version
+    def _loss_of(self, micro: Micro, hidden: Tensor, report: StepReport, drift: Drift | None) -> tuple[Tensor, int]:
+        del drift
         rows, device = micro.rows, hidden.device
         found = micro.layout.predictions(rows.loss_weight > 0)
         target = to_device(found.target, device)

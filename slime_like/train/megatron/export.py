@@ -16,13 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_like.checkpoint_files import SCRATCH, publish, sync
+from slime_like.config.weight_files import INDEX, SINGLE
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import Bucket, TensorMeta
 from slime_like.train.megatron.collective import make_empty, on_rank_zero
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.families.experts import keys_of_peers
 from slime_like.train.megatron.groups import Place
-from slime_like.train.megatron.hf import INDEX, SINGLE, HFFolder
+from slime_like.train.megatron.hf import HFFolder
 from slime_like.train.megatron.model import OUTPUT, Chunks, named_weights
 
 FILE_BYTES = 4 << 30  # safetensors files of an export

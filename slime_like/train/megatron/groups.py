@@ -13,7 +13,9 @@ import torch.distributed as dist
 from slime_like import deadline
 from slime_like.config.resolved import ActorSpec, Layout
 from slime_like.distributed import install
+from slime_like.distributed.rendezvous import join_store, keep_to_interface
 from slime_like.errors import ConfigError
+from slime_like.ports import Meeting
 from slime_like.train.megatron import host
 
 
@@ -73,7 +75,7 @@ def check_layout(layout: Layout, world_size: int) -> None:
         )
 
 
-def enter(spec: ActorSpec, *, rank: int, world_size: int, master: tuple[str, int], local_rank: int = 0) -> Place:
+def enter(spec: ActorSpec, *, rank: int, world_size: int, master: Meeting, local_rank: int = 0) -> Place:
     """Join the world (unless this process has) and create megatron's groups. Before any import of megatron.
 
     Raises ``ConfigError`` on a layout that the trainer does not support or the world cannot carry.
@@ -84,20 +86,18 @@ def enter(spec: ActorSpec, *, rank: int, world_size: int, master: tuple[str, int
     return make_groups(spec, join_world(spec, rank, world_size, master, local_rank))
 
 
-def join_world(spec: ActorSpec, rank: int, world_size: int, address: tuple[str, int], local_rank: int) -> torch.device:
+def join_world(spec: ActorSpec, rank: int, world_size: int, master: Meeting, local_rank: int) -> torch.device:
     """Join the process group, unless this process is in one already, and return this rank's device."""
     device = rank_device(spec, local_rank)
     if device.type == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron overlaps by order of launch
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{address[0]}:{address[1]}",
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=collective_seconds(spec)),
-        )
+        keep_to_interface(master.host)
+        timeout = datetime.timedelta(seconds=collective_seconds(spec))
+        store = join_store(master, world_size, is_master=rank == 0, timeout=timeout)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
 
 

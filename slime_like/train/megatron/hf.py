@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from slime_like.config.hf import downloaded, read_json, refuse_code
+from slime_like.config.quantised import check_config
+from slime_like.config.weight_files import INDEX, SINGLE, read_header, read_index
 from slime_like.errors import CheckpointError
 from slime_like.imports import without_model_classes
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+from slime_like.reading import reason
 
 
 class HFFolder:
@@ -25,7 +25,9 @@ class HFFolder:
         self.key = key
         if not self.path.is_dir():
             raise CheckpointError(f"{key}={path}: no such folder; give a local folder in HF format")
-        self.raw_config: dict[str, Any] = self._json(self.path / "config.json")
+        self.raw_config: dict[str, Any] = read_json(key, self.path / "config.json")
+        check_config(key, self.path, self.raw_config)
+        refuse_code(key, self.path / "config.json", self.raw_config)
         self._files: dict[str, Any] = {}
         self._where: dict[str, str] | None = None
 
@@ -35,10 +37,11 @@ class HFFolder:
 
         try:
             with without_model_classes():
-                return AutoConfig.from_pretrained(str(self.path), local_files_only=True)
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(f"{self.path / 'config.json'}: transformers cannot read it ({reason})") from error
+                return AutoConfig.from_pretrained(str(self.path), local_files_only=True, trust_remote_code=False)
+        # The fault boundary of transformers' config classes, which check their fields in ways of their own.
+        except Exception as error:
+            file = downloaded(self.key, self.path / "config.json")
+            raise file.refused(f"cannot be used: transformers cannot read it ({reason(error)})") from error
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Tensor ``name`` on the CPU; ``shape`` is what config.json implies."""
@@ -81,10 +84,7 @@ class HFFolder:
         """Tensor name -> file name."""
         if self._where is None:
             if (self.path / INDEX).is_file():
-                weight_map = self._json(self.path / INDEX).get("weight_map")
-                if not isinstance(weight_map, dict):
-                    raise CheckpointError(f"{self.path / INDEX}: no 'weight_map'; download the checkpoint again")
-                self._where = {str(k): str(v) for k, v in weight_map.items()}
+                self._where = read_index(self.key, self.path / INDEX)
             elif (self.path / SINGLE).is_file():
                 self._where = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
             else:
@@ -96,21 +96,14 @@ class HFFolder:
     def _open(self, file: str) -> Any:
         if file not in self._files:
             path = self.path / file
-            if not path.is_file():
-                raise CheckpointError(f"{path}: missing, but {INDEX} names it; download the checkpoint again")
+            held = read_header(self.key, path)
+            placed = (self._where or {}).items()
+            if lost := next((name for name, place in placed if place == file and name not in held), None):
+                raise CheckpointError(
+                    f"{self.path / INDEX} places {lost!r} in {file}, which does not hold it; download it again"
+                )
             try:
                 self._files[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: truncated or corrupt ({error}); download or export it again") from error
         return self._files[file]
-
-    def _json(self, path: Path) -> dict[str, Any]:
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}: missing; {self.key} must be a folder in HF format") from None
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{path}: not a JSON object")
-        return value

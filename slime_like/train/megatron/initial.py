@@ -6,22 +6,20 @@ of shape [L, ...]; its final norm has another name, and TransformerEngine's fuse
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     gpt_compatible_layer_maps,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
-from torch.distributed.checkpoint import CheckpointException
 
 from slime_like.checkpoint_files import MANIFEST, megatron_folder
 from slime_like.errors import CheckpointError
+from slime_like.train.megatron.damage import checked_manifest, damage_named
 from slime_like.train.megatron.families.base import Family, Weight
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.hf import HFFolder
@@ -34,18 +32,11 @@ FUSED_NORMS = {
 }
 GPT_SYMBOLS = frozenset("*-E")  # layers whose weights GPTModel has under a name that can be told
 MODEL = ("decoder.", "embedding.", "output_layer.")
-UNREADABLE = (
-    CheckpointException,
-    CheckpointingException,
-    pickle.UnpicklingError,
-    OSError,
-    EOFError,
-    KeyError,
-    ValueError,
-)
 
 
-def fill(model: Chunks, key: str, folder: str, table: dict[str, Weight], family: Family, place: Place) -> None:
+def fill(
+    model: Chunks, key: str, folder: str, table: dict[str, Weight], family: Family, place: Place, *, verify: bool = True
+) -> None:
     """Fill this rank's parameters from ``folder``, the value of ``key``: HF format or Megatron's. Collective.
 
     Raises ``CheckpointError`` naming key and tensor where the folder is torn or of another model.
@@ -54,14 +45,19 @@ def fill(model: Chunks, key: str, folder: str, table: dict[str, Weight], family:
     if source is None:
         load_hf(model, table, HFFolder(folder, key), place)
     else:
-        load_megatron(model, source, key, family)
+        load_megatron(model, source, key, family, verify=verify)
 
 
-def load_megatron(model: Chunks, source: Path, key: str, family: Family) -> None:
-    """Fill this rank's parameters from the iteration folder ``source``. Optimizer state that it holds is not read."""
+def load_megatron(model: Chunks, source: Path, key: str, family: Family, *, verify: bool = True) -> None:
+    """Fill this rank's parameters from the iteration folder ``source``. Optimizer state that it holds is not read.
+
+    A checkpoint of this trainer is compared with its hashes first, where ``verify`` says so.
+    """
+    if (source / MANIFEST).is_file():
+        checked_manifest(source, verify=verify)
     policies = model.policies
     states: list[dict[str, Any]] = [p.sharded_state_dict(metadata={"singleton_local_shards": False}) for p in policies]
-    try:
+    with damage_named(lambda why: f"{key}: {source} is torn or no torch_dist checkpoint ({why})"):
         stored = dist_checkpointing.load_tensors_metadata(str(source))
         if not (source / MANIFEST).is_file() and GPT_SYMBOLS.issuperset("".join(family.blocks())):
             for state in states:
@@ -71,9 +67,6 @@ def load_megatron(model: Chunks, source: Path, key: str, family: Family) -> None
         _check(entries, stored, source, key)
         _check_unread(entries, stored, source, key)
         loaded: Any = dist_checkpointing.load(wanted, str(source))
-    except UNREADABLE as error:  # CheckpointException is a BaseException
-        text = str(error).strip().splitlines() or [""]
-        raise CheckpointError(f"{key}: {source} is torn or no torch_dist checkpoint ({text[0][:200]})") from error
     for policy, name in zip(policies, wanted, strict=True):
         # Not strict: megatron's states of layers that hold no tensor are left out.
         policy.load_state_dict(loaded[name], strict=False)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like.train.megatron import pickles
+
 Patch = Callable[[ModuleType], None]
 
 
@@ -192,6 +194,19 @@ def _checkpoint_config(module: ModuleType) -> None:
     replace(module, "save_config", _keeping_errors(module.save_config))
 
 
+def _checkpoint_reader(module: ModuleType) -> None:
+    """Metadata and objects of a checkpoint are unpickled without restriction, whoever wrote them: see ``pickles``.
+
+    Goes when torch reads ``.metadata`` and the objects beside it by an allow list.
+    """
+    replace(module, "_get_filesystem_reader", lambda checkpoint_dir, **_: pickles.CheckedReader(checkpoint_dir))
+
+
+def _checkpoint_common(module: ModuleType) -> None:
+    """``common.pt`` is read as torch's default says, which an environment variable changes."""
+    replace(module, "load_common", pickles.load_common)
+
+
 def _pipeline_shapes(module: ModuleType) -> None:
     """Two pipeline ranks, virtual stages, rows of unequal length: shapes of activations and gradients change places.
 
@@ -244,6 +259,8 @@ def table() -> dict[str, Patch]:
     patches: dict[str, Patch] = {
         "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
         "megatron.core.dist_checkpointing.serialization": _checkpoint_config,
+        "megatron.core.dist_checkpointing.strategies.common": _checkpoint_common,
+        "megatron.core.dist_checkpointing.strategies.torch": _checkpoint_reader,
         "megatron.core.pipeline_parallel.p2p_communication": _pipeline_shapes,
         "megatron.core.ssm.gated_delta_net.common": _gated_delta_net,
         "megatron.core.optimizer.distrib_optimizer": _groups_of_two_dtypes,

@@ -43,7 +43,8 @@ class RankModel:
         if path is None or self.model.last.head != Policy.head:  # it is the policy's
             load_hf(self.model, self.table, self.folder, self.place)
         else:
-            initial.fill(self.model, "model.megatron_checkpoint", path, self.table, self.family, self.place)
+            key, verify = "model.megatron_checkpoint", self.spec.verify
+            initial.fill(self.model, key, path, self.table, self.family, self.place, verify=verify)
 
     def micro(self, rows: Rows) -> Micro:
         """Lay out one micro-batch. Raises ``DataError`` on a token that the model does not have."""
@@ -53,7 +54,9 @@ class RankModel:
     def checkpoint_parts(self) -> checkpoint.Parts:
         """What a checkpoint holds."""
         optim.settle_weights(self.wrapped)
-        return checkpoint.Parts(self.model, self.optimizer, self.schedule, self.family, self.place, self.folder.key)
+        return checkpoint.Parts(
+            self.model, self.optimizer, self.schedule, self.family, self.place, self.folder.key, self.spec.verify
+        )
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from slime_like.batch import Columns, Rows
 from slime_like.config.resolved import CriticSpec, TeacherSpec
 from slime_like.distributed import install
 from slime_like.metrics.types import Metric
+from slime_like.ports import Meeting
 from slime_like.train.megatron import groups
 from slime_like.train.megatron.checkpointed import CheckpointedRank
 
@@ -27,7 +28,7 @@ class MegatronRole(CheckpointedRank):
         *,
         rank: int,
         world_size: int,
-        master: tuple[str, int],
+        master: Meeting,
         local_rank: int = 0,
     ) -> None:
         """Join the world and load the checkpoint. Raises ``ConfigError`` or ``CheckpointError`` as an actor's rank does."""

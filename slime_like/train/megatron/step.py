@@ -19,6 +19,7 @@ from slime_like.algo.sequences import PackedSequences
 from slime_like.interfaces import LossFn, LossView
 from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.train.megatron.balance import ExpertBalance
+from slime_like.train.megatron.drift import Drift
 from slime_like.train.megatron.forward import Micro, Scoring, run_schedule, to_device
 from slime_like.train.megatron.groups import Place
 from slime_like.train.megatron.model import Chunks
@@ -39,14 +40,15 @@ class OptimizerStep(ABC):
         self._place = place
         self._balance = ExpertBalance(wrapped, place)
 
-    def __call__(self, micros: Sequence[Micro], num_tokens: int, version: int | None) -> list[Metric]:
+    def __call__(self, micros: Sequence[Micro], num_tokens: int, drift: Drift | None) -> list[Metric]:
         """Update the weights; on the last pipeline stage return global metrics.
 
-        ``version``: of the weights before the first update after a rollout, for the drift against the engine; None
-        for later updates of the same rollout, whose weights no engine has had.
+        ``drift`` counts the samples of the first update after a rollout against the engine, and raises
+        ``ConsistencyError`` before the weights change; None for later updates, whose weights no engine has had.
         """
-        report = self.backward(micros, num_tokens, version)
+        report = self.backward(micros, num_tokens, drift)
         balance = self._balance.close_step()
+        compared = [] if drift is None else drift.close()
         self._schedule.step(1)
         updated, grad_norm, _ = self._optimizer.step()
         assert updated, "the optimizer skipped a step"
@@ -54,22 +56,21 @@ class OptimizerStep(ABC):
             return []
         group = self._place.dp_cp_group
         metrics = report.metrics(group, num_tokens)
-        if version is not None:
-            metrics += report.drift(group, self._place.device)
         rate = max(float(g["lr"]) for g in self._optimizer.param_groups)
         return [
             *metrics,
+            *compared,
             *(balance if self.reports_balance else ()),
             Mean("train/grad_norm", float(grad_norm)),
             Last("train/lr", rate),
         ]
 
-    def backward(self, micros: Sequence[Micro], num_tokens: int, version: int | None) -> StepReport:
+    def backward(self, micros: Sequence[Micro], num_tokens: int, drift: Drift | None) -> StepReport:
         """Fill the gradient buffers with reduced gradients of the step's loss."""
         report = StepReport()
 
         def after(micro: Micro, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            loss, count = self._loss_of(micro, hidden, report, version)
+            loss, count = self._loss_of(micro, hidden, report, drift)
             return loss * num_tokens, torch.tensor(count, dtype=torch.int32, device=hidden.device), {}
 
         self._balance.open_step(micros, num_tokens)
@@ -80,7 +81,7 @@ class OptimizerStep(ABC):
         return report
 
     @abstractmethod
-    def _loss_of(self, micro: Micro, hidden: Tensor, report: StepReport, version: int | None) -> tuple[Tensor, int]:
+    def _loss_of(self, micro: Micro, hidden: Tensor, report: StepReport, drift: Drift | None) -> tuple[Tensor, int]:
         """Sum of weight * loss over the micro-batch's trained tokens on this rank, and how many they are."""
 
 
@@ -95,7 +96,7 @@ class PolicyStep(OptimizerStep):
         self._loss = loss
         self._scoring = scoring
 
-    def _loss_of(self, micro: Micro, hidden: Tensor, report: StepReport, version: int | None) -> tuple[Tensor, int]:
+    def _loss_of(self, micro: Micro, hidden: Tensor, report: StepReport, drift: Drift | None) -> tuple[Tensor, int]:
         rows, device = micro.rows, hidden.device
         found = micro.layout.predictions(rows.loss_weight > 0)
         logprobs, entropy = self._model.scores(
@@ -104,15 +105,14 @@ class PolicyStep(OptimizerStep):
             to_device(rows.token_ids[found.target].astype(np.int64), device),
             temperature=self._scoring.temperature,
             chunk=self._scoring.chunk,
-            entropy=self._loss.needs_entropy,
+            entropy=True,  # reported under every loss
         )
-        view = self._view(micro, found.target, logprobs, entropy)
+        assert entropy is not None, "the scores of a model come with its entropy where that is asked for"
+        view = self._view(micro, found.target, logprobs, entropy if self._loss.needs_entropy else None)
         out = self._loss(view)
-        report.add(out, view.loss_weight, {} if entropy is None else {"entropy": entropy})
-        if version is not None:
-            versions = rows.versions[found.target]
-            report.diffs.append((logprobs.detach() - view.rollout_logprobs)[to_device(versions == version, device)])
-            report.sampled += int((versions >= 0).sum())
+        report.add(out, view.loss_weight, {"entropy": entropy.detach()})
+        if drift is not None:
+            drift.add(micro, found.target, logprobs)
         return (view.loss_weight * out.loss).sum(), len(found.target)
 
     def _view(self, micro: Micro, target_N: I64, logprobs: Tensor, entropy: Tensor | None) -> LossView:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.batch import Columns, Rows
-from slime_like.config.names import LOSSES, TOKEN_ADVANTAGES
+from slime_like.config.names import EXACT_LAYERS, LOSSES, TOKEN_ADVANTAGES
 from slime_like.config.resolved import ActorSpec
 from slime_like.interfaces import Diagnostics, LossFn, TokenAdvantage, TokenView, ValueTargets
 from slime_like.metrics.types import Last, Mean, Metric
 from slime_like.registry import resolve
-from slime_like.train.megatron import initial, optim
+from slime_like.train.megatron import exact_layers, initial, optim
 from slime_like.train.megatron.columns import fill, nested
-from slime_like.train.megatron.exact_layers import exact_layers
+from slime_like.train.megatron.drift import Drift
+from slime_like.train.megatron.exact_layers import ALL
 from slime_like.train.megatron.export import HFExport, write_hf
 from slime_like.train.megatron.forward import Micro, Scoring, score_micros, to_device
 from slime_like.train.megatron.groups import Place
@@ -95,14 +97,22 @@ class RankTrainer(RankModel):
         return nested([value.cpu().numpy() for value in returns], rollout.plan)
 
     def update(self, num_tokens: Sequence[int], version: int, *, frozen: bool = False) -> tuple[Metric, ...]:
-        """Every optimizer step of the open rollout, none of them if ``frozen``. Global metrics on the reporter."""
+        """Every optimizer step of the open rollout, none of them if ``frozen``. Global metrics on the reporter.
+
+        Raises ``ConsistencyError`` before the first one where engine and trainer disagree on what was sampled (``Drift``).
+        """
         rollout, self._rollout = self._open_rollout(), None
         metrics = rollout.metrics
         told = ((m.rows, m.advantages) for m in rollout.micros) if self._tells else ()
         self._told = [(rows, column.float().cpu().numpy()) for rows, column in told if column is not None]
         with rollout.timed():
+            drift = self._drift(version, rollout, frozen)
+            if self.spec.drift_by_layer:
+                metrics += self._drift_by_layer(version, rollout)
+            if frozen:
+                metrics += drift.close()
             for k, (micros, count) in enumerate(zip(rollout.plan, num_tokens, strict=True) if not frozen else ()):
-                metrics += self.optimizer_step(micros, count, version if k == 0 else None)
+                metrics += self.optimizer_step(micros, count, drift if k == 0 else None)
             optim.settle_weights(self.wrapped)
         metrics += [
             Last("train/num_tokens", float(sum(num_tokens))),
@@ -120,6 +130,34 @@ class RankTrainer(RankModel):
             for index in np.flatnonzero(np.isin(rows.sample_ids, list(sample_ids))):
                 found[int(rows.sample_ids[index])] = column[slice(*rows.cu_seqlens[index : index + 2])]
         return found
+
+    def _drift(self, version: int, rollout: OpenRollout, frozen: bool) -> Drift:
+        """The comparison with the engine, with the samples that the first optimizer step does not score itself.
+
+        The first step's own forward comes after every swap of weights, and is what trains: where it scores a sample, it is
+        what counts. Samples of later steps count where the old policy was scored.
+        """
+        drift = Drift(version, self.place, self.spec.sample_tolerance)
+        later = [micro for step in rollout.plan[0 if frozen else 1 :] for micro in step]
+        drift.add_columns(later, [micro.old_logprobs for micro in later])
+        return drift
+
+    def _drift_by_layer(self, version: int, rollout: OpenRollout) -> list[Metric]:
+        """Differences that are left with the layers of each kind in float64, over each rank's first micro-batch."""
+        metrics: list[Metric] = []
+        micros = rollout.plan[0][:1]
+        for kind in (*self.kinds, ALL):
+            drift = Drift(version, self.place)
+            drift.add_columns(micros, self._scores(micros, kind) or [None])
+            metrics += drift.metrics(f"/{kind}")
+        return metrics
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of layers of the whole model that can be computed in float64. A collective at the first call."""
+        found: list[tuple[str, ...]] = [()] * self.place.layout.pp
+        dist.all_gather_object(found, exact_layers.kinds(self.model), group=self.place.pp_group)
+        return tuple(name for name in EXACT_LAYERS if any(name in kinds for kinds in found))
 
     def _open_rollout(self) -> OpenRollout:
         assert self._rollout is not None, "open_rollout comes first"
@@ -145,11 +183,15 @@ class RankTrainer(RankModel):
     def _timed(self, name: str, column: str, micros: Sequence[Micro]) -> Metric:
         """Score trained tokens with the weights that are in the model now."""
         start = time.perf_counter()
-        masks = [micro.rows.loss_weight > 0 for micro in micros]
-        scores = score_micros(self.wrapped, micros, masks, self.scoring)
-        for micro, values in self._columns(micros, scores):
+        for micro, values in self._columns(micros, self._scores(micros)):
             setattr(micro, column, values)
         return Last(f"perf/{name}_time", time.perf_counter() - start)
+
+    def _scores(self, micros: Sequence[Micro], exact: str | None = None) -> list[Tensor]:
+        """F32 [T] per micro-batch at trained tokens, on the last stage; layers of kind ``exact`` in float64."""
+        masks = [micro.rows.loss_weight > 0 for micro in micros]
+        with exact_layers.exact_layers(self.model, exact):
+            return score_micros(self.wrapped, micros, masks, self.scoring)
 
     def _assign_advantages(self, micros: Sequence[Micro]) -> list[Metric]:
         if not self.place.is_last:
@@ -197,7 +239,7 @@ class RankTrainer(RankModel):
         """[T] log-probabilities of every token but first ones, on the reporter; layers of kind ``exact`` in float64."""
         micro = self.micro(rows)
         mask = np.ones(len(rows.token_ids), dtype=np.bool_)
-        with exact_layers(self.model, exact):
+        with exact_layers.exact_layers(self.model, exact):
             scores = score_micros(self.wrapped, [micro], [mask], self.scoring)
         return scores[0].cpu().numpy() if self.place.is_reporter else None
 
@@ -208,7 +250,7 @@ class RankTrainer(RankModel):
             return None
         if folder in (None, self.spec.model.megatron_checkpoint or self.spec.model.hf_checkpoint):
             return self._host_copy()
-        initial.fill(self.model, key, folder, self.table, self.family, self.place)
+        initial.fill(self.model, key, folder, self.table, self.family, self.place, verify=self.spec.verify)
         other = self._host_copy()
         self._start()
         return other

@@ -1,0 +1,57 @@
+"""Turn a launch script of verl (python3 -m verl.trainer.main_ppo key=value ...), or a YAML file of its keys, into a recipe,
+and say what became of every key. Nothing of it is run.
+
+python scripts/from_verl.py run_qwen3_8b.sh [key=value ...] --with reward.name=math [--out my_configs/recipe/qwen3_8b.yaml]
+    [--set NAME=VALUE] [--skip FILE] [--config FILE] [--drop KEY]
+python scripts/from_verl.py --check FOLDER [--set NAME=VALUE] [--with KEY=VALUE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from slime_like.convert.slime_job import NONE
+from slime_like.convert.verl_check import check_verl
+from slime_like.convert.verl_convert import VerlSource, convert_verl
+from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.printable import visible
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit code: 0 the same job, 1 the same job once code of the user's is ported, 2 no recipe."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", type=Path, help="a launch script, or a .yaml of verl's keys; a folder with --check")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of verl, behind those of the job")
+    parser.add_argument("--check", action="store_true", help="a table of what becomes of every script in a folder")
+    parser.add_argument("--out", type=Path, help="the recipe to write; default: from_verl/recipe/<name>.yaml")
+    parser.add_argument("--with", dest="ours", action="append", default=[], metavar="KEY=VALUE", help="a key of ours")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script")
+    parser.add_argument("--skip", action="append", default=[], metavar="FILE", help="a sourced file to leave out")
+    parser.add_argument("--config", type=Path, help="the file that the script's --config-name names")
+    parser.add_argument("--drop", action="append", default=[], metavar="KEY", help="a key of verl to leave out")
+    parser.add_argument("--force", action="store_true", help="replace a recipe that is there")
+    args = parser.parse_intermixed_args(argv)
+    try:
+        for name, texts in (("--set", args.set), ("--with", args.ours)):
+            if wrong := [text for text in texts if not re.match(r"[A-Za-z_][\w.]*=", text)]:
+                raise ConfigError(f"{name} {wrong[0]}: write NAME=VALUE")
+        given = dict(text.split("=", 1) for text in args.set)
+        if args.check:
+            sys.stdout.write(visible(check_verl(args.job, given=given, ours=args.ours)))
+            return 0
+        source = VerlSource(args.job, args.overrides, given, args.skip, args.config)
+        done = convert_verl(source, args.out, ours=args.ours, drop=args.drop, force=args.force)
+    except SlimeLikeError as error:
+        sys.stderr.write(visible(f"{type(error).__name__}: {error}\n"))
+        return NONE
+    sys.stdout.write(visible(done.report))
+    if done.problem:
+        sys.stderr.write(visible(f"ConfigError: {done.problem}\n"))
+    return done.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

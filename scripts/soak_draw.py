@@ -1,0 +1,67 @@
+"""What strikes in the next part of a soak of faults: of all kinds those that were tried least, then by lot."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from slime_like.config.faults import FATAL, RECOVERED, WORKERS, Fault
+
+SURVIVED = (*RECOVERED, *WORKERS)
+STARTING = "signals_at_start"
+ENDS = (*FATAL, STARTING)
+PHASES = {"collect": 0.25, "step": 0.1, "push": 0.1}  # of faults, and how long they take on an idle machine (s)
+LAYOUTS = (  # what may change between parts of one run
+    ("one engine", ()),
+    ("two engines", ("rollout.num_engines=2",)),
+    ("two engines, broadcast", ("rollout.num_engines=2", "placement.mode=split")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One part of the run: its layout with the overrides that make it, its faults, and what ends it (``""``: nothing)."""
+
+    layout: str
+    overrides: tuple[str, ...]
+    end: str
+    faults: tuple[Fault, ...]
+
+
+def draw_part(
+    rng: random.Random, rollouts: range, most: int, ends: Mapping[str, int], struck: Mapping[str, int]
+) -> Plan:
+    """Draw a part over the ``rollouts`` that are left, with ``most`` faults at most; with none the run is left alone.
+
+    ``ends`` counts earlier parts by what was to end them, ``struck`` the faults that struck by kind.
+    """
+    layout, overrides = rng.choice(LAYOUTS)
+    end = _least(rng, ENDS, ends) if most else ""
+    if end == STARTING:
+        return Plan(layout, overrides, end, ())
+    apart = (1, 2) if layout == "one engine" else (3, 9)  # rollouts; with one engine none ends before it is back
+    at, last = rollouts.start, rollouts.stop - 1
+    counts, faults = Counter(struck), list[Fault]()
+    for _ in range(most - 1):
+        if at >= last:
+            break
+        kind = _least(rng, SURVIVED, counts)
+        counts[kind] += 1
+        faults.append(_fault(rng, kind, at))
+        at += rng.randint(*apart)
+    if end:
+        faults.append(_fault(rng, end, min(at, last)))
+    return Plan(layout, overrides, end, tuple(faults))
+
+
+def _least(rng: random.Random, kinds: Sequence[str], counts: Mapping[str, int]) -> str:
+    """One of the ``kinds`` with the lowest count."""
+    lowest = min(counts.get(kind, 0) for kind in kinds)
+    return rng.choice([kind for kind in kinds if counts.get(kind, 0) == lowest])
+
+
+def _fault(rng: random.Random, kind: str, rollout: int) -> Fault:
+    phase = rng.choice(list(PHASES))
+    return Fault(kind, phase, rollout, round(rng.uniform(0, PHASES[phase]), 3))

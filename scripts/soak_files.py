@@ -1,0 +1,100 @@
+"""Damage every file that a run reads, in many ways, and read it as the run does. Starts no process; takes some minutes.
+
+python scripts/soak_files.py [--count 1200] [--seed 0] [--write] [--show]
+
+A small model, its reference, data, a recipe and the folder of a run that was stopped are written to a temporary folder.
+Then, ``--count`` times in all, one file is damaged (bytes, one field, a folder or a pipe in its place, its permissions),
+the readers of ``train.py --plan``, of a run that goes on and of its report read it, and it is mended. The exit code is 0
+when each file was refused in one message, or read with a value that may stand in it. ``--write`` replaces the section
+"Damaged files" of docs/measurements/robustness.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from scripts.page import replace_section  # noqa: E402  (found by the line above)
+from slime_like.cluster.machine import cpu_count  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+from tests.damage.checks import FAULTS, Outcome, Trial, World  # noqa: E402
+from tests.damage.world import FILES  # noqa: E402
+
+PAGE = REPOSITORY / "docs" / "measurements" / "robustness.md"
+TITLE = "## Damaged files"
+SHOWN = 1500  # characters of a trial that went wrong
+
+
+def main() -> int:
+    """Exit code: 0 when every damaged file was handled."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1200, help="damaged files in all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", default="", help="only classes of files with this in their name")
+    parser.add_argument("--write", action="store_true", help=f"replace the section of {PAGE.relative_to(REPOSITORY)}")
+    parser.add_argument("--show", action="store_true", help="print every trial")
+    options = parser.parse_args()
+    started = time.monotonic()
+    trials = soak(options.count, options.seed, options.kind, show=options.show)
+    command = f"scripts/soak_files.py --count {options.count} --seed {options.seed}"
+    text = section(trials, command, time.monotonic() - started)
+    print(visible(text))
+    if options.write:
+        replace_section(PAGE, TITLE, text)
+    return int(any(trial.outcome in FAULTS for trial in trials))
+
+
+def soak(count: int, seed: int, kind: str, *, show: bool) -> list[Trial]:
+    """Damage ``count`` files, the classes in turn."""
+    kinds = [name for name in FILES if kind in name]
+    trials: list[Trial] = []
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), trainer=True)
+        for at in range(count):
+            name = kinds[at % len(kinds)]
+            rng = Random(f"{seed} {name} {at // len(kinds)}")
+            trial = world.trial(name, rng.choice(FILES[name]), rng)
+            trials.append(trial)
+            if show or trial.outcome in FAULTS:
+                print(visible(f"{trial.outcome}: {trial.file}: {trial.damage}: {trial.message[-SHOWN:]}"), flush=True)
+    return trials
+
+
+def section(trials: list[Trial], command: str, seconds: float) -> str:
+    """The section of the page."""
+    found = Counter((trial.kind, trial.outcome) for trial in trials)
+    columns = [*Outcome]
+    rows = [f"| files | tried | {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) + 1)}"]
+    for kind in dict.fromkeys(trial.kind for trial in trials):
+        counts = [found[kind, outcome] for outcome in columns]
+        rows.append(f"| {kind} | {sum(counts)} | {' | '.join(map(str, counts))} |")
+    totals = [sum(found[kind, outcome] for kind in FILES) for outcome in columns]
+    rows.append(f"| all | {sum(totals)} | {' | '.join(map(str, totals))} |")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True
+    ).stdout
+    name = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    machine = f"{cpu_count()} cores of an {name[1] if name else 'unknown processor'}"
+    where = f"`{command}`, commit {commit.strip()}, {machine}, {seconds:.0f} s"
+    return "\n".join([TITLE, "", where, "", NOTES, "", *rows, ""])
+
+
+NOTES = """A file is *handled* when it is refused in one message that names it, or its folder where two files contradict each
+other, or when it is read as before; lines of a log that cannot be read are set aside, which the run says. *Another
+well-formed file*: the value differs and may stand there (another prompt, another epsilon of a norm, another number in a
+log). Traceback, hang and *accepted, but changed* (a file that the run itself wrote) are faults, and so is a refusal that
+names neither file nor folder."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

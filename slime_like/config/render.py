@@ -1,0 +1,25 @@
+"""Values in the grammar of Hydra's overrides."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+
+def render(value: Any) -> str:
+    """``value`` in Hydra's override grammar. A number or truth value in quotes stays text."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case list():
+            return f"[{','.join(render(item) for item in cast('list[Any]', value))}]"
+        case dict():
+            items = cast("dict[str, Any]", value).items()
+            return f"{{{','.join(f'{name}: {render(item)}' for name, item in items)}}}"
+        case _:
+            # Hydra reads backslashes as themselves except before a quote, where they come in pairs.
+            return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"

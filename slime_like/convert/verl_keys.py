@@ -1,0 +1,20 @@
+"""Keys of verl with a counterpart here, and how the values differ: the table of docs/coming_from_verl.md.
+
+``verl_keys.tsv`` has a line for each. ``verl_algo`` and ``verl_run`` translate them. Source: ``verl/trainer/config`` of verl
+0.10.0.dev.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+
+def _read() -> dict[str, tuple[str, str]]:
+    with Path(__file__).with_suffix(".tsv").open(newline="") as file:
+        rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return {verl: (ours, "".join(note)) for verl, ours, *note in rows[1:]}
+
+
+VERL_KEYS = _read()
+"""verl's key (or several, joined by commas) -> ours, and how values differ."""

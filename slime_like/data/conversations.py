@@ -1,0 +1,146 @@
+"""Conversations as tokens for supervised fine-tuning: every turn of the assistant is trained on, nothing else is.
+
+Two ways, as slime has them (``slime/utils/mask_utils.py``, ``--loss-mask-type qwen`` and ``qwen3_5``). ``turns`` renders each
+message by the chat template on its own, so that a turn does not depend on what follows it; verl's multi-turn dataset does the
+same. ``whole`` renders all messages at once, as an engine would see them, and finds the turns by ChatML's marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_like.data.chat import Message, Tokenizer, require_template
+from slime_like.errors import ConfigError, DataError
+from slime_like.types import I32
+
+HEADER, THINK, END = "<|im_start|>assistant\n", "<think>\n", "<|im_end|>"
+PLACEHOLDER = "PLACEHOLDER"
+type Ranges = list[tuple[int, int]]
+
+
+def is_conversation(messages: Sequence[Message]) -> bool:
+    """Whether chat messages end with the assistant's turn, so that no label is needed."""
+    return bool(messages) and messages[-1]["role"] == "assistant"
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """Tokens of a conversation, and which of them the assistant wrote."""
+
+    token_ids: I32  # [L]
+    trained: npt.NDArray[np.bool_]  # [L]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """Marks conversations by a tokenizer's chat template. ``how``: turns or whole (``data.conversation``)."""
+
+    tokenizer: Tokenizer
+    how: str = "turns"
+    kwargs: Mapping[str, Any] | None = None  # of the chat template
+
+    def mark(self, messages: Sequence[Message], tools: object, location: str) -> Marked:
+        """The tokens of ``messages``. Raises ``DataError`` naming ``location`` where the template refuses them or no turn of
+        the assistant is found, ``ConfigError`` for a tokenizer that cannot do this."""
+        require_template(self.tokenizer, "a conversation")
+        pieces = (
+            self._turns(messages, tools, location) if self.how == "turns" else self._whole(messages, tools, location)
+        )
+        encoded = self._encode([text for text, _ in pieces])
+        ids: list[int] = []
+        trained: list[bool] = []
+        for (_, ranges), token_ids, offsets in zip(
+            pieces, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        ):
+            ids += token_ids
+            trained += [any(a < stop and b > start for start, stop in ranges) and b > a for a, b in offsets]
+        if not any(trained):
+            raise DataError(f"{location}: no token of an assistant's turn is trained on; leave the row out")
+        return Marked(np.array(ids, dtype=np.int32), np.array(trained, dtype=np.bool_))
+
+    def _turns(self, messages: Sequence[Message], tools: object, location: str) -> list[tuple[str, Ranges]]:
+        opening, generation = self._frame()
+        pieces: list[tuple[str, Ranges]] = []
+        for i, message in enumerate(messages):
+            text = self._render([message], location, tools=tools if i == 0 else None)
+            if i and message["role"] != "system":
+                text = text[opening:]
+            if not _is_trained(message):
+                pieces.append((text, []))
+                continue
+            if not text.startswith(generation):
+                raise ConfigError(
+                    f"data.conversation=turns: the chat template opens an answer with {generation!r}, but an assistant's turn "
+                    f"on its own begins {text[: len(generation)]!r}; set data.conversation=whole"
+                )
+            pieces.append((text, [(len(generation), len(text))]))
+        return pieces
+
+    def _frame(self) -> tuple[int, str]:
+        """Characters that the template puts before a conversation, and what it writes before an answer."""
+        asked = {"role": "user", "content": PLACEHOLDER}
+        twice = self._render([asked, asked], "data.conversation=turns")
+        first, second = twice.find(PLACEHOLDER), twice.rfind(PLACEHOLDER)
+        if not 0 <= first < second:
+            raise ConfigError(
+                "data.conversation=turns: the chat template leaves out a message; set data.conversation=whole"
+            )
+        after = len(twice) - second - len(PLACEHOLDER)
+        before = (second - first) - after - len(PLACEHOLDER)
+        once = self._render([asked], "data.conversation=turns")
+        open_turn = self._render([asked], "data.conversation=turns", generation=True)
+        return first - before, open_turn[len(once) :]
+
+    def _whole(self, messages: Sequence[Message], tools: object, location: str) -> list[tuple[str, Ranges]]:
+        text = self._render(messages, location, tools=tools)
+        ranges: Ranges = []
+        cursor = 0
+        for message in (message for message in messages if message["role"] == "assistant"):
+            start, stop = text.find(HEADER, cursor), -1
+            if start >= 0:
+                start += len(HEADER)
+                stop = text.find(END, start)
+            if start < 0 or stop < 0:
+                raise ConfigError(
+                    f"{location}: data.conversation=whole finds turns by {HEADER!r} and {END!r}, which the chat template does "
+                    "not write; set data.conversation=turns"
+                )
+            cursor = stop + len(END)
+            cursor += text.startswith("\n", cursor)
+            if _is_trained(message):
+                ranges.append((start + len(THINK) * text.startswith(THINK, start), cursor))
+        return [(text, ranges)]
+
+    def _render(
+        self, messages: Sequence[Message], location: str, *, tools: object = None, generation: bool = False
+    ) -> str:
+        # A fault boundary: a chat template is a program of whoever made the tokenizer.
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=generation,
+                **({"tools": tools} if tools else {}),
+                **(self.kwargs or {}),
+            )
+        except Exception as error:
+            raise DataError(f"{location}: the chat template refused the conversation: {error}") from error
+        return cast(str, text)
+
+    def _encode(self, texts: list[str]) -> Mapping[str, Any]:
+        try:
+            return self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"the tokenizer in {self.tokenizer.name_or_path!r} is a slow one, which does not say where a token lies in the "
+                "text; conversations need its tokenizer.json"
+            ) from error
+
+
+def _is_trained(message: Message) -> bool:
+    return message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1

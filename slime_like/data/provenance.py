@@ -1,0 +1,43 @@
+"""Versions behind sampled tokens: which tokens the trainer can compare directly with what the engine said of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_like.batch import Rows
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Three disjoint masks [T] that cover every sampled token of a row.
+
+    Example, trainer at version 7: every token of a sample has version 7: ``own``. A sample begun under version 6 and
+    continued under 7: its first tokens are ``stale``, its others ``mixed``.
+    """
+
+    own: Mask  # in samples that the trainer's version sampled whole: equal to the trainer's but for rounding
+    mixed: Mask  # of the trainer's version, in samples that another version began
+    stale: Mask  # of another version: off-policy by design
+
+    @property
+    def sampled(self) -> Mask:
+        """[T] every token that an engine sampled."""
+        return self.own | self.mixed | self.stale
+
+
+def provenance(rows: Rows, version: int) -> Provenance:
+    """Sort the sampled tokens of ``rows`` by how they compare with a trainer that holds weights of ``version``.
+
+    The one place that decides what the gate on samples judges: a sample whose ``rollout_logprobs`` are not those of the
+    distribution that the trainer computes has no place in ``own``.
+    """
+    sampled = rows.versions >= 0
+    stale = sampled & (rows.versions != version)
+    sequence = np.repeat(np.arange(len(rows.cu_seqlens) - 1), np.diff(rows.cu_seqlens))
+    in_stale_sample = np.isin(sequence, sequence[stale])
+    return Provenance(own=sampled & ~in_stale_sample, mixed=sampled & in_stale_sample & ~stale, stale=stale)

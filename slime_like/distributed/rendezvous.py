@@ -1,0 +1,39 @@
+"""The store at which the ranks of a process group meet. It has no key, so that it listens at one address only."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch.distributed as dist
+
+from slime_like.ports import Meeting, interface_environment, listen
+
+
+def join_store(meeting: Meeting, world_size: int, *, is_master: bool, timeout: datetime.timedelta) -> dist.TCPStore:
+    """Return this rank's end of the store, which the master serves from a socket that listens at ``meeting.host``.
+
+    torch's own master listens at every address of the machine: whoever reaches one can read and delete keys.
+    """
+    fd = None
+    if is_master:
+        listener = meeting.listener or listen(meeting.host, meeting.port)
+        fd = listener.detach()  # the store closes it
+    return dist.TCPStore(
+        meeting.host,
+        meeting.port,
+        world_size,
+        is_master,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=fd,
+    )
+
+
+def keep_to_interface(host: str) -> None:
+    """Make groups of this process that are created from now on listen only where ``host`` is reached.
+
+    Variables that are set already stay: clusters with several networks name theirs.
+    """
+    for name, value in interface_environment(host).items():
+        os.environ.setdefault(name, value)

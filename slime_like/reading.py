@@ -1,0 +1,167 @@
+"""Files that a run reads. Whatever is wrong with one, its reader raises one error that names file, field and fix."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import msgspec
+import yaml
+
+from slime_like.errors import DataError, SlimeLikeError
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+LONGEST = 300  # characters of a parser's message
+# PyYAML's own errors, and those that its constructors let through.
+YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError, AttributeError)
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A file, the class of the error that refuses it, and the fix with which every message ends.
+
+    Example: ``InputFile(path, CheckpointError, "download it again", key="model.hf_checkpoint").json_object()``.
+    """
+
+    path: Path
+    error: type[SlimeLikeError] = DataError
+    fix: str = "copy it again"
+    key: str = ""  # the config key that named the file or its folder
+
+    def refused(self, problem: str) -> SlimeLikeError:
+        """Return the error that says ``problem`` of this file, on one line."""
+        start = f"{self.key}: {self.path}" if self.key else f"{self.path}"
+        return self.error(f"{start} {one_line(problem)}; {self.fix}")
+
+    def check_regular(self) -> None:
+        """Refuse what is missing, a folder, or a pipe, which would never end."""
+        try:
+            mode = self.path.stat().st_mode
+        except FileNotFoundError as error:
+            raise self.refused("is missing") from error
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            raise self.refused(f"cannot be read ({reason(error)})") from error
+        if not stat.S_ISREG(mode):
+            raise self.refused("is a folder, not a file" if stat.S_ISDIR(mode) else "is not a regular file")
+
+    def data(self) -> bytes:
+        """Return the file's bytes."""
+        self.check_regular()
+        try:
+            return self.path.read_bytes()
+        except OSError as error:
+            raise self.refused(f"cannot be read ({reason(error)})") from error
+
+    def text(self) -> str:
+        """Return the file as UTF-8 text."""
+        try:
+            return self.data().decode()
+        except UnicodeDecodeError as error:
+            raise self.refused(f"cannot be read as UTF-8 text ({reason(error)})") from error
+
+    def json(self) -> Any:
+        """Return the file's JSON value."""
+        text = self.text()
+        try:
+            return parse_json(text)
+        except ValueError as error:
+            raise self.refused(f"cannot be read as JSON ({error})") from error
+
+    def json_object(self) -> dict[str, Any]:
+        """Return the file's JSON object."""
+        values = self.json()
+        if not isinstance(values, dict):
+            raise self.refused(f"holds no JSON object but {shown(values)}")
+        return cast("dict[str, Any]", values)
+
+    def yaml(self) -> Any:
+        """Return the file's YAML value."""
+        text = self.text()
+        try:
+            return yaml.safe_load(text)
+        except YAML_ERRORS as error:
+            raise self.refused(f"cannot be read as YAML ({reason(error)})") from error
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the arrays of an ``.npz`` file by name; one that holds Python objects is refused."""
+        import numpy as np
+
+        self.check_regular()
+        try:
+            with np.load(self.path, allow_pickle=False) as columns:
+                return {name: columns[name] for name in columns}
+        # The fault boundary of numpy's, zipfile's and zlib's readers, which raise a dozen kinds of errors on damage.
+        except Exception as error:
+            raise self.refused(f"is not a readable .npz file ({reason(error)})") from error
+
+    def typed[T](self, values: object, kind: type[T]) -> T:
+        """Return ``values``, which this file holds, as a ``kind``; see ``typed``."""
+        try:
+            return typed(values, kind)
+        except ValueError as error:
+            raise self.refused(f"cannot be used: {error}") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises ``ValueError``, also where it is nested too deeply or not UTF-8."""
+    try:
+        return json.loads(text.decode() if isinstance(text, bytes) else text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def parse_strict_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises ``ValueError`` as ``parse_json`` does, and on NaN and Infinity."""
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def typed[T](values: object, kind: type[T]) -> T:
+    """Return parsed JSON or YAML as a ``kind``: a dataclass, or any other type that ``msgspec`` converts to.
+
+    Raises ``ValueError`` naming the field that is missing, unknown, of another type or out of range.
+    """
+    if is_dataclass(kind) and isinstance(values, Mapping):
+        known = {item.name for item in fields(kind)}
+        given = cast("Mapping[object, object]", values)
+        if unknown := next((name for name in given if name not in known), None):
+            raise ValueError(f"unknown field {shown(unknown)}")
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        problem, _, where = str(error).partition(" - at `$")
+        raise ValueError(f"{where.rstrip('`').lstrip('.')}: {problem}" if where else problem) from error
+    except (OverflowError, RecursionError) as error:
+        raise ValueError(reason(error)) from error
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` on one printable line, cut short where it is very long."""
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it, cut short."""
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def reason(error: BaseException) -> str:
+    """Return a parser's or the system's error in a few words on one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return one_line(str(error)) or type(error).__name__

@@ -1,0 +1,236 @@
+"""Drivers that misbehave, each under the real supervisor: ``python -m tests.cluster.drivers CASE RUN_DIR``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from slime_like.cluster import ray_watch, supervised, supervisor
+from slime_like.deadline import Deadline
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+DEAF = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(600)"
+SEES_STOP = """
+import pathlib, sys, time
+while pathlib.Path(f"/proc/{sys.argv[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    time.sleep(0.01)
+pathlib.Path(sys.argv[2]).touch()
+"""
+DETACHED = f"import os, subprocess; os.setsid(); subprocess.Popen({SLEEP!r}, start_new_session=True)"
+
+
+def start(run_dir: Path, *command: str) -> subprocess.Popen[bytes]:
+    """A process whose id is written down for the test."""
+    process = subprocess.Popen(command)
+    with (run_dir / "pids").open("a") as file:
+        file.write(f"{process.pid}\n")
+    return process
+
+
+def ignore() -> None:
+    """As a main thread inside a library, which runs no handler."""
+    for number in supervisor.ASKS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def detaches(run_dir: Path) -> int:
+    """Starts a process that leaves session and parent, as a reward function may."""
+    before = set(os.listdir("/proc"))
+    subprocess.run([sys.executable, "-c", DETACHED], check=True)
+    (run_dir / "pids").write_text("".join(f"{pid}\n" for pid in set(os.listdir("/proc")) - before if is_sleeper(pid)))
+    return 0
+
+
+def is_sleeper(pid: str) -> bool:
+    try:
+        return pid.isdigit() and Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2] == SLEEP[2].encode()
+    except (OSError, IndexError):
+        return False
+
+
+def killed(run_dir: Path) -> int:
+    """Gone without a word, as by the kernel for want of memory."""
+    start(run_dir, *SLEEP)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def killed_with_ray(run_dir: Path) -> int:
+    """As ``killed``, and its Ray with it, a moment before its own end can be seen."""
+    raylet = start(run_dir, *SLEEP)
+    supervised.ray_started({"raylet": raylet.pid}, None)
+    subprocess.Popen(["kill", "-KILL", str(raylet.pid), str(os.getpid())])
+    os.kill(os.getpid(), signal.SIGSTOP)  # not before both are killed
+    return 0
+
+
+def ended_by_ray(run_dir: Path) -> int:
+    """Ray ends its driver by itself."""
+    start(run_dir, *SLEEP)
+    os._exit(1)
+
+
+def raylet_dies(run_dir: Path) -> int:
+    """Trains on without one of Ray's processes."""
+    raylet = start(run_dir, *SLEEP)
+    start(run_dir, sys.executable, "-c", SEES_STOP, str(os.getpid()), str(run_dir / "stopped"))
+    supervised.ray_started({"raylet": raylet.pid}, None)
+    raylet.kill()
+    time.sleep(600)
+    return 0
+
+
+def raylet_dies_first(run_dir: Path) -> int:
+    """Loses an actor as its raylet dies, and would blame the actor."""
+    raylet = start(run_dir, *SLEEP)
+    supervised.ray_started({"raylet": raylet.pid}, None)
+    subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -KILL {raylet.pid}"])
+    supervised.clear_ray()
+    (run_dir / "blamed").touch()
+    return 1
+
+
+def ray_lives(run_dir: Path) -> int:
+    """Loses an actor while its raylet lives."""
+    raylet = start(run_dir, *SLEEP)
+    supervised.ray_started({"raylet": raylet.pid}, None)
+    supervised.clear_ray()
+    return 42
+
+
+def raylet_stops(run_dir: Path) -> int:
+    """Waits for one of Ray's processes that is stopped."""
+    raylet = start(run_dir, *SLEEP)
+    supervised.ray_started({"raylet": raylet.pid}, None)
+    raylet.send_signal(signal.SIGSTOP)
+    raylet.wait()
+    return 0
+
+
+def never_connected(run_dir: Path) -> int:
+    """A library call that does not return and lets no signal through."""
+    ignore()
+    with supervised.limit(Deadline("driver", "placement", float(os.environ["LIMIT_S"])), "the cluster", at_once=True):
+        (run_dir / "ready").touch()
+        start(run_dir, sys.executable, "-c", DEAF).wait()
+    return 0
+
+
+def joins_silence(run_dir: Path) -> int:
+    """Joins a Ray cluster where somebody listens who is none; Ray asks at the machine's outward address."""
+    from slime_like.cluster import local_ray
+
+    local_ray.JOIN_S = float(os.environ["LIMIT_S"])
+    with socket.create_server(("", 0)) as server:
+        (run_dir / "ready").touch()
+        local_ray.join(f"127.0.0.1:{server.getsockname()[1]}", "test")
+    return 0
+
+
+def teardown_waits(run_dir: Path) -> int:
+    """Its error is told; its teardown waits for a process that is stopped, which is somebody's bug."""
+    child = start(run_dir, *SLEEP)
+    child.send_signal(signal.SIGSTOP)
+    supervised.ending(1)
+    with supervised.limit(Deadline("driver", "teardown", 0.2), "Ray"):
+        child.wait()
+    (run_dir / "torn_down").touch()
+    return 1
+
+
+def teardown_hangs(run_dir: Path) -> int:
+    """As before, and nothing that is killed lets it go on."""
+    supervised.ending(0)
+    with supervised.limit(Deadline("driver", "teardown", 0.2), "Ray"):
+        time.sleep(600)
+    return 0
+
+
+def deaf(run_dir: Path) -> int:
+    """Takes no signal."""
+    ignore()
+    start(run_dir, sys.executable, "-c", DEAF)
+    (run_dir / "ready").touch()
+    time.sleep(600)
+    return 0
+
+
+def counts(run_dir: Path) -> int:
+    """Ends by itself, some time after a signal, with the number of those it got."""
+    got: list[int] = []
+    for number in supervisor.ASKS:
+        signal.signal(number, lambda number, _: got.append(number))
+    (run_dir / "ready").touch()
+    while not got:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    return 40 + len(got)
+
+
+def raises(run_dir: Path) -> int:
+    """An error of the program."""
+    raise ValueError(f"a bug in {run_dir.name}")
+
+
+def exits(run_dir: Path) -> int:
+    """Imports a module of the user's that exits with a message."""
+    sys.exit("set MY_KEY first")
+
+
+def exits_well(run_dir: Path) -> int:
+    """Exits without a code."""
+    sys.exit()
+
+
+CASES: dict[str, Callable[[Path], int]] = {
+    f.__name__: f
+    for f in (
+        *(
+            detaches,
+            killed,
+            killed_with_ray,
+            ended_by_ray,
+            raylet_dies,
+            raylet_dies_first,
+            ray_lives,
+            raylet_stops,
+            never_connected,
+            joins_silence,
+            teardown_waits,
+            teardown_hangs,
+        ),
+        *(deaf, counts, raises, exits, exits_well),
+    )
+}
+
+
+def main(case: str, run_dir: Path) -> int:
+    """The case's driver, in a run folder that it has claimed."""
+
+    def drive() -> int:
+        rings = run_dir / "rings"
+        rings.mkdir()
+        supervised.claimed(run_dir, rings)
+        return CASES[case](run_dir)
+
+    supervisor.TOGETHER_S = 3.0 if case.startswith("raylet_dies") else supervisor.TOGETHER_S
+    ray_watch.STOPPED_S = supervisor.ALONE_S = supervisor.UNWIND_S = 0.5
+    if case != "detaches":
+        return supervisor.supervise(drive)
+    other = subprocess.Popen(["sleep", "600"])  # of the program, not of its run
+    try:
+        code = supervisor.supervise(drive)
+        assert other.poll() is None, "only what the run has started ends with it"
+        return code
+    finally:
+        other.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

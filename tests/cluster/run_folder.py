@@ -1,0 +1,109 @@
+"""The folder of a run that wrote two checkpoints, made without a run, and what may have happened to it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from slime_like.checkpoint_files import (
+    LATEST,
+    iteration_folder,
+    side_files,
+    write_text,
+)
+from slime_like.checkpoint_record import Manifest, add_run, write_manifest, written_files
+from slime_like.cluster.identity import run_record
+from slime_like.config.algo import GrpoConfig
+from slime_like.config.load import to_yaml
+from slime_like.config.model import OptimConfig
+from slime_like.config.root import TrainConfig
+from slime_like.config.run import LoopConfig, RunConfig
+from slime_like.data.dump import save_groups
+from slime_like.types import Prompt, SampleGroup
+from tests.config.model_folder import SHAPE, write_model
+
+
+def config(run_dir: Path, *, resume: str = "auto", lr: float = 1e-3, num_rollout: int = 10) -> TrainConfig:
+    made = TrainConfig(
+        algo=GrpoConfig(),
+        run=RunConfig(dir=str(run_dir), resume=resume),
+        optim=OptimConfig(lr=lr),
+        loop=LoopConfig(num_rollout=num_rollout),
+    )
+    return replace(
+        made,
+        model=replace(made.model, hf_checkpoint=str(run_dir / "model")),
+        data=replace(made.data, train=str(run_dir / "train.jsonl") + "@[0:1]"),
+        evaluation=made.evaluation,
+    )
+
+
+def used_folder(run_dir: Path, latest: str = "4") -> Path:
+    """A run folder with checkpoints of iterations 2 and 4, of which ``latest`` is named."""
+    checkpoints = run_dir / "checkpoints"
+    for iteration in (2, 4):
+        folder = iteration_folder(checkpoints, iteration)
+        folder.mkdir(parents=True)
+        (folder / "__0_0.distcp").write_bytes(b"x" * 100)
+        (folder / "metadata.json").write_text("{}")
+        made = {"groups": [], "started": 0.0, "stopped": 1.0, "num_generated": 1, "num_refills": 0}
+        state = {"next_rollout": iteration, "cursor": {}, "made": [{"rollout_id": iteration, **made}], "in_flight": 1}
+        write_text(checkpoints / "rollout" / f"state_{iteration}.json", json.dumps(state))
+        for name in ("", f"_made_{iteration}", "_in_flight"):
+            save_groups(checkpoints / "rollout" / f"leftover_{iteration}{name}.npz", (group("1 + 1"),))
+        write_manifest(
+            folder,
+            Manifest(iteration, iteration, iteration, 1e-3, 0.0, True, {"tp": 1}, {**SHAPE, "padded_vocabulary": 128}),
+            rollout=written_files(checkpoints / "rollout", side_files(checkpoints, iteration)),
+        )
+    (checkpoints / LATEST).write_text(latest)
+    write_model(run_dir / "model")
+    (run_dir / "train.jsonl").write_text('{"input": "1 + 1", "label": "2"}\n')
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    record_run(run_dir, config(run_dir))
+    return run_dir
+
+
+def record_run(run_dir: Path, cfg: TrainConfig) -> None:
+    """Make ``cfg`` the run that wrote the checkpoints."""
+    (run_dir / "config.yaml").write_text(to_yaml(cfg))
+    for iteration in (2, 4):
+        add_run(iteration_folder(run_dir / "checkpoints", iteration), run_record(cfg))
+
+
+def without_hashes(run_dir: Path) -> None:
+    """Rewrite the records as versions wrote them that recorded sizes only."""
+    for path in (run_dir / "checkpoints").glob("iter_*/checkpoint.json"):
+        values = json.loads(path.read_text())
+        files = {name: file["size"] for name, file in values["files"].items()}
+        old = {key: values[key] for key in values if key not in ("rollout", "run", "sha256")}
+        path.write_text(json.dumps({**old, "format": 1, "files": files}))
+
+
+def shard(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / "iter_0000004" / "__0_0.distcp"
+
+
+def manifest(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / "iter_0000004" / "checkpoint.json"
+
+
+def side(run_dir: Path, name: str) -> Path:
+    return run_dir / "checkpoints" / "rollout" / name
+
+
+def flip(path: Path) -> None:
+    """Change one bit; the size stays."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def repack(path: Path) -> None:
+    """Groups of another rollout under the same name: nothing about the file is damaged."""
+    save_groups(path, (group("1 + 2"),))
+
+
+def group(text: str) -> SampleGroup:
+    return SampleGroup(7, Prompt(3, np.array([1, 2], np.int32), text, None, None), ())

@@ -1,0 +1,40 @@
+"""A crash bundle: readable on any terminal, with what Ray's own processes said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime_like.cluster.crash import write_bundle
+from slime_like.errors import RewardError
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202etxt"
+
+
+def raised(text: str) -> Exception:
+    try:
+        raise RewardError(text)
+    except RewardError as error:
+        return error
+
+
+def test_no_file_of_a_bundle_acts_on_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rollout_manager.log").write_bytes(f"a user printed {HOSTILE}\n".encode() + b"\xff\n")
+    bundle = write_bundle(tmp_path, raised(f"a reward said {HOSTILE}"), [f"engine 0: {HOSTILE}"])
+    written = {path.name: path.read_text() for path in bundle.iterdir()}
+    assert {"cause.txt", "traceback.txt", "rollout_manager.tail.txt"} <= written.keys()
+    for name, text in written.items():
+        assert not {char for char in text if not (char.isprintable() or char in "\n\t\ufffd")}, name
+    for name in ("cause.txt", "traceback.txt", "rollout_manager.tail.txt"):
+        assert r"\u001b]0;owned\u0007" in written[name], name
+    assert "in raised" in written["traceback.txt"], "lines are kept"
+
+
+def test_it_keeps_what_rays_processes_said(tmp_path: Path) -> None:
+    logs = tmp_path / "session"
+    logs.mkdir()
+    for name, text in {"raylet.out": "out of memory", "gcs_server.err": "", "monitor.log": "nothing"}.items():
+        (logs / name).write_text(text)
+    bundle = write_bundle(tmp_path, raised("a cause"), ray_logs=logs)
+    assert [path.name for path in bundle.glob("ray_*")] == ["ray_raylet.out.tail.txt"]
+    assert (bundle / "ray_raylet.out.tail.txt").read_text() == "out of memory\n"

@@ -1,0 +1,91 @@
+"""What is written beside checkpoints obeys ``run.on_failed_save``, and streams that nobody reads end no run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime_like.cluster.full_disk import tolerate_full_disk
+from slime_like.config.run import RunConfig
+from slime_like.errors import SlimeLikeError
+from tests.e2e.runs import REPOSITORY
+
+FULL = Path("/dev/full")
+
+
+def fill(path: Path) -> None:
+    """Tear ``path`` as a full disk does."""
+    path.write_text("torn")
+    FULL.write_text("more")
+
+
+def test_a_full_disk_is_named_and_ends_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts" / "0.npz"
+    path.parent.mkdir()
+    with (
+        pytest.raises(
+            SlimeLikeError, match=rf"^{path}: No space left on device; is the disk full\? \(run.on_failed_save=continue"
+        ),
+        tolerate_full_disk(path, RunConfig()),
+    ):
+        fill(path)
+    assert not path.exists()
+
+
+def test_or_is_named_and_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "0.npz"
+    with tolerate_full_disk(path, RunConfig(on_failed_save="continue")):
+        fill(path)
+    assert capsys.readouterr().err.startswith(
+        f"warning: training continues without a file (run.on_failed_save=continue): {path}: No space left on device"
+    )
+    assert not path.exists()
+
+
+PRINTS = """
+import sys
+from slime_like.cluster.streams import keep_streams
+keep_streams()
+sys.stdin.readline()
+for number in range(3):
+    print(number, flush=True)
+    print(number, file=sys.stderr, flush=True)
+sys.exit(7)
+"""
+
+
+def start(**streams: int) -> subprocess.Popen[str]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    return subprocess.Popen([sys.executable, "-c", PRINTS], cwd=REPOSITORY, text=True, **pipes)  # pyright: ignore
+
+
+def test_output_that_nobody_reads_ends_nothing() -> None:
+    process = start()
+    assert process.stdout is not None
+    process.stdout.close()  # as head does
+    process.stdout = None
+    _, said = process.communicate("go\n", timeout=60)
+    assert process.returncode == 7
+    warning, *numbers = said.splitlines()
+    assert warning == "warning: standard output: Broken pipe; the run goes on, see its run.dir"
+    assert numbers == ["0", "1", "2"]
+
+
+def test_nor_does_a_full_disk_behind_it() -> None:
+    with FULL.open("w") as full:
+        process = start(stdout=full.fileno())
+        _, said = process.communicate("go\n", timeout=60)
+    assert process.returncode == 7
+    assert said.count("No space left on device") == 1
+
+
+def test_errors_that_nobody_reads_end_nothing() -> None:
+    process = start()
+    assert process.stderr is not None
+    process.stderr.close()
+    process.stderr = None
+    written_out, _ = process.communicate("go\n", timeout=60)
+    assert (process.returncode, written_out) == (7, "0\n1\n2\n")

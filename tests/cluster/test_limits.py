@@ -1,0 +1,59 @@
+"""A limit that would end a run in its midst is named before it starts."""
+
+from __future__ import annotations
+
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from slime_like.cluster import limits
+from tests.e2e.runs import REPOSITORY
+
+CHECK = """
+import sys
+from slime_like.cluster.limits import check_limits
+from slime_like.errors import ConfigError
+try:
+    check_limits("cpu")
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ("--nofile=256:256", r"^ulimit -n is 256: .*`ulimit -n 65536` first$"),
+        (
+            "--fsize=1048576",
+            r"^ulimit -f is 1024 kB: a file of checkpoints, or of Ray's object store .*`ulimit -f unlimited` first$",
+        ),
+        ("--as=8589934592", r"^ulimit -v is 8388608 kB: Ray maps 16 GiB.*`ulimit -v unlimited` first$"),
+        ("--nofile=256:4096", "^$"),  # it may raise this one itself
+    ],
+)
+def test_a_low_limit_is_named(limit: str, said: str) -> None:
+    command = ["prlimit", limit, sys.executable, "-c", CHECK]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60)
+    assert re.search(said, done.stderr.strip()), done.stderr
+    assert done.returncode == (said != "^$")
+
+
+def test_a_tiny_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+    (problem,) = limits.too_low("cpu")
+    assert problem.startswith("/dev/shm has 1.0 MiB free, a run needs 16: ")
+    assert "--shm-size" in problem
+
+
+def test_a_gpu_wants_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = resource.getrlimit
+    monkeypatch.setattr(resource, "getrlimit", lambda n: (2**40, 2**40) if n == resource.RLIMIT_AS else real(n))
+    assert list(limits.too_low("cpu")) == []
+    (problem,) = limits.too_low("cuda")
+    assert "CUDA reserves terabytes of addresses" in problem

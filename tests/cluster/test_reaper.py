@@ -1,0 +1,68 @@
+"""What user code starts under a Ray that was there before the run ends with the process that started it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from slime_like.cluster import family
+from slime_like.cluster.reaper import reaper
+from slime_like.deadline import Deadline
+from tests.e2e.runs import REPOSITORY
+
+OWNER = """
+import subprocess, sys
+from slime_like.cluster.reaper import reaper
+kept = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+made = reaper()
+child = subprocess.Popen(["setsid", "sh", "-c", "sleep 1000 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True)  # orphaned at once
+print(kept.pid, int(child.stdout.readline()), made is not None, flush=True)
+if sys.argv[1] == "closes":
+    made.close()
+    print("closed", flush=True)
+sys.stdin.read()
+"""
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("end", ["closes", "killed"])
+def test_processes_of_user_code_end_with_their_owner(end: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != family.MARK}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, end],
+        cwd=REPOSITORY,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    kept, started, reaped = owner.stdout.readline().split()
+    try:
+        assert reaped == "True" and not gone(int(started))
+        if end == "killed":
+            owner.kill()
+            deadline = Deadline("test", "end", 30)
+            while not gone(int(started)):
+                deadline.remaining("a process of user code")
+                time.sleep(0.02)
+        else:
+            assert owner.stdout.readline() == "closed\n" and gone(int(started))
+        assert not gone(int(kept)), "what it had started before is not the run's"
+    finally:
+        owner.kill()
+        owner.wait()
+        psutil.Process(int(kept)).kill()
+
+
+def test_a_supervised_process_has_no_reaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(family.MARK, "1.2")
+    assert reaper() is None

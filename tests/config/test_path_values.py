@@ -1,0 +1,55 @@
+"""``~`` is the home folder in every path, and an empty path is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime_like.config.load import load_config
+from slime_like.config.path_values import PATHS
+from slime_like.errors import ConfigError
+
+KEYS = Path(__file__).with_name("keys.txt").read_text().split()
+
+
+def test_every_path_of_the_config_is_known() -> None:
+    words = ("checkpoint", "_from", "dir", "train", "resume", "path", "file", "folder")
+    named = {key for key in KEYS if key.rpartition(".")[2].endswith(words)}
+    assert (named | {"critic.load"}) - set(PATHS) == {
+        "evaluation.before_train",
+        "guard.profile",
+        "run.verify_checkpoint",
+    }, "a new path belongs into PATHS"
+    assert set(PATHS) <= set(KEYS)
+
+
+def test_a_home_folder_is_filled_in(argv: list[str], monkeypatch: pytest.MonkeyPatch, model: Path, data: Path) -> None:
+    home = model.parent
+    monkeypatch.setenv("HOME", str(home))
+    cfg = load_config(
+        [
+            f"model.hf_checkpoint=~/{model.name}",
+            f"data.train={data}",
+            "run.dir=~/runs/${run.name}",
+            f"evaluation.datasets.held={data}@[0:1]",
+            "run.resume=~",
+        ]
+    )
+    assert cfg.model.hf_checkpoint == str(model)
+    assert (cfg.run.dir, cfg.run.resume) == (str(home / "runs" / "run"), str(home))
+    assert cfg.evaluation.datasets == {"held": f"{data}@[0:1]"}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.dir=", "run.dir is empty: give a path"),
+        ("model.hf_checkpoint=''", "model.hf_checkpoint is empty"),
+        ("evaluation.datasets.held=''", "evaluation.datasets.held is empty"),
+        ("run.dir=~no_such_user_here/x", "run.dir='~no_such_user_here/x': Could not determine home directory"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_named(override: str, words: str, argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config([*argv, override], files=False)

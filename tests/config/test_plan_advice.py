@@ -1,0 +1,69 @@
+"""The plan says which devices would idle and which evaluations say nothing, with settings that change it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from slime_like.cluster.machine import Machine
+from slime_like.cluster.plan import Plan, make_plan
+from slime_like.cluster.plan_view import render_plan
+from slime_like.config.load import load_config
+
+SERVER = Machine(8, 64, 512 * 2**30, ("H100",) * 8)
+
+
+@pytest.fixture
+def plan(argv: list[str]):
+    def make(*extra: str, machine: Machine = SERVER) -> Plan:
+        return make_plan(load_config([*argv, *extra]), machine)
+
+    return make
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_shortest_command_on_eight_gpus_names_the_idle_ones(plan, argv: list[str], tp: int) -> None:
+    layout = f"parallel.tp={tp}"
+    line = plan(layout).advice[0]
+    assert line.startswith(
+        f"{8 - tp} of 8 GPUs would idle: set placement.actor_num_gpus_per_node=8 rollout.num_engines=8"
+    )
+    fix = re.findall(r"[\w.]+=\d+", line)
+    assert plan(layout, *fix).advice == ()
+    cfg = load_config([*argv, layout])
+    assert f"advice\n  {line}\n" in render_plan(cfg, make_plan(cfg, SERVER), SERVER)
+
+
+def test_trainer_gpus_that_wait_for_one_engine_are_named(plan) -> None:
+    (line,) = plan("placement.actor_num_gpus_per_node=8", "rollout.tp=2").advice
+    assert "on 2 of the trainer's 8 GPUs" in line and line.endswith("set rollout.num_engines=4")
+
+
+def test_other_modes_get_advice_of_their_own(plan) -> None:
+    assert plan("run.mode=rollout_only").advice[0].startswith("7 of 8 GPUs would idle: set rollout.num_engines=8,")
+    assert "raise rollout.num_engines" in plan("placement.mode=split").advice[0]
+    few = plan("rollout.batch_size=1", "rollout.n_samples_per_prompt=2", "placement.actor_num_gpus_per_node=2")
+    assert "6 of 8 GPUs would idle: raise rollout.batch_size" in few.advice[0]
+
+
+def test_nothing_is_said_where_devices_are_not_known_or_are_all_used(plan) -> None:
+    assert plan(machine=Machine(0, 2, 16 * 2**30, ())).advice == ()
+    assert plan("placement.ray_address=10.0.0.1:6379").advice == ()
+
+
+@pytest.mark.parametrize("greedy", ["evaluation.temperature=0", "evaluation.overrides.held.top_k=1"])
+def test_equal_samples_of_an_evaluation_are_named(plan, data: Path, greedy: str) -> None:
+    used = ("placement.actor_num_gpus_per_node=8", "rollout.num_engines=8", f"evaluation.datasets.held={data}")
+    four = (*used, "evaluation.n_samples_per_prompt=4")
+    sampled = () if greedy.startswith("evaluation.temperature") else ("evaluation.temperature=1.0",)
+    (line,) = plan(*four, *sampled, greedy).advice
+    assert "evaluation of held draws 4 samples per prompt" in line and "pass@4 is pass@1" in line
+    assert plan(*four, "evaluation.temperature=1.0").advice == ()
+    assert plan(*used).advice == ()
+
+
+def test_an_interval_without_datasets_is_named(plan) -> None:
+    line = plan("evaluation.interval=5").advice[-1]
+    assert line.startswith("evaluation.interval=5 evaluates nothing") and "evaluation.datasets.heldout=" in line

@@ -1,0 +1,193 @@
+"""A job of verl becomes a recipe of the same job, or is refused key by key; its table leaves no key out."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from slime_like.cluster.plan_view import show_plan
+from slime_like.config.load import load_config
+from slime_like.convert.verl_check import CLASSES, check_verl
+from slime_like.convert.verl_convert import VerlSource, convert_verl
+from slime_like.convert.verl_launch import read_verl
+from slime_like.convert.verl_mapping import translate_settings
+from slime_like.errors import ConfigError
+from tests.config.model_folder import write_model
+from tests.convert.verl_lines import NEEDED, REWARD, A, R, refused
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent / "verl"
+FIXTURE = HERE / "run_small_math.sh"
+
+
+def main() -> Callable[[list[str]], int]:
+    spec = importlib.util.spec_from_file_location("from_verl", ROOT / "scripts" / "from_verl.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def test_a_script_composes_and_plans(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    (write_model(models / "small-4b", max_position_embeddings=8192) / "chat_template.jinja").write_text(
+        "{{ messages }}"
+    )
+    rows = [
+        {"prompt": [{"role": "user", "content": "1"}], "reward_model": {"ground_truth": "2"}, "extra_info": {"i": 1}}
+    ]
+    for name in ("train", "aime-24/test", "gsm8k/test"):
+        (models / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows * 30), models / "data" / f"{name}.parquet")
+    out = tmp_path / "mine" / "recipe" / "small.yaml"
+    given = ["--set", f"MODELS={models}", "--set", "DEVICE=gpu", "--with", "reward.name=dapo", "--out", str(out)]
+    line = [sys.executable, "scripts/from_verl.py", str(FIXTURE), "trainer.save_freq=10", *given]
+    ran = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    cfg = load_config(["--config-dir", str(out.parent.parent), "+recipe=small"], files=False, machine=False)
+    assert (cfg.rollout.batch_size, cfg.rollout.n_samples_per_prompt) == (128, 8)
+    assert (cfg.loop.global_batch_size, cfg.loop.steps_per_rollout, cfg.loop.num_rollout) == (256, 4, 120)
+    assert cfg.optim.warmup_steps == 20, "5 rollouts of 4 optimizer steps"
+    assert (cfg.rollout.max_response_len, cfg.rollout.max_context_len, cfg.data.max_prompt_len) == (4096, 5120, 1024)
+    assert (cfg.algo.aggregation, value_of(cfg, "eps_clip_c"), value_of(cfg, "kl_loss_type")) == (
+        "sequence_mean",
+        3.0,
+        "low_var_kl",
+    )
+    assert (cfg.placement.actor_num_gpus_per_node, cfg.rollout.num_engines, cfg.rollout.tp) == (8, 4, 2)
+    assert sorted(cfg.evaluation.datasets) == ["aime_24", "gsm8k"]
+    assert (cfg.evaluation.interval, cfg.evaluation.temperature, cfg.evaluation.n_samples_per_prompt) == (5, 0.6, 4)
+    assert (cfg.reward.name, cfg.reward.overlong_buffer_len) == ("dapo", 512)
+    assert (cfg.run.name, cfg.run.save_interval, cfg.model.recompute) == ("small_math", 10, "full")
+    assert (cfg.metrics.wandb, cfg.metrics.tensorboard) == (False, True)
+    assert cfg.data.chat_template_kwargs == {"enable_thinking": False}
+    assert (cfg.data.label_key, cfg.data.on_bad_row) == ("reward_model.ground_truth", "skip")
+    assert "+recipe=small --plan" in ran.stdout and "given again at the command line" in ran.stdout
+    shown = show_plan(["--config-dir", str(out.parent.parent), "+recipe=small"], "8xNVIDIA H200")
+    assert "8 GPUs (NVIDIA H200)" in shown
+    assert main()([str(FIXTURE), *given]) == 2, "the recipe exists"
+
+
+def value_of(cfg: Any, name: str) -> Any:
+    return getattr(cfg.algo, name)
+
+
+def test_what_is_refused_ends_in_an_error_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "recipe" / "small.yaml"
+    given = [str(FIXTURE), "--set", "MODELS=/m", "--set", "DEVICE=gpu", "--out", str(out)]
+    assert (main()([*given, f"{A}.ppo_epochs=2"]), out.exists()) == (2, False)
+    shown, problem = capsys.readouterr()
+    assert "data.reward_fn_key" in problem and f"{A}.ppo_epochs 2" in problem
+    assert "refused: carries meaning" in shown, "the table is shown all the same"
+    more = [f"{A}.ppo_epochs=2", "--with", REWARD, "--drop", f"{A}.ppo_epochs"]
+    assert (main()([*given, *more]), out.exists()) == (0, True)
+
+
+def test_code_of_the_users_own_is_named_in_the_recipe_and_waits(tmp_path: Path) -> None:
+    out = tmp_path / "recipe" / "own.yaml"
+    given = [str(FIXTURE), "--set", "MODELS=/m", "--set", "DEVICE=gpu", "--out", str(out)]
+    path = ["custom_reward_function.path=/x/own_rewards.py", "+custom_reward_function.name=score"]
+    assert main()([*given, *path]) == 1
+    with pytest.raises(ConfigError, match=r"reward\.name.*own_rewards"):
+        load_config(["--config-dir", str(tmp_path), "+recipe=own"], files=False, machine=False)
+
+
+def test_a_folder_is_counted_by_class(tmp_path: Path) -> None:
+    command = "python3 -m verl.trainer.main_ppo"
+    for name, text in {
+        "same": f"{command} {NEEDED}",
+        "refused": f"{command} {NEEDED} {A}.ppo_epochs=3",
+        "value": f"{command} {NEEDED} {A}.optim.lr=$LR",
+        "config": f"{command} {NEEDED} {R}.n=1",
+        "program": "python3 -m verl.trainer.sft_trainer x.y=1",
+        "unread": f"{command} 'open",
+    }.items():
+        (tmp_path / f"{name}.sh").write_text(text)
+    table = check_verl(tmp_path, given={}, ours=[REWARD]).splitlines()
+    assert "| all | 6 |" in table
+    assert all(
+        any(line.split()[:2] == [name, f"{name}.sh:"] for line in table)
+        for name in CLASSES
+        if name not in ("same", "code")
+    )
+    assert any(line.split() == ["same", "same.sh"] for line in table)
+
+
+def test_values_of_commands_are_asked_for_together(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"python3 -m verl.trainer.main_ppo {NEEDED} {A}.optim.lr=$(lr) {R}.n=$(count gpus) data.train_batch_size=$(size) "
+        f"{A}.ppo_epochs=2 trainer.project_name=$(git)"
+    )
+    done = convert_verl(VerlSource(script), tmp_path / "recipe" / "a.yaml", ours=[REWARD])
+    assert done.code == 2
+    for key in (f"{A}.optim.lr", f"{R}.n", "data.train_batch_size"):
+        assert f"  {key} ?: needed; is what $(" in done.problem and f"give {key}=VALUE behind the job" in done.problem
+    assert f"{A}.ppo_epochs 2: refused" in done.problem and "project_name" not in done.problem
+    given = ("data.train_batch_size=64", f"{R}.n=4", f"{A}.optim.lr=1e-6", f"{A}.ppo_epochs=1")
+    assert convert_verl(VerlSource(script, given), tmp_path / "recipe" / "a.yaml", ours=[REWARD]).code == 0
+
+
+def test_every_key_of_a_script_has_a_row() -> None:
+    _, settings = read_verl(FIXTURE, [], given={"MODELS": "/m", "DEVICE": "gpu"}, skip=[])
+    found = translate_settings(settings, ours=[REWARD])
+    assert sorted(row.flag for row in found.rows if row.where) == sorted(setting.name for setting in settings)
+    assert all(row.keys or row.note for row in found.rows)
+    assert refused(found.rows) == ""
+
+
+def test_a_variable_that_decides_a_branch_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"run_small_math\.sh:\d+:.*--set DEVICE=VALUE may decide"):
+        read_verl(FIXTURE, [], given={"MODELS": "/m"}, skip=[])
+
+
+PROGRAMS = {
+    "python3 -m verl.trainer.main_ppo trainer.nnodes=2": "2",
+    "python3 path/to/verl/trainer/main_ppo.py trainer.nnodes=3": "3",
+    "ray job submit -- python3 -m verl.trainer.main_ppo ++trainer.nnodes=4": "4",
+    "python3 -m verl.trainer.main_ppo --config-name=mine trainer.nnodes=6": "6",
+}
+
+
+@pytest.mark.parametrize(("line", "nodes"), PROGRAMS.items(), ids=list(PROGRAMS))
+def test_programs_and_config_files_are_read(line: str, nodes: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 5, save_freq: 7, lr: 1e-6}\n"
+    )
+    (tmp_path / "run.sh").write_text(line)
+    _, settings = read_verl(tmp_path / "run.sh", ["trainer.test_freq=1"], given={}, skip=[])
+    assert [setting.text for setting in settings if setting.key == "trainer.nnodes"][-1] == nodes
+    assert settings[-1].name == "trainer.test_freq"
+    _, settings = read_verl(tmp_path / "mine.yaml", ["+trainer.nnodes=9"], given={}, skip=[])
+    assert [(setting.key, setting.value) for setting in settings] == [
+        ("trainer.nnodes", 5),
+        ("trainer.save_freq", 7),
+        ("trainer.lr", 1e-6),
+        ("trainer.nnodes", 9),
+    ]
+
+
+REFUSED_PROGRAMS = {
+    "torchrun -m verl.trainer.sft_trainer data.x=1": "algo=sft",
+    "python3 -m verl.experimental.fully_async_policy.fully_async_main": "by hand",
+    "python3 -m verl.trainer.main_ppo --config-name=other": "--config FILE",
+    "python3 -m verl.trainer.main_ppo --multirun": "no setting of verl",
+    "python3 train.py": "starts no verl.trainer.main_ppo",
+}
+
+
+@pytest.mark.parametrize(("line", "word"), REFUSED_PROGRAMS.items(), ids=list(REFUSED_PROGRAMS))
+def test_other_programs_are_refused(line: str, word: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(line)
+    with pytest.raises(ConfigError, match=word):
+        read_verl(tmp_path / "run.sh", [], given={}, skip=[])

@@ -1,0 +1,150 @@
+"""Every key of verl's example scripts is mapped or explained, and its defaults are known."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.config.known import ALGORITHMS, default_of, known_keys
+from slime_like.convert.verl_defaults import CORRECTION, DIFFERENT, VALUES
+from slime_like.convert.verl_keys import VERL_KEYS
+from slime_like.convert.verl_launch import read_verl
+from slime_like.convert.verl_mapping import setting_of_text, translate_settings
+from slime_like.convert.verl_names import (
+    LEGACY,
+    NOT_HERE,
+    WITHOUT_EFFECT,
+    canonical,
+    feature,
+    switch,
+    without_effect,
+)
+from slime_like.errors import ConfigError
+from tests.convert.verl_lines import REWARD, A, M, R, settings_of, translated, value
+
+RECOMPUTE = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "moe_router_topk",
+)
+KEYS = Path(__file__).parent / "verl" / "keys.txt"
+
+
+def explained(key: str) -> bool:
+    own = {name.strip() for names in VERL_KEYS for name in names.split(",")}
+    name = canonical(key)
+    foreign = (f"{M}.override_transformer_config.", f"{R}.engine_kwargs.sglang.", "data.apply_chat_template_kwargs.")
+    known = key in own or name in own or name in VALUES or name.startswith(foreign)
+    return known or any(found(name) is not None for found in (switch, without_effect, feature))
+
+
+def test_keys_of_the_example_scripts_are_mapped_or_explained() -> None:
+    keys = [line for line in KEYS.read_text().splitlines() if not line.startswith("#")]
+    missing = [key for key in keys if not explained(key)]
+    assert len(keys) > 450
+    assert missing == []
+
+
+def test_keys_of_the_page_are_read() -> None:
+    keys = [name.strip() for names in VERL_KEYS for name in names.split(",")]
+    assert sorted(set(VALUES) - set(keys) - {"reward_model.ground_truth (column)", "extra_info (column)"}) == []
+    for key in keys:
+        given = VALUES.get(canonical(key), "{}" if key.endswith(("kwargs", "config", "sglang")) else 1)
+        text = "null" if given is None else str(given).replace(" ", "")
+        job = translated(f"data.train_batch_size=256 {key}={text}")
+        assert [row.verdict for row in job.rows if row.flag == key][-1] != "unknown", key
+
+
+JOBS = (
+    f"algorithm.adv_estimator=gae algorithm.use_kl_in_reward=True {A}.use_kl_loss=True {A}.optim.lr_decay_style=wsd "
+    "critic.optim.lr_decay_style=wsd trainer.total_training_steps=null",
+    "algorithm.filter_groups.enable=True reward.reward_kwargs.overlong_buffer_cfg.enable=True "
+    f"reward.reward_kwargs.overlong_buffer_cfg.len=64 {CORRECTION}.rollout_is=token {CORRECTION}.rollout_rs=seq_mean_k1 "
+    f"{CORRECTION}.rollout_rs_threshold=2.0 {A}.optim.override_optimizer_config.optimizer_cpu_offload=True",
+    "data.val_files=v.parquet trainer.test_freq=5 trainer.logger=[console,wandb] "
+    f"trainer.v1.trainer_mode=separate_async {R}.nnodes=1 {M}.override_transformer_config.recompute_granularity=full",
+    f"{A}.policy_loss.loss_mode=gspo {A}.use_dynamic_bsz=True {CORRECTION}.bypass_mode=True "
+    f"{M}.override_transformer_config.recompute_granularity=selective",
+)
+ODD = ("0", "null", "text", "[]", "{}")
+ODDER = ("inf", "nan", "true", "1" * 400, "[1]", "[null]", "-1")
+
+
+def read_keys() -> list[str]:
+    """Every key that the converter reads, by all its names."""
+    parts = [f"{M}.override_transformer_config.{name}" for name in RECOMPUTE]
+    keys = [name.strip() for names in VERL_KEYS for name in names.split(",")]
+    older = [name for name in LEGACY if not name.endswith(".")]
+    return [*dict.fromkeys(name for name in (*keys, *VALUES, *parts, *older) if "(" not in name)]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_no_value_of_a_key_is_a_traceback_or_becomes_text(job: str) -> None:
+    keys, base = read_keys(), settings_of(job)
+    values = {text: setting_of_text(f"a.b={text}", "run.sh:1") for text in (*ODD, *ODDER)}
+    assert len(keys) > 150
+    one_more = zip(keys, itertools.cycle(ODDER), strict=False)
+    for key, text in (*itertools.product(keys, ODD), *one_more):
+        try:
+            found = translate_settings([*base, replace(values[text], name=key)], ours=[REWARD])
+        except ConfigError as error:
+            names = {name.rpartition(".")[2] for name in (key, canonical(key))}
+            assert any(name in str(error) for name in names), (key, text)
+            continue
+        assert not {"None", "'None'", "'[]'", "'{}'", "inf", "nan"} & {*found.overrides.values()}, (key, text)
+
+
+@pytest.mark.parametrize("defaults", ["3", "", "{a: b}", "[[]]", "[null]", "text"])
+def test_defaults_of_a_yaml_file_are_a_list_of_known_names(defaults: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"defaults: {defaults}\ntrainer: {{nnodes: 1}}\n")
+    with pytest.raises(ConfigError, match=r"job\.yaml.* holds .*; only|job\.yaml: defaults holds"):
+        read_verl(tmp_path / "job.yaml", [], given={}, skip=[])
+
+
+def test_no_pattern_hides_a_key_that_is_mapped() -> None:
+    assert [key for key in VALUES if key in WITHOUT_EFFECT or key in NOT_HERE] == []
+
+
+@pytest.mark.parametrize("item", DIFFERENT, ids=lambda item: item.key)
+def test_defaults_that_differ_are_ours(item: Any) -> None:
+    if item.ours == "algo":
+        assert next(iter(ALGORITHMS)) == item.here
+    else:
+        assert default_of(known_keys()[item.ours]) == item.here
+
+
+def test_defaults_that_differ_are_written() -> None:
+    shortest = [
+        "data.train_files=d.parquet",
+        "actor_rollout_ref.model.path=m",
+        f"{A}.use_kl_loss=True",
+        "algorithm.use_kl_in_reward=True",
+    ]
+    found = translate_settings([setting_of_text(text, "x:1") for text in shortest], ours=[REWARD])
+    written = {row.flag for row in found.rows if row.verdict == "default"}
+    elsewhere = {f"{A}.ppo_max_token_len_per_gpu", f"{R}.max_num_seqs"}  # memory and speed of verl's own engines
+    assert {item.key for item in DIFFERENT} - written == elsewhere
+    assert value(found, "algo.name") == "ppo" and value(found, "rollout.batch_size") == 1024
+
+
+def test_values_that_only_a_command_knows_are_asked_for_all_at_once() -> None:
+    names = [name.strip() for names in VERL_KEYS for name in names.split(",")]
+    names.remove("data.reward_fn_key")  # answered by REWARD
+    why = "is what $(date) prints, and no command is run: write its value"
+    unknown = [setting_of_text(f"{name}=$(date)", f"run.sh:{line}", why) for line, name in enumerate(names, 1)]
+    rows = translate_settings([*unknown, *settings_of("")], ours=[REWARD]).rows
+    needed = [row.flag for row in rows if row.verdict == "needed"]
+    given_again = {row.flag for row in rows if row.note.startswith("given again")}
+    assert len(needed) > 70 and {"trainer.save_freq", f"{R}.tensor_model_parallel_size", f"{A}.optim.lr"} <= {*needed}
+    assert {row.verdict for row in rows if row.flag in names and row.flag not in {*needed, *given_again}} == {"dropped"}
+    for name in names:
+        [row] = [
+            row for row in translate_settings([setting_of_text(f"{name}=$(x)", "run.sh:1", why)]).rows if row.where
+        ]
+        assert row.verdict in ("needed", "dropped", "refused"), name

@@ -1,0 +1,48 @@
+"""One line of a verl job, translated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slime_like.config.load import read_override
+from slime_like.convert.rows import BLOCKING, Mapped, Row, in_the_way
+from slime_like.convert.verl_job import Job, Setting
+from slime_like.convert.verl_mapping import map_settings, setting_of_text, translate_settings
+
+A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
+C = "algorithm.rollout_correction"
+NEEDED = (
+    "algorithm.adv_estimator=grpo data.train_files=d.parquet actor_rollout_ref.model.path=m data.train_batch_size=64 "
+    f"{A}.ppo_mini_batch_size=16 {R}.n=4 trainer.total_training_steps=10"
+)
+REWARD = "reward.name=math"
+
+
+def settings_of(line: str) -> list[Setting]:
+    return [setting_of_text(text, "run.sh:1") for text in f"{NEEDED} {line}".split()]
+
+
+def translated(line: str, *, ours: Sequence[str] = (REWARD,), drop: Sequence[str] = ()) -> Job:
+    return translate_settings(settings_of(line), ours=ours, drop=drop)
+
+
+def mapped(line: str) -> Mapped:
+    return map_settings(settings_of(line), run_name="a", ours=[REWARD])
+
+
+def refused(rows: Sequence[Row]) -> str:
+    blocking = [row for row in rows if row.verdict in BLOCKING]
+    return in_the_way(blocking) if blocking else ""
+
+
+def value(job: Job, key: str) -> Any:
+    """The key's value in the recipe, or its default."""
+    if key == "evaluation.datasets" and not any(name.startswith(key) for name in job.overrides):
+        return {}
+    if key == "algo.name":
+        return job.algo
+    below = {name: text for name, text in job.overrides.items() if name == key or name.startswith(f"{key}.")}
+    if list(below) != [key] and below:
+        return {name[len(key) + 1 :]: read_override(f"{name}={text}")[1] for name, text in below.items()}
+    return read_override(f"{key}={below[key]}")[1] if below else job.default(key)

@@ -1,0 +1,59 @@
+"""Nothing reaches a terminal raw: every write to a standard stream is of constant text, or through ``printable``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STREAMS = {"sys.stdout.write", "sys.stderr.write", "sys.__stdout__.write", "sys.__stderr__.write", "out.write", "print"}
+TRACEBACKS = {"traceback.print_exc", "traceback.print_exception", "traceback.print_stack", "warnings.warn"}
+SAFE = {"visible", "complaint"}
+
+
+def raw_prints(source: str) -> Iterator[int]:
+    """Lines that write text which may be a stranger's without making it visible."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in TRACEBACKS or (name in STREAMS and not all(is_safe(argument) for argument in node.args)):
+                yield node.lineno
+
+
+def is_safe(argument: ast.expr) -> bool:
+    """Constants are, and what ``printable`` returns."""
+    if isinstance(argument, ast.Call):
+        return ast.unparse(argument.func) in SAFE
+    return isinstance(argument, ast.Constant)
+
+
+def test_no_file_prints_what_a_stranger_wrote() -> None:
+    folders = [REPOSITORY / name for name in ("scripts", "slime_like", "plugins")]
+    files = [REPOSITORY / "train.py", *(path for folder in folders for path in sorted(folder.rglob("*.py")))]
+    assert len(files) > 200
+    found = [f"{path.relative_to(REPOSITORY)}:{line}" for path in files for line in raw_prints(path.read_text())]
+    assert found == [], "route these through slime_like.printable"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "print(name)",
+        "print(f'{name}')",
+        "print('a', name)",
+        "sys.stderr.write(text + '\\n')",
+        "sys.stdout.write(str(visible(x)))",
+        "traceback.print_exc()",
+        "out.write(text)",
+    ],
+)
+def test_raw_ones_are_found(line: str) -> None:
+    assert list(raw_prints(f"pass\n{line}\n")) == [2]
+
+
+@pytest.mark.parametrize("line", ["print()", "print('done', file=sys.stderr)", "sys.stderr.write(complaint(error))"])
+def test_safe_ones_are_left_alone(line: str) -> None:
+    assert list(raw_prints(line)) == []

@@ -1,0 +1,82 @@
+"""Errors of user code carry key, line, subject and the end of its own output, each task its own."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from slime_like.errors import EngineLost, UserCodeError
+from slime_like.printed import MAX_KEPT, record_streams, recorded
+from slime_like.user_code import errors_named
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """To be called in the test: pytest exchanges the streams between a fixture and its test."""
+
+    def begin() -> None:
+        monkeypatch.setattr(sys, "stdout", sys.stdout)
+        monkeypatch.setattr(sys, "stderr", sys.stderr)
+        record_streams()
+        record_streams()
+
+    return begin
+
+
+def test_an_error_names_key_line_subject_and_output(
+    record: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record()
+    with (
+        pytest.raises(
+            UserCodeError, match=r"rollout.filters=mine raised KeyError: 'x' \(.*test_user_code.py:\d+\), for prompt 3"
+        ),
+        errors_named("rollout.filters", "mine", "prompt 3"),
+    ):
+        print("looking for x")  # noqa: T201
+        raise KeyError("x")
+    assert capsys.readouterr().out == "looking for x\n", "passed on as well, once"
+
+
+def test_each_task_has_its_own_output(record: Callable[[], None]) -> None:
+    record()
+
+    async def work(number: int) -> str:
+        with pytest.raises(UserCodeError) as caught, errors_named("rollout.generate", "mine", f"prompt {number}"):
+            print(f"step one of {number}")  # noqa: T201
+            await asyncio.sleep(0)
+            await asyncio.create_task(helper(number))
+            raise ValueError("failed")
+        return str(caught.value)
+
+    async def helper(number: int) -> None:
+        sys.stderr.write(f"step two of {number}\n")
+
+    async def both() -> list[str]:
+        return list(await asyncio.gather(work(1), work(2)))
+
+    for number, text in enumerate(asyncio.run(both()), 1):
+        assert text.endswith(f"for prompt {number}; it printed 'step one of {number}\\nstep two of {number}'")
+
+
+def test_the_end_of_a_long_output_is_kept(record: Callable[[], None]) -> None:
+    record()
+    with recorded() as output:
+        print("x" * 3 * MAX_KEPT + "end")  # noqa: T201
+    assert len(output.clause()) < MAX_KEPT + 50 and output.clause().endswith("xend'")
+    print("after")  # noqa: T201
+    assert "after" not in output.clause()
+
+
+def test_errors_of_the_framework_pass_as_they_are() -> None:
+    with pytest.raises(EngineLost), errors_named("rollout.generate", "mine", "prompt 3"):
+        raise EngineLost("engine 0 is gone")
+
+
+def test_importing_what_a_reward_worker_needs_stays_light() -> None:
+    code = "import sys, slime_like.user_code; assert not {'torch', 'numpy', 'ray'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,95 @@
+"""Conversations as supervised fine-tuning data: every turn of the assistant is trained on, in the tokens of its template."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime_like.data.assemble import AssembleSpec, assemble
+from slime_like.data.conversations import Conversations
+from slime_like.data.demonstrations import Demonstrations
+from slime_like.errors import ConfigError, DataError
+from tests.data.character_tokenizer import TEMPLATE, characters
+from tests.data.sources import data, source, write
+
+CHATML = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nDefault.<|im_end|>\n{% endif %}"
+    "{% if tools %}<tools>{{ tools | length }}</tools>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n.\n</think>\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "and 1"},
+    {"role": "assistant", "content": "3"},
+]
+
+
+def rows(folder: Path, template: str, row: dict[str, Any], how: str = "turns") -> tuple[str, list[str]]:
+    """The text of a row, and the stretches of it that are trained on."""
+    tokenizer = characters(template=template)
+    path = write(folder / "a.jsonl", [row])
+    config = data(input_key="messages")
+    prompts = source(path, config, tokenizer=tokenizer, max_context_len=500, supervised=True)
+    marker = Conversations(tokenizer, how)
+    group = Demonstrations(prompts, tokenizer, 500, marker).next(1, 0)[0]
+    batch = assemble([group], AssembleSpec(None, "token_mean", 1, 1, 500, 16), rollout_id=0)
+    found = batch.steps[0].rows[0][0]
+    trained = found.loss_weight > 0
+    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
+    parts = [str(tokenizer.decode(found.token_ids[a:b])) for a, b in pairwise(edges) if trained[a]]
+    return str(tokenizer.decode(found.token_ids)), parts
+
+
+def test_each_turn_is_rendered_on_its_own(tmp_path: Path) -> None:
+    text, trained = rows(tmp_path, TEMPLATE, {"messages": TALK, "label": "of no use"})
+    assert text == "<user>1+1<assistant>2<user>and 1<assistant>3"
+    assert trained == ["2", "3"]
+
+
+def test_what_a_template_opens_a_conversation_with_stands_there_once(tmp_path: Path) -> None:
+    text, trained = rows(tmp_path, CHATML, {"messages": TALK, "metadata": {"tools": [{"name": "a"}]}})
+    assert text.count("Default.") == 1 and text.count("<tools>1</tools>") == 1
+    assert text.endswith(
+        "<|im_start|>user\nand 1<|im_end|>\n<|im_start|>assistant\n<think>\n.\n</think>\n3<|im_end|>\n"
+    )
+    assert trained == ["<think>\n.\n</think>\n2<|im_end|>\n", "<think>\n.\n</think>\n3<|im_end|>\n"], "each is the last"
+
+
+@pytest.mark.parametrize("how", ["turns", "whole"])
+def test_the_column_of_tools_is_rendered(how: str, tmp_path: Path) -> None:
+    tools = [{"name": "a"}, {"name": "b"}]
+    row = {"messages": TALK, "tools": tools, "metadata": {"tools": [{"name": "not read"}]}}
+    assert rows(tmp_path, CHATML, row, how)[0].count("<tools>2</tools>") == 1
+
+
+def test_whole_conversations_are_rendered_as_an_engine_sees_them(tmp_path: Path) -> None:
+    text, trained = rows(tmp_path, CHATML, {"messages": TALK}, how="whole")
+    assert text.count("<think>") == 1
+    assert trained == ["2<|im_end|>\n", ".\n</think>\n3<|im_end|>\n"], "what opens the thoughts is not the model's"
+
+
+@pytest.mark.parametrize("how", ["turns", "whole"])
+def test_a_turn_may_be_left_out(how: str, tmp_path: Path) -> None:
+    talk = [*TALK[:1], {**TALK[1], "step_loss_mask": 0}, *TALK[2:]]
+    assert len(rows(tmp_path, CHATML, {"messages": talk}, how)[1]) == 1
+
+
+def test_what_cannot_be_marked_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 1: data.conversation=whole finds turns by"):
+        rows(tmp_path, TEMPLATE, {"messages": TALK}, "whole")
+    opened = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<tool>{% endif %}")
+    with pytest.raises(ConfigError, match=r"begins .* set data.conversation=whole"):
+        rows(tmp_path, opened, {"messages": TALK})
+    with pytest.raises(DataError, match="line 1: 'messages' begins with the assistant's turn"):
+        rows(tmp_path, CHATML, {"messages": TALK[1:]})
+    with pytest.raises(DataError, match="line 1: no token of an assistant's turn is trained on"):
+        rows(tmp_path, CHATML, {"messages": [TALK[0], {**TALK[1], "step_loss_mask": 0}]})
+    with pytest.raises(DataError, match="line 1: label missing"):
+        rows(tmp_path, CHATML, {"messages": TALK[:3]})

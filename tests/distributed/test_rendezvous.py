@@ -1,0 +1,40 @@
+"""The store where ranks meet has no key: it listens at the address it was given, and groups at that address's interface."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+
+from slime_like.distributed.rendezvous import join_store, keep_to_interface
+from slime_like.ports import Meeting, meeting_at
+from tests.e2e.leftovers import listened_on
+
+HOST = "127.0.0.1"
+TIMEOUT = timedelta(seconds=20)
+
+
+@pytest.mark.parametrize("brought", [True, False])
+def test_the_store_listens_at_its_address_only(brought: bool) -> None:
+    before = listened_on([os.getpid()])
+    meeting = meeting_at(HOST)
+    if not brought and meeting.listener is not None:
+        meeting.listener.close()
+        meeting = Meeting(HOST, meeting.port)
+    master = join_store(meeting, 2, is_master=True, timeout=TIMEOUT)
+    guest = join_store(Meeting(HOST, meeting.port), 2, is_master=False, timeout=TIMEOUT)
+    guest.set("key", "value")
+    assert master.get("key") == b"value"
+    found = {inode: address for inode, address in listened_on([os.getpid()]).items() if inode not in before}
+    assert list(found.values()) == [f"{HOST}:{meeting.port}"]
+    del master, guest
+    assert not listened_on([os.getpid()]).keys() - before.keys(), "the socket goes with the store"
+
+
+def test_a_network_that_the_user_names_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    keep_to_interface(HOST)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"

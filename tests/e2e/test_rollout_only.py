@@ -1,0 +1,100 @@
+"""run.mode=rollout_only with a generate function, a filter and rewards of a user's own, until a file stops it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from slime_like.cluster.asking import ask
+from slime_like.cluster.control import Request
+from slime_like.data.dump import load_groups, rollout_path
+from tests.e2e import checks
+from tests.e2e.conftest import SMALL, Warm
+from tests.e2e.runs import Finished, Training, last_step, metrics, outcomes
+
+pytestmark = pytest.mark.e2e
+FILTER = "tests.e2e.custom:even_prompts"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    run_dir: Path
+    finished: Finished
+
+
+@pytest.fixture(scope="module")
+def run(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    folder, heldout = tmp_path_factory.mktemp("rollout_only"), warm.folder / "assets" / "heldout.jsonl"
+    run_dir = folder / "run"
+    training = Training(
+        "+recipe=quickstart",
+        *warm.overrides,
+        *SMALL,
+        f"evaluation.datasets={{greedy: '{heldout}@[0:20]', sampled: '{heldout}@[20:30]'}}",
+        "evaluation.overrides.sampled={n_samples_per_prompt: 4, temperature: 0.7, rm_type: f1}",
+        "run.mode=rollout_only",
+        "run.dump_rollouts=true",
+        f"run.dir={run_dir}",
+        "loop.num_rollout=100000",
+        r"reward.weights={rm_type: 1.0, tests.e2e.custom\:length: 1.0, tests.e2e.custom\:shortest: 0.5}",
+        "rollout.generate=tests.e2e.custom:generate",
+        f"rollout.filters=[{FILTER}]",
+        "rollout.max_refills=20",
+        log=folder / "rollout_only.log",
+        environment={"HOME": "/proc"},  # where nothing can be written
+    )
+    training.wait_until(lambda: last_step(run_dir) >= 2)
+    ask(run_dir, Request.STOP)
+    return Done(run_dir, training.wait())
+
+
+def test_a_file_stops_it(run: Done) -> None:
+    assert run.finished.code == 130, run.finished.output
+    assert outcomes(run.run_dir) == {Request.STOP: "done"}
+    assert f"stopped after {last_step(run.run_dir)} rollouts" in run.finished.output
+    rows = metrics(run.run_dir)
+    assert all(row["rollout/staleness_max"] == 0 for row in rows[1:])
+    checks.check_documented(rows)
+
+
+def test_groups_that_the_filter_drops_are_replaced(run: Done) -> None:
+    row, groups = metrics(run.run_dir)[1], load_groups(rollout_path(run.run_dir / "rollouts", 0))
+    dropped = row[f"rollout/dropped_groups/{FILTER}"]
+    assert len(groups) == 16
+    assert all(group.prompt.prompt_id % 2 == 0 and len(group.samples) == 2 for group in groups)
+    assert row["rollout/generated_groups"] == 16 + dropped > 16
+    assert row["rollout/refills"] > 0
+    assert row[f"rollout/dropped_groups/{FILTER}/odd prompt"] == dropped
+    assert row["rollout/generated/raw_reward"] > 0
+
+
+def test_rewards_add_up_by_their_weights(run: Done) -> None:
+    for group in load_groups(rollout_path(run.run_dir / "rollouts", 0)):
+        least = min(len(sample.text) for sample in group.samples)
+        for s in group.samples:
+            right = s.text.strip() == group.prompt.label
+            assert s.reward is not None and s.reward.accuracy == right
+            assert s.reward.score == right + len(s.text) + 0.5 * (len(s.text) == least)
+
+
+def test_every_answer_of_an_evaluation_is_kept(run: Done) -> None:
+    answers = pd.read_json(run.run_dir / "eval" / "step_0000000.jsonl", lines=True)
+    assert answers.groupby("dataset").size().to_dict() == {"greedy": 20, "sampled": 10 * 2}
+    columns = {"step", "prompt", "label", "response", "score", "accuracy", "status", "response_len"}
+    assert set(answers.columns) >= columns
+    greedy = answers[answers.dataset == "greedy"]
+    evaluated = metrics(run.run_dir)[0]
+    assert greedy.accuracy.mean() == pytest.approx(evaluated["eval/greedy"])
+    assert {"eval/greedy", "eval/sampled", "eval/sampled/response_len/max"} <= set(evaluated)
+    # The generate function makes two of the four; what reward.weights adds is no part of an evaluation.
+    assert 0.0 <= evaluated["eval/sampled-pass@1"] <= evaluated["eval/sampled-pass@2"] <= 1.0
+    assert "eval/sampled-pass@4" not in evaluated and "eval/greedy-pass@1" not in evaluated
+    assert 0.0 <= evaluated["eval/sampled"] <= 1.0
+
+
+def test_printed_lines_of_user_code_are_in_the_log(run: Done) -> None:
+    printed = (run.run_dir / "logs" / "rollout_manager.log").read_text()
+    assert "a generate function's own line\n" in printed and "a reward's own line\n" in printed

@@ -1,0 +1,32 @@
+"""Functions of users that drop everything, answer wrongly, or raise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slime_like.interfaces import Engine, GenerateContext
+from slime_like.rollout.generate import single_turn
+from slime_like.types import Prompt, SampleGroup
+
+
+def drop(group: SampleGroup) -> str:
+    """Drop every group."""
+    del group
+    return "never good"
+
+
+def keep_by_true(group: SampleGroup) -> bool:
+    """Return True for a group to keep, as filters of other frameworks do."""
+    del group
+    return True
+
+
+async def nothing(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> None:
+    """Forget to return the samples."""
+    await single_turn(prompt, engine, seeds, context)
+
+
+async def raises(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> None:
+    """Fail after the engine has answered."""
+    await single_turn(prompt, engine, seeds, context)
+    raise ValueError("no tool")

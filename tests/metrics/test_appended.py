@@ -1,0 +1,74 @@
+"""metrics.jsonl outlives its name and a disk that is full for a while."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from slime_like.metrics.appended import Appended
+
+SIZE = 64 * 1024
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Generator[Path]:
+    """A disk of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("only root may mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_what_a_full_disk_refuses_is_written_when_there_is_room(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, ballast = disk / "metrics.jsonl", disk / "ballast"
+    file = Appended(path)
+    file.write("first\n")
+    with pytest.raises(OSError, match="No space"):
+        ballast.write_bytes(bytes(2 * SIZE))
+    lines = [f"{number}{'.' * 3000}\n" for number in range(4)]
+    for line in lines:
+        file.write(line)
+    said = capsys.readouterr().err
+    assert (
+        said
+        == f"warning: {path}: No space left on device; its lines are kept until the disk takes them, and training goes on\n"
+    )
+    ballast.unlink()
+    file.write("last\n")
+    file.close()
+    assert path.read_text() == "".join(["first\n", *lines, "last\n"])
+    assert capsys.readouterr().err == ""
+
+
+def test_lines_that_are_lost_are_counted(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = Appended(disk / "metrics.jsonl")
+    for _ in range(3):
+        file.write("." * SIZE + "\n")
+    file.close()
+    assert "has not taken its last 3 lines: they are lost" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["removed", "folder removed", "replaced"])
+def test_a_file_that_goes_is_made_again_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    file = Appended(path)
+    file.write("1\n")
+    path.unlink()
+    if how == "folder removed":
+        path.parent.rmdir()
+    elif how == "replaced":
+        path.write_text("another's\n")
+    file.write("2\n")
+    file.write("3\n")
+    file.close()
+    assert path.read_text() == "1\n2\n3\n"
+    assert capsys.readouterr().err.count("is made again, with all its lines") == 1

@@ -1,0 +1,80 @@
+"""Every formula is scored or refused within a bound of work, however its parts are nested."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import Phase, given, settings
+
+from slime_like.reward.latex import tame
+from tests.reward.formulas import FORMULAS
+from tests.reward.work import MOST_CALLS
+
+NUM_FORMULAS = 40
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[Callable[[str], int]]:
+    """Return the number of calls that a formula takes, in a process with limits of the kernel."""
+    command, pipe = [sys.executable, "-m", "tests.reward.work"], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        written, read = process.stdin, process.stdout
+
+        def count(formula: str) -> int:
+            written.write(f"{json.dumps(formula)}\n")
+            written.flush()
+            answer = read.readline()
+            assert answer, f"{formula}: the process ended of memory or CPU time"
+            return int(answer)
+
+        yield count
+        process.stdin.close()
+
+
+@settings(max_examples=NUM_FORMULAS, derandomize=True, phases=[Phase.generate])  # to shrink one may take long
+@given(FORMULAS)
+def test_a_formula_takes_a_bounded_number_of_calls(calls: Callable[[str], int], formula: str) -> None:
+    assert calls(formula) <= MOST_CALLS
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        r"\binom{99}{n}",
+        r"\log(\binom{99}{n})",
+        r"\binom{n}{99}",
+        r"\binom{n+60}{k}",
+        r"(n+99)!",
+        r"\left\lfloor \sum_{k=0}^{\frac{1}{3}} 3 \right\rfloor",
+        r"\prod_{k=1}^{0.5} k",
+        r"\theta^{\binom{100}{i}}",
+        r"\sinh((2)^{99})",
+        r"e^{\binom{99}{50}}",
+    ],
+)
+def test_what_is_more_work_than_it_looks_is_compared_as_text(calls: Callable[[str], int], formula: str) -> None:
+    assert not tame(formula)
+    assert calls(formula) < 10_000, "size and text, without sympy"
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        r"\binom{n+9}{9}",
+        r"\binom{2n}{n}",
+        r"\binom{20}{k}",
+        r"\binom{99}{50}",
+        "(n+1)!",
+        r"\sum_{k=1}^{n} k",
+        r"\sin^{2} x",
+        r"2\cos(\frac{\pi}{12})",
+        "e^{-2}",
+    ],
+)
+def test_those_of_few_factors_are_computed(formula: str) -> None:
+    assert tame(formula)

@@ -1,0 +1,185 @@
+"""The settings that a rollout manager's requests carry to an engine: sampling of each stream, and a seed for each sample."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from slime_like.config.faults import HealthConfig
+from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
+from slime_like.config.run import LoopConfig
+from slime_like.data.assemble import AssembleSpec, assemble
+from slime_like.errors import ConfigError
+from slime_like.interfaces import Completion, Engine, GenerateContext, Sampling
+from slime_like.rollout.generate import single_turn
+from slime_like.rollout.manager import ManagerSpec, RolloutManager
+from slime_like.types import I32, Prompt, Reward, Sample, SampleGroup
+from tests.rollout.counting import Counting
+from tests.rollout.slow_engine import SlowEngine, SlowKeeper
+
+N, BATCH, STOP = 3, 2, 1
+HELDOUT = {"greedy": [Prompt(0, np.array([3], np.int32), "", None, None, dataset="greedy")]}
+HELDOUT["sampled"] = [replace(HELDOUT["greedy"][0], dataset="sampled")]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request of an engine."""
+
+    prompt: tuple[int, ...]
+    seeds: tuple[int, ...]
+    sampling: Sampling
+
+
+class Recording(SlowEngine):
+    """Answers at once, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(0), 0)
+        self.asked: list[Asked] = []
+        self.groups: list[SampleGroup] = []  # that the manager made of its answers
+
+    async def extend(
+        self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
+        self.asked.append(Asked(tuple(token_ids[0].tolist()), tuple(seeds), sampling))
+        ids = np.array([5, 6, STOP], np.int32)
+        return [Completion(ids, -ids.astype(np.float32), ((0, 3, 0),), "stop") for _ in seeds]
+
+
+class Keeper(SlowKeeper):
+    """The one engine."""
+
+    def __init__(self) -> None:
+        self.tasks = []
+        self.client = Recording()
+
+
+async def cold(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
+    """A generate function with a temperature of its own."""
+    return await single_turn(
+        prompt, engine, seeds, replace(context, sampling=replace(context.sampling, temperature=0.3))
+    )
+
+
+async def cut(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
+    """A generate function that cuts the distribution, and ends answers as it likes."""
+    own = replace(context.sampling, top_p=0.5, max_new_tokens=2, stop_token_ids=(9,))
+    return await single_turn(prompt, engine, seeds, replace(context, sampling=own))
+
+
+class Unscored:
+    """A reward pool and a tokenizer without processes and files."""
+
+    def __init__(self, *_: object) -> None:
+        """Take the settings of either."""
+
+    async def score(self, groups: list[SampleGroup], **_: object) -> list[SampleGroup]:
+        return [replace(g, samples=tuple(replace(s, reward=Reward(0.0)) for s in g.samples)) for g in groups]
+
+    def metrics(self) -> tuple[()]:
+        return ()
+
+    warnings = take_recoveries = metrics
+
+    def decode(self, token_ids: Sequence[int], **_: object) -> str:
+        return repr(token_ids)
+
+    async def stop(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RewardPool", "open_tokenizer"):
+        monkeypatch.setattr(f"slime_like.rollout.manager.{name}", Unscored)
+
+
+def seen(generate: str, *, rollouts: int = 0, evaluate: bool = False, pushes: bool = True) -> Recording:
+    """The engine of a run's first rollouts, or of an evaluation."""
+    spec = ManagerSpec(
+        rollout=RolloutConfig(batch_size=BATCH, n_samples_per_prompt=N, max_response_len=40, generate=generate),
+        reward=RewardConfig(),
+        evaluation=EvalConfig(
+            datasets={"greedy": "a.jsonl", "sampled": "b.jsonl"},
+            n_samples_per_prompt=2,
+            temperature=0.25,
+            top_p=0.9,
+            overrides={"sampled": {"temperature": 0.6, "top_k": 7, "max_response_len": 5}},
+        ),
+        loop=LoopConfig(num_rollout=9),
+        health=HealthConfig(),
+        tokenizer_path="",
+        max_context_len=512,
+        stop_token_ids=(STOP,),
+        chat_template_kwargs={},
+        temperature=0.8,
+        seed=3,
+        probe_sequences=0,
+        samples_per_rollout=BATCH * N,
+        first_rollout=0,
+        deterministic=False,
+        pushes=pushes,
+    )
+
+    async def run() -> Recording:
+        keeper = Keeper()
+        manager = RolloutManager(spec, Counting(), HELDOUT, [keeper])  # pyright: ignore[reportArgumentType]
+        try:
+            for rollout_id in range(rollouts):
+                keeper.client.groups += (await manager.collect(rollout_id)).groups
+            if evaluate:
+                await manager.evaluate()
+        finally:
+            await manager.stop()
+        return keeper.client
+
+    return asyncio.run(run())
+
+
+def asked(generate: str, *, rollouts: int = 0, evaluate: bool = False, pushes: bool = True) -> list[Asked]:
+    """The requests that engine had."""
+    return seen(generate, rollouts=rollouts, evaluate=evaluate, pushes=pushes).asked
+
+
+def test_every_sample_of_a_run_has_a_seed_of_its_own() -> None:
+    found = asked("single_turn", rollouts=2, evaluate=True)
+    assert [len(a.seeds) for a in found] == [N] * (2 * BATCH) + [2, 2]
+    seeds = [seed for a in found for seed in a.seeds]
+    assert len(set(seeds)) == len(seeds)
+    assert {a.sampling for a in found[: 2 * BATCH]} == {Sampling(0.8, 40, 1.0, -1, (1,))}
+
+
+def test_an_evaluation_is_sampled_as_its_sets_say() -> None:
+    greedy, sampled = asked("single_turn", evaluate=True)
+    assert greedy.sampling == Sampling(0.25, 40, 0.9, -1, (1,))
+    assert sampled.sampling == Sampling(0.6, 5, 0.9, 7, (1,))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("cold", "temperature=0.3 in training.* temperature=0.8: .*context.sampling.* or set rollout.temperature=0.3"),
+        ("cut", "top_p=0.5 in training.* top_p=1: .*context.sampling"),
+    ],
+)
+def test_a_generate_function_cannot_train_on_another_distribution(function: str, words: str) -> None:
+    generate = f"tests.rollout.test_asked:{function}"
+    with pytest.raises(ConfigError, match=words):
+        asked(generate, rollouts=1)
+    assert len(asked(generate, evaluate=True)) == 2, "an evaluation is free"
+    assert len(asked(generate, rollouts=1, pushes=False)) == BATCH, "so is a run that trains on nothing"
+
+
+def test_the_token_that_ends_an_answer_is_trained_on() -> None:
+    """It was sampled like every other, and a policy that is never rewarded for it never learns to end."""
+    groups = seen("single_turn", rollouts=1).groups
+    (step,) = assemble(groups, AssembleSpec(None, "token_mean", 1, 1, 1000, 40), 0).steps
+    for row in (row for rank in step.rows for row in rank):
+        ends = row.cu_seqlens[1:] - 1
+        assert (row.token_ids[ends] == STOP).all()
+        assert (row.loss_weight[ends] > 0).all() and (row.rollout_logprobs[ends] == -STOP).all()

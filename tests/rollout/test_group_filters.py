@@ -1,0 +1,84 @@
+"""Group filters: their reasons are metrics, means are taken before they drop anything, wrong answers of theirs are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.config.rollout import RolloutConfig
+from slime_like.errors import UserCodeError
+from slime_like.metrics.dictionary import unknown
+from slime_like.metrics.types import reduce_metrics
+from slime_like.rollout.group_filters import MAX_REASONS, GroupFilters
+from slime_like.types import SampleGroup
+from tests.rollout.scored import group
+
+HERE = "tests.rollout.test_group_filters"
+
+
+def by_prompt(taken: SampleGroup) -> object:
+    """Return the answer that the prompt's label spells."""
+    match taken.prompt.label:
+        case None:
+            return None
+        case "true":
+            return True
+        case "raise":
+            raise KeyError("no such column")
+        case reason:
+            return reason
+
+
+def filters(*names: str) -> GroupFilters:
+    return GroupFilters(RolloutConfig(filters=list(names)))
+
+
+def test_reasons_are_metrics_and_stay_as_zeros() -> None:
+    chosen = filters(f"{HERE}:by_prompt", "nonzero_std")
+    kept = [chosen.keep(group([0.0, 1.0], label=label)) for label in (None, "late", "odd/even", "late")]
+    kept.append(chosen.keep(group([1.0, 1.0])))
+    assert kept == [True, False, False, False, False]
+    prefix = f"rollout/dropped_groups/{HERE}:by_prompt"
+    expected = {prefix: 3, f"{prefix}/late": 2, f"{prefix}/other": 1}
+    nonzero = {"rollout/dropped_groups/nonzero_std": 1, "rollout/dropped_groups/nonzero_std/zero_std": 1}
+    report = chosen.report()
+    assert "5 groups were generated" in report.summary
+    assert f"{HERE}:by_prompt dropped 3 (late, other)" in report.summary
+    values = reduce_metrics(report.metrics)
+    assert {name: values[name] for name in expected | nonzero} == expected | nonzero
+    assert not unknown(values)
+    again = reduce_metrics(chosen.report().metrics)
+    assert again == dict.fromkeys(expected | nonzero, 0), "means of nothing are left out"
+
+
+def test_means_are_those_of_every_generated_group() -> None:
+    chosen = filters("nonzero_std")
+    assert [chosen.keep(group(scores)) for scores in ([1.0, 1.0], [0.0, 1.0], [1.0, 1.0])] == [False, True, False]
+    values = reduce_metrics(chosen.report().metrics)
+    assert values["rollout/generated/raw_reward"] == pytest.approx(5 / 6)
+    assert values["rollout/generated/zero_std_ratio"] == pytest.approx(2 / 3)
+    assert "rollout/generated/accuracy" not in values, "no reward of these knows a right answer"
+
+
+def test_reasons_without_end_are_counted_together() -> None:
+    chosen = filters(f"{HERE}:by_prompt")
+    for number in range(MAX_REASONS + 5):
+        chosen.keep(group([1.0], label=f"reason {number}"))
+    values = reduce_metrics(chosen.report().metrics)
+    assert values[f"rollout/dropped_groups/{HERE}:by_prompt/other"] == 5
+    assert len(values) == 1 + MAX_REASONS + 1 + 2
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        (
+            "true",
+            r"by_prompt returned True \(bool\) for the group of prompt 7 \(train\): a filter returns None to keep",
+        ),
+        ("", r"returned '' \(str\)"),
+        ("raise", r"rollout.filters=.*by_prompt raised KeyError: 'no such column' \(.*test_group_filters.py:\d+\)"),
+    ],
+)
+def test_a_filter_that_answers_wrongly_is_named(label: str, words: str) -> None:
+    with pytest.raises(UserCodeError, match=words):
+        filters(f"{HERE}:by_prompt").keep(group([0.0, 1.0], label=label))

@@ -1,0 +1,111 @@
+"""What ranks do for test_drift: train on samples as an engine would report them, then on samples with a fault in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from slime_like.batch import Rows
+from slime_like.config.algo import GrpoConfig
+from slime_like.config.resolved import Layout
+from slime_like.errors import ConsistencyError
+from slime_like.metrics.types import reduce_metrics
+from slime_like.types import F32
+from tests.train.faults import replaced
+from tests.train.jobs import Shared, make_actor
+from tests.train.lifecycle import _from_reporter, digest, four_micro_batches
+from tests.train.models import count_tokens
+from tests.train.ranks import World
+
+TOLERANCE = 1e-4
+Columns = Sequence[F32]
+
+
+def sampled(rows: Sequence[Rows], columns: Columns, version: int) -> list[Rows]:
+    """``rows`` as if an engine had sampled them with these log-probabilities, with sample ids that name the micro-batch."""
+    return [
+        replace(
+            row,
+            rollout_logprobs=np.where(row.versions >= 0, column, 0).astype(np.float32),
+            versions=np.where(row.versions >= 0, version, -1).astype(np.int32),
+            sample_ids=row.sample_ids + 100 * index,
+        )
+        for index, (row, column) in enumerate(zip(rows, columns, strict=True))
+    ]
+
+
+def gate(world: World, shared: Shared, layout: Layout, steps: int) -> dict[str, Any]:
+    """Metrics of a healthy rollout; then per fault the error, and whether weights and version are as before it."""
+    actor = make_actor(
+        world,
+        shared.models["tied"],
+        layout,
+        algo=GrpoConfig(kl_loss_coef=0.1),
+        steps_per_rollout=steps,
+        sample_tolerance=TOLERANCE,
+        drift_by_layer=True,
+        optim={"lr": 1e-2},
+    )
+    plan = [four_micro_batches(10 * k) for k in range(steps)]
+
+    def scores() -> list[Columns]:
+        return [[_from_reporter(actor.score(row)) for row in rows] for rows in plan]
+
+    def train(columns: Sequence[Columns], version: int, change: Callable[[Rows], Rows] = lambda row: row) -> Any:
+        """A rollout of which ``change`` is made to the last micro-batch of the last step."""
+        batches = [sampled(rows, column, version) for rows, column in zip(plan, columns, strict=True)]
+        batches[-1][-1] = change(batches[-1][-1])
+        shards = [batch[actor.dp_rank :: layout.dp] for batch in batches]
+        return reduce_metrics(actor.step(shards, [count_tokens(batch) for batch in batches]))
+
+    def refused(columns: Sequence[Columns], change: Callable[[Rows], Rows] = lambda row: row) -> tuple[str, bool]:
+        before = digest(actor), actor.version
+        try:
+            train(columns, actor.version, change)
+        except ConsistencyError as error:
+            return str(error), (digest(actor), actor.version) == before
+        return "trained on it", False
+
+    first = scores()
+    found: dict[str, Any] = {"healthy": train(first, 0)}
+    now = scores()
+    found["older weights"] = refused(first)
+    found["shifted"] = refused(now, lambda row: replace(row, rollout_logprobs=np.roll(row.rollout_logprobs, 1)))
+    actor.trainer.scoring = replace(actor.trainer.scoring, temperature=0.75)
+    found["temperature"] = refused(scores())
+    actor.trainer.scoring = replace(actor.trainer.scoring, temperature=0.7)
+    actor.trainer.spec = replace(actor.trainer.spec, sample_tolerance=math.inf)
+    found["not a number"] = refused(
+        now, lambda row: replace(row, rollout_logprobs=row.rollout_logprobs * np.float32(np.nan))
+    )
+    actor.trainer.spec = replace(actor.trainer.spec, sample_tolerance=TOLERANCE)
+    found["mixed"] = train(now, actor.version, begun_by_another)
+    with one_tensor_left_behind(actor):
+        found["reference"] = refused(scores())
+    return found
+
+
+def begun_by_another(row: Rows) -> Rows:
+    """The first sampled token of each sequence is of an older version; the others' log-probabilities are a nat off."""
+    versions = row.versions.copy()
+    versions[[start + np.argmax(versions[start:] >= 0) for start in row.cu_seqlens[:-1]]] = 0
+    return replace(row, versions=versions, rollout_logprobs=row.rollout_logprobs - np.float32(1))
+
+
+@contextmanager
+def one_tensor_left_behind(actor: Any) -> Generator[None]:
+    """The swap of the reference leaves one tensor of it in the policy."""
+    trainer = actor.trainer
+    left = sorted(key for key in trainer.reference if "linear_fc2" in key)[0]
+
+    def fill(weights: dict[str, Any]) -> None:
+        stock({**weights, left: trainer.reference[left]} if left in weights else weights)
+
+    stock = trainer._fill
+    with replaced(trainer, "_fill", fill):
+        yield
