@@ -61,7 +61,7 @@ def test_keys_of_the_page_are_read() -> None:
         assert [row.verdict for row in job.rows if row.flag == key][-1] != "unknown", key
 
 
-JOBS = (
+SCRIPTS = (
     f"algorithm.adv_estimator=gae algorithm.use_kl_in_reward=True {A}.use_kl_loss=True {A}.optim.lr_decay_style=wsd "
     "critic.optim.lr_decay_style=wsd trainer.total_training_steps=null",
     "algorithm.filter_groups.enable=True reward.reward_kwargs.overlong_buffer_cfg.enable=True "
@@ -84,7 +84,7 @@ def read_keys() -> list[str]:
     return [*dict.fromkeys(name for name in (*keys, *VALUES, *parts, *older) if "(" not in name)]
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", SCRIPTS)
 def test_no_value_of_a_key_is_a_traceback_or_becomes_text(job: str) -> None:
     keys, base = read_keys(), settings_of(job)
     values = {text: setting_of_text(f"a.b={text}", "run.sh:1") for text in (*ODD, *ODDER)}

@@ -54,7 +54,8 @@ def results(request: pytest.FixtureRequest, models: dict[str, Path], scratch: Pa
     """What every rank of every job of the collected modules returned."""
     by_size: dict[int, list[Job]] = {}
     modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
-    for module in sorted(modules, key=str):
+    trainers = [module for module in modules if module.__name__.startswith("tests.train.")]
+    for module in sorted(trainers, key=str):
         for size, jobs in getattr(module, "JOBS", {}).items():
             by_size.setdefault(size, []).extend(jobs)
     references = {kind: parity.reference(folder, BALANCE.get(kind, 0.0)) for kind, folder in models.items()}
