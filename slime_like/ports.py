@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import psutil
 from slime_like.errors import SlimeLikeError
 
 BACKLOG = 2048  # ranks that connect at once
+INTERFACES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
 PORTS = range(15_000, 32_000)  # below Linux's ephemeral range, where any outgoing connection could take one meanwhile
 
 
@@ -48,22 +50,32 @@ def interface_towards(host: str) -> str:
     An address of this machine gives the interface that has it.
     """
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
             own = probe.getsockname()[0]
     except OSError:
         return ""
-    found = (name for name, addresses in psutil.net_if_addrs().items() for a in addresses if a.address == own)
-    return next(found, "")
+    for name, addresses in psutil.net_if_addrs().items():
+        if own in {entry.address.partition("%")[0] for entry in addresses}:  # a link-local one ends with its interface
+            return name
+    return ""
 
 
 def interface_environment(host: str) -> Mapping[str, str]:
-    """Return the variables that keep gloo and NCCL to the interface towards ``host``.
+    """Return the variables that keep gloo and NCCL to the interface towards ``host``; none if the user has set them.
 
     By themselves gloo listens at whatever address the host name stands for, NCCL on the first interface but loopback.
+    Raises ``SlimeLikeError`` if no interface is known to lead to ``host``.
     """
-    name = interface_towards(host)
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
+    if os.environ.keys() >= INTERFACES:
+        return {}
+    if not (name := interface_towards(host)):
+        raise SlimeLikeError(
+            f"no network interface of this machine leads to {host}, and process groups must not listen on all of them: "
+            "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the cluster (`ip address` lists them)"
+        )
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
 
 
 class PortLease:

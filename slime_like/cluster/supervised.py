@@ -12,14 +12,18 @@ import secrets
 import shutil
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Generator
+import traceback
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from slime_like.cluster import family
 from slime_like.deadline import Deadline, scale
+from slime_like.leave import leave
+from slime_like.printable import visible
 
 CLEARED_S = 30.0  # for the supervisor's answer
 
@@ -27,6 +31,27 @@ _line: socket.socket | None = None
 _cleared = threading.Event()  # the supervisor has looked, and Ray is alive
 _folders: list[Path] = []  # to remove if the supervisor dies
 _numbers = itertools.count()
+
+
+def drive(run: Callable[[], int], line: socket.socket) -> NoReturn:
+    """Run the driver in this process, the child of a supervisor at the other end of ``line``, and exit with its code."""
+    os.setpgid(0, 0)
+    _leave_terminal()
+    connect(line)
+    code = 1
+    try:
+        code = run()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(visible(f"{end.code}\n"))
+    except BaseException:  # noqa: BLE001  the last frame of this process
+        sys.stderr.write(visible(traceback.format_exc()))
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    tell(kind="done")
+    leave(code)
 
 
 def connect(line: socket.socket) -> None:
@@ -97,6 +122,14 @@ def limit(deadline: Deadline, waits_for: str, *, at_once: bool = False) -> Gener
         yield
     finally:
         tell(kind="end", number=number)
+
+
+def _leave_terminal() -> None:
+    """Read end of file from standard input if it is a terminal, which stops a background group that reads from it."""
+    if os.isatty(0):
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
 
 
 def _follow(line: socket.socket) -> None:

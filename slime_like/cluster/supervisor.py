@@ -18,12 +18,11 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
@@ -33,7 +32,6 @@ from slime_like.cluster.ray_watch import RayWatch
 from slime_like.cluster.reporting import try_report
 from slime_like.deadline import Deadline
 from slime_like.errors import ProcessLost, SlimeLikeError
-from slime_like.leave import leave
 from slime_like.printable import visible
 from slime_like.rollout.last_words import how
 
@@ -53,40 +51,20 @@ def supervise(run: Callable[[], int]) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-    reaping = signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # inherited as ignored, the kernel would take the exit codes
+    # Inherited as ignored, the kernel would take the exit codes.
+    reaping = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     others = family.children()  # of a program that calls this: none of the run's
     family.adopt()
     driver = os.fork()
     if driver == 0:
         ours.close()
-        os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        supervised.connect(theirs)
-        _drive(run)
+        supervised.drive(run, theirs)
     theirs.close()
     try:
         return Supervisor(driver, ours, others).watch(before)
     finally:
         signal.signal(signal.SIGCHLD, reaping)
-
-
-def _drive(run: Callable[[], int]) -> NoReturn:
-    code = 1
-    try:
-        code = run()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            sys.stderr.write(visible(f"{end.code}\n"))
-    except BaseException:  # noqa: BLE001  the last frame of this process
-        sys.stderr.write(visible(traceback.format_exc()))
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    supervised.tell(kind="done")
-    leave(code)
 
 
 @dataclass(slots=True)

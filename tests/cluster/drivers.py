@@ -188,6 +188,11 @@ def exits_well(run_dir: Path) -> int:
     sys.exit()
 
 
+def reads_terminal(_run_dir: Path) -> int:
+    """Asks its user, as a debugger does."""
+    return int(sys.stdin.read() != "")
+
+
 CASES: dict[str, Callable[[Path], int]] = {
     f.__name__: f
     for f in (
@@ -205,7 +210,7 @@ CASES: dict[str, Callable[[Path], int]] = {
             teardown_waits,
             teardown_hangs,
         ),
-        *(deaf, counts, raises, exits, exits_well),
+        *(deaf, counts, raises, exits, exits_well, reads_terminal),
     )
 }
 

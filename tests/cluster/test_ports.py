@@ -72,10 +72,24 @@ def test_rank_0_listens_from_the_rendezvous_on_and_nowhere_else(
 
 
 def test_groups_keep_to_the_interface_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ports.INTERFACES:
+        monkeypatch.delenv(name, raising=False)
     assert ports.interface_environment(HOST) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-    own = {name: [a.address for a in found if a.family is socket.AF_INET] for name, found in net_if_addrs().items()}
+    kinds = (socket.AF_INET, socket.AF_INET6)
+    own = {name: [a.address for a in entries if a.family in kinds] for name, entries in net_if_addrs().items()}
     for name, addresses in own.items():
         assert {ports.interface_towards(address) for address in addresses} <= {name}
-    monkeypatch.setattr(ports.psutil, "net_if_addrs", dict)
-    assert ports.interface_environment(HOST) == {}
+
+
+def test_an_address_that_no_interface_leads_to_is_refused_unless_the_user_names_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ports.INTERFACES:
+        monkeypatch.delenv(name, raising=False)
     assert ports.interface_towards("no address") == ""
+    monkeypatch.setattr(ports.psutil, "net_if_addrs", dict)
+    with pytest.raises(SlimeLikeError, match=f"leads to {HOST}.*set GLOO_SOCKET_IFNAME"):
+        ports.interface_environment(HOST)
+    for name in ports.INTERFACES:
+        monkeypatch.setenv(name, "eth7")
+    assert ports.interface_environment(HOST) == {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,16 +24,25 @@ from tests.e2e.runs import REPOSITORY
 class Driver:
     """A case of ``tests.cluster.drivers``."""
 
-    def __init__(self, case: str, run_dir: Path, limit_s: float = 0.2, *, ignore_children: bool = False) -> None:
+    def __init__(
+        self,
+        case: str,
+        run_dir: Path,
+        limit_s: float = 0.2,
+        *,
+        before: Callable[[], object] | None = None,
+        stdin: int = 0,
+    ) -> None:
         self.run_dir = run_dir
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.cluster.drivers", case, str(run_dir)],
             cwd=REPOSITORY,
             env=os.environ | {"LIMIT_S": str(limit_s)},
+            stdin=stdin,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN) if ignore_children else None,
+            preexec_fn=before,
         )
 
     def end(self) -> tuple[int, str]:
@@ -155,7 +166,19 @@ def test_sys_exit_in_user_code_keeps_its_code_and_words(tmp_path: Path, case: st
 
 @pytest.mark.parametrize(("case", "code"), [("exits_well", 0), ("killed", 1)])
 def test_an_exit_code_is_seen_also_where_children_were_ignored(tmp_path: Path, case: str, code: int) -> None:
-    assert Driver(case, tmp_path, ignore_children=True).end()[0] == code
+    assert Driver(case, tmp_path, before=partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)).end()[0] == code
+
+
+def test_a_driver_that_reads_from_the_terminal_gets_end_of_file_and_is_not_stopped(tmp_path: Path) -> None:
+    user, terminal = os.openpty()
+    try:
+        driver = Driver(
+            "reads_terminal", tmp_path, before=partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0), stdin=terminal
+        )
+        assert driver.end()[0] == 0
+    finally:
+        os.close(user)
+        os.close(terminal)
 
 
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
