@@ -10,8 +10,6 @@ source "$REPO/scripts/lib/package_index.sh"
 cd "$REPO"
 trap 'exit 130' INT # also where the command that was interrupted ended in its own way
 
-# Two lines: what .venv was made as (a change makes it anew), and what was installed into it (a change installs again).
-STAMP=$VENV/.slime_like_setup
 # There while packages are installed: one that an interrupted set-up left half written would pass for installed.
 HALF_MADE=$VENV/.slime_like_half_made
 # fla's kernels for tests on a CPU, in a folder that nothing but those tests has on its path.

@@ -4,6 +4,8 @@ set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)
 VENV=$REPO/.venv
 PYTHON=$VENV/bin/python
+# Two lines: what .venv was made as (a change makes it anew), and what was installed into it (a change installs again).
+STAMP=$VENV/.slime_like_setup
 
 # A CPU environment has none of the kernels that CUDA needs, so with it no GPU may be seen.
 if [[ ${SLIME_LIKE_DEVICE:-} == cpu ]]; then

@@ -25,7 +25,7 @@ def test_parses(script: Path) -> None:
 
 def test_ci_is_the_test_script() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("exec bash scripts/test.sh")
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith('exec bash scripts/test.sh "$@"')
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.train.jobs import Job, Results
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.upstream]
 
 JOBS = {
     1: [
