@@ -13,7 +13,7 @@ from slime_like.config.load import load_config, unchecked_config
 from slime_like.config.render import render
 from slime_like.config.root import TrainConfig
 from slime_like.convert.flag_rows import keys_of, row_of
-from slime_like.convert.flag_special import starts_elsewhere
+from slime_like.convert.flag_weights import starts_elsewhere
 from slime_like.convert.given import Flags, Given, grouped
 from slime_like.convert.rows import BLOCKING, Mapped, Row
 from slime_like.convert.shell_values import Value

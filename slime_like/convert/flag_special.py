@@ -17,9 +17,10 @@ from slime_like.config.flag_table import (
 )
 from slime_like.config.policy import PolicyConfig
 from slime_like.config.reward_names import split_prefix
+from slime_like.convert.flag_weights import hf_checkpoint, load, ref_load, teacher
 from slime_like.convert.given import Flags, Given
 from slime_like.errors import ConfigError
-from slime_like.reading import InputFile, parse_strict_json
+from slime_like.reading import parse_strict_json
 from slime_like.registry import resolve
 
 CODE = {
@@ -30,7 +31,6 @@ CODE = {
 }
 SLIME_SOURCES = [f"{project}.rollout.data_source.RolloutDataSourceWithBuffer" for project in ("slime", "miles")]
 SPECS = ("qwen3_next", "qwen3_5")  # slime_plugins.models.<name>, whose families are here
-QUANTISED = re.compile(r"(?<![a-z0-9])(fp8|fp4|nvfp4|mxfp4|int4|int8|awq|gptq|w\da\d+)(?![a-z0-9])", re.IGNORECASE)
 QUIET = re.compile(r"(NCCL|CUDA|PYTORCH|TORCH|NVSHMEM|GLOO|RAY|WANDB|HF|TOKENIZERS|OMP|MASTER)_\w+|PYTHON\w+|no_proxy")
 
 type Special = Callable[[Given, Flags], tuple[str, str] | None]  # -> (verdict, note); None: as any other flag
@@ -50,55 +50,6 @@ def _kl_loss_type(item: Given, given: Flags) -> tuple[str, str] | None:
     if item.text != PolicyConfig.kl_loss_type and not given.positive("--kl-loss-coef"):
         return "dropped", "has no effect without --kl-loss-coef above 0, in slime as well"
     return None
-
-
-def _ref_load(item: Given, given: Flags) -> tuple[str, str] | None:
-    """slime's policy starts from --ref-load where --load has no checkpoint yet; here it starts from --hf-checkpoint."""
-    same = _model_name(item.text) == _model_name(given.text("--hf-checkpoint"))
-    if not same and not item.problem and "--hf-checkpoint" in given:
-        reference = ", and is the reference" if given.has_kl and not given.supervised else ""
-        return "mapped", f"other weights than those of --hf-checkpoint: the policy starts from them{reference}"
-    if given.supervised or not given.has_kl:
-        return (
-            "dropped",
-            "no KL to a reference is asked for; the policy starts from --hf-checkpoint, which holds the same weights",
-        )
-    return None
-
-
-def _load(item: Given, given: Flags) -> tuple[str, str] | None:
-    """A script that loads its reference's checkpoint, and saves elsewhere, starts a new run from these weights."""
-    if item.text.rstrip("/") == given.text("--ref-load").rstrip("/") != given.text("--save").rstrip("/"):
-        return "dropped", "the weights of --ref-load, from which a new run starts"
-    return None
-
-
-def starts_elsewhere(given: Flags) -> str | None:
-    """The checkpoint that the policy starts from, where that is not --hf-checkpoint."""
-    item = given.last.get("--ref-load")
-    found = _ref_load(item, given) if item is not None else None
-    return item.text if item is not None and found is not None and found[0] == "mapped" else None
-
-
-def _model_name(path: str) -> str:
-    """The name of a model's folder, without what slime's converters append to it."""
-    name = path.rstrip("/").rpartition("/")[2].lower()
-    return re.sub(r"[-_](torch_dist|torch-dist|mcore|megatron|dist)$", "", name)
-
-
-def _hf_checkpoint(item: Given, given: Flags) -> tuple[str, str] | None:
-    del given
-    config = Path(item.text) / "config.json"
-    try:
-        stored = InputFile(config, ConfigError).json_object() if config.is_file() else None
-    except (OSError, ConfigError):
-        return None  # refused at load, by file and place
-    quantised = (
-        "quantization_config" in stored if stored is not None else bool(QUANTISED.search(_model_name(item.text)))
-    )
-    if not quantised or item.problem:
-        return None
-    return "refused", "quantised weights are not read: name the model's 16-bit checkpoint, in a copy of the script"
 
 
 def _rm_type(item: Given, given: Flags) -> tuple[str, str] | None:
@@ -141,16 +92,6 @@ def _rollout_function(item: Given, given: Flags) -> tuple[str, str] | None:
             "further ahead; add it to the recipe of the job without this flag",
         )
     return "refused", "a generate function per group is the seam: write rollout.generate (docs/coming_from_slime.md)"
-
-
-def _teacher(item: Given, given: Flags) -> tuple[str, str] | None:
-    del given
-    if item.problem or not re.search(r"[-_]torch[-_]dist/?$", item.text):
-        return None
-    return (
-        "refused",
-        "a teacher is read from an HF folder: name the one that this was converted from, in a copy of the script",
-    )
 
 
 def _loss_type(item: Given, given: Flags) -> tuple[str, str] | None:
@@ -267,10 +208,10 @@ def _dump(item: Given, given: Flags) -> tuple[str, str] | None:
 
 SPECIAL: dict[str, Special] = {
     **dict.fromkeys(CODE, _code),
-    "--hf-checkpoint": _hf_checkpoint,
+    "--hf-checkpoint": hf_checkpoint,
     "--rm-type": _rm_type,
-    "--ref-load": _ref_load,
-    "--load": _load,
+    "--ref-load": ref_load,
+    "--load": load,
     "--kl-loss-type": _kl_loss_type,
     "--kl-loss-coef": _needs("--use-kl-loss"),
     "--tis-clip": _needs("--use-tis"),
@@ -278,7 +219,7 @@ SPECIAL: dict[str, Special] = {
     "--optimizer-offload-fraction": _needs("--optimizer-cpu-offload", "Megatron"),
     "--rollout-function-path": _rollout_function,
     "--loss-type": _loss_type,
-    "--opd-teacher-load": _teacher,
+    "--opd-teacher-load": teacher,
     "--disable-compute-advantages-and-returns": _sft_only,
     "--num-epoch": _num_epoch,
     "--eval-config": _eval_config,

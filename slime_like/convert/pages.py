@@ -14,8 +14,9 @@ from slime_like.config.flags_without_key import HARMLESS, MODEL_SHAPE
 from slime_like.config.known import format_value
 from slime_like.convert.names_elsewhere import SLIME_METRICS, VERL_METRICS
 from slime_like.convert.verl_defaults import DIFFERENT
+from slime_like.convert.verl_features import NOT_HERE
 from slime_like.convert.verl_keys import VERL_KEYS
-from slime_like.convert.verl_names import NOT_HERE, WITHOUT_EFFECT
+from slime_like.convert.verl_without_effect import WITHOUT_EFFECT
 
 PAGES = ("coming_from_slime.md", "coming_from_verl.md", "defaults_verl.md")
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import ast
 import operator
-import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from slime_like.convert.shell_words import Array, Operator, Part, Word, text_parts, tokens
+from slime_like.convert.shell_lexer import text_parts
+from slime_like.convert.shell_output import file_command, named_file, seq
+from slime_like.convert.shell_words import MAX_WORDS, Array, Part, Word
 from slime_like.errors import ConfigError
 
-MAX_WORDS = 10_000
 ARGUMENTS = "@"  # the script's own arguments, where it sets them
 _PARAMETER = re.compile(
     r"(?P<sign>[#!]?)(?P<name>[A-Za-z_]\w*|[@*0-9#?$!-])(\[(?P<index>[^\]]*)\])?(?P<rest>.*)", re.DOTALL
 )
 _BRACES = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")
-_SEQ = re.compile(r"seq (-?\d+)(?: (-?\d+))?(?: (-?\d+))?")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -144,35 +143,16 @@ class Scope:
         unknown = Value("", where, f"is what $({short}) prints, and no command is run: write its value")
         if plain in ("pwd", "pwd -P", "pwd -L"):
             return Value("", where, f"$({plain}) is the folder that the script is started in: write it")
-        if (numbers := _seq(plain)) is not None:
+        if (numbers := seq(plain)) is not None:
             return Value(numbers, where)
-        words = self._file_command(text, where)
+        words = file_command(text, where)
         if not words:
             return unknown
         values = [self.text(word, script) for word in words[1:]]
         if problem := next((value.problem for value in values if value.problem), ""):
             return Value("", where, problem)
-        found = _named_file(words[0].literal or "", [value.text for value in values if value.text != "--"], script)
+        found = named_file(words[0].literal or "", [value.text for value in values if value.text != "--"], script)
         return unknown if found is None else Value(found, where)
-
-    def _file_command(self, text: str, where: str) -> list[Word]:
-        """The words of ``cd FOLDER && pwd``, or of one command that names a file; none for any other."""
-        try:
-            found = list(tokens(text, where))
-        except ConfigError:
-            return []
-        words = [word for word in found if isinstance(word, Word)]
-        operators = [token.text for token in found if isinstance(token, Operator)]
-        if len(words) + len(operators) < len(found):
-            return []
-        literals = [word.literal for word in words]
-        if (
-            literals[:1] == ["cd"]
-            and operators == ["&&"]
-            and (literals[-1:] == ["pwd"] or literals[-2:] == ["pwd", "-P"])
-        ):
-            return words[: len(words) - (1 if literals[-1] == "pwd" else 2)]
-        return words if not operators and literals[:1] != ["cd"] else []
 
     def _parameter(self, text: str, where: str, script: Path) -> tuple[Value, ...]:
         found = _PARAMETER.fullmatch(text)
@@ -298,36 +278,3 @@ def _cut(text: str, pattern: str, sign: str) -> str:
         return text[: (min(ends) if sign == "%%" else max(ends))] if ends else text
     starts = [at for at in places if fnmatchcase(text[:at], pattern)]
     return text[(max(starts) if sign == "##" else min(starts)) :] if starts else text
-
-
-def _named_file(command: str, arguments: list[str], script: Path) -> str | None:
-    """What ``command`` prints of file names; None for a command that is not known."""
-    match command, arguments:
-        case "cd", [folder]:
-            path = folder if folder.startswith("/") else f"{script.resolve().parent}/{folder}"
-            return posixpath.normpath(path)
-        case "dirname", [path]:
-            return posixpath.dirname(path.rstrip("/")) or ("/" if path.startswith("/") else ".")
-        case "basename", [path, *suffix] if len(suffix) < 2:
-            name = posixpath.basename(path.rstrip("/"))
-            return name.removesuffix(suffix[0]) if suffix and name != suffix[0] else name
-        case "realpath", [path] if path.startswith("/"):
-            return posixpath.normpath(path)
-        case "readlink", ["-f", path] if path.startswith("/"):
-            return posixpath.normpath(path)
-        case _:
-            return None
-
-
-def _seq(text: str) -> str | None:
-    """What ``seq`` prints, on one line."""
-    found = _SEQ.fullmatch(text)
-    if found is None:
-        return None
-    numbers = [int(number) for number in found.groups() if number is not None]
-    first, step, last = (
-        (1, 1, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1] if len(numbers) == 3 else 1, numbers[-1])
-    )
-    if not step or (last - first) // step >= MAX_WORDS:
-        return None
-    return " ".join(map(str, range(first, last + (1 if step > 0 else -1), step)))

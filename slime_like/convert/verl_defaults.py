@@ -12,6 +12,7 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 MEGATRON, OPTIM = f"{ACTOR}.megatron", f"{ACTOR}.optim"
 CORRECTION = "algorithm.rollout_correction"
 CRITIC = "critic.optim"
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 SCHEDULE: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "min_lr_ratio": 0.0,

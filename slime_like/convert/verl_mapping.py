@@ -17,19 +17,16 @@ from slime_like.config.render import render
 from slime_like.config.root import TrainConfig
 from slime_like.convert.rows import BLOCKING, Mapped, Row
 from slime_like.convert.verl_algo import map_algorithm
-from slime_like.convert.verl_data import (
-    lengths,
-    map_critic,
-    map_data,
-    map_evaluation,
-    map_rewards,
-    map_rollout,
-    map_run,
-)
+from slime_like.convert.verl_critic import map_critic
+from slime_like.convert.verl_data import map_data, map_evaluation
 from slime_like.convert.verl_defaults import MEGATRON, ROLLOUT, VALUES
 from slime_like.convert.verl_job import Job, Setting
+from slime_like.convert.verl_layout import map_layout
 from slime_like.convert.verl_names import feature, switch, without_effect
-from slime_like.convert.verl_run import map_batches, map_layout, map_optimizer
+from slime_like.convert.verl_optim import map_batches, map_optimizer
+from slime_like.convert.verl_rewards import map_rewards
+from slime_like.convert.verl_rollout import lengths, map_rollout
+from slime_like.convert.verl_run import map_run
 from slime_like.errors import ConfigError
 
 _TRANSFORMER = f"{MEGATRON}.override_transformer_config."

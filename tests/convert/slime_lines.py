@@ -1,0 +1,34 @@
+"""One line of slime's flags, translated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime_like.config.root import TrainConfig
+from slime_like.convert.flag_mapping import map_arguments
+from slime_like.convert.launch_script import read_launch
+from slime_like.convert.rows import Mapped, Row
+
+NEEDED = (
+    "--hf-checkpoint m --prompt-data d.jsonl --num-rollout 10 --rollout-batch-size 8 --n-samples-per-prompt 4 "
+    "--attention-dropout 0.0 --hidden-dropout 0.0"
+)
+
+
+def mapped(folder: Path, line: str, *, asynchronous: bool = False, drop: Sequence[str] = ()) -> Mapped:
+    script = folder / "run.sh"
+    script.write_text(f"python3 train.py {NEEDED} \\\n {line}")
+    return map_arguments(read_launch(script, given={}).arguments, run_name="a", asynchronous=asynchronous, drop=drop)
+
+
+def composed(folder: Path, line: str, **options: Any) -> TrainConfig:
+    """The configuration of a job that converts."""
+    found = mapped(folder, line, **options)
+    assert found.config is not None, found.blocked
+    return found.config
+
+
+def row(found: Mapped, flag: str) -> Row:
+    return next(row for row in reversed(found.rows) if row.flag == flag)

@@ -1,0 +1,141 @@
+"""Launch scripts of slime of every kind become recipes of the same job, or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.config.load import load_config
+from slime_like.convert.check import check_folder
+from slime_like.convert.slime_job import CODE, NONE, SAME, convert_script
+from slime_like.errors import ConfigError
+from tests.convert.slime_lines import NEEDED
+
+FOLDER = Path(__file__).parent / "slime"
+KINDS = {
+    "run-sft.sh": (SAME, {"--num-epoch": "mapped", "--rollout-function-path": "always", "train_async.py": "always"}),
+    "run-agent.sh": (
+        CODE,
+        {"--custom-generate-function-path": "code", "--custom-rm-path": "code", "--rm-type": "dropped"},
+    ),
+    "run-moe-8nodes.sh": (
+        SAME,
+        {"--sglang-dp-size": "mapped", "--ref-load": "mapped", "--moe-grouped-gemm": "dropped"},
+    ),
+    "run-fp8.sh": (NONE, {"--hf-checkpoint": "refused", "--fp8-format": "refused"}),
+    "run-fault-tolerance.sh": (SAME, {"--use-fault-tolerance": "mapped", "--update-weight-mode": "dropped"}),
+    "run-fully-async.sh": (NONE, {"--rollout-function-path": "refused", "--custom-tis-function-path": "refused"}),
+    "run-own-loss.sh": (NONE, {"--custom-loss-function-path": "refused", "--my-own-flag": "unknown"}),
+}
+OUTCOMES: dict[str, dict[str, Any]] = {
+    "run-sft.sh": {
+        "algo.name": "sft",
+        "loop.num_epoch": 3,
+        "loop.steps_per_rollout": 2,
+        "rollout.n_samples_per_prompt": 1,
+        "data.conversation": "whole",
+        "run.mode": "train_only",
+        "loop.max_staleness": 0,
+    },
+    "run-agent.sh": {
+        "rollout.generate": "my_search_agent.generate:generate",
+        "reward.name": "my_search_agent.reward:score",
+        "evaluation.datasets": {"aime": "/data/heldout.jsonl"},
+        "evaluation.max_response_len": 16384,
+        "rollout.num_engines": 8,
+        "loop.steps_per_rollout": 4,
+    },
+    "run-moe-8nodes.sh": {
+        "rollout.sglang": {"attn_dp_size": 4, "ep_size": 16},
+        "rollout.num_engines": 4,
+        "model.megatron_checkpoint": "/m/Moe-30B-tuned_torch_dist",
+        "placement.ray_address": "auto",
+        "rollout.filters": ["nonzero_std"],
+    },
+    "run-fault-tolerance.sh": {
+        "health.on_dead_engine": "restart",
+        "loop.max_staleness": 1,
+        "placement.mode": "split",
+        "rollout.num_engines": 2,
+        "model.hf_checkpoint": "/m/Model-4B",
+        "run.resume": "auto",
+    },
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_scripts_of_every_kind_become_the_same_job_or_none(name: str, tmp_path: Path) -> None:
+    code, verdicts = KINDS[name]
+    out = tmp_path / "recipe" / "a.yaml"
+    done = convert_script(FOLDER / name, out)
+    assert done.code == code, done.problem or done.report
+    assert {flag: next(r.verdict for r in done.rows if r.flag == flag) for flag in verdicts} == verdicts
+    assert out.exists() == (code != NONE)
+    if code == NONE:
+        drops = done.problem.rpartition("add: ")[2].split()
+        refused = {flag for flag, verdict in verdicts.items() if verdict == "refused"}
+        assert {f"--drop={flag}" for flag in refused - {"--hf-checkpoint"}} <= {*drops}
+        assert "--drop=--hf-checkpoint" not in drops, "a job without a model is none"
+        assert ("without the others" in done.problem) == ("--hf-checkpoint" in refused)
+        return
+    command = ["--config-dir", str(tmp_path), "+recipe=a"]
+    cfg = load_config(command, files=False, machine=False, code=False)
+    for key, value in OUTCOMES[name].items():
+        group, _, field = key.partition(".")
+        assert getattr(getattr(cfg, group), field) == value, key
+    if code == CODE:
+        with pytest.raises(ConfigError, match="cannot import 'my_search_agent"):
+            load_config(command, files=False)
+
+
+def test_a_model_file_that_is_not_there_is_what_config_json_says(tmp_path: Path) -> None:
+    done = convert_script(FOLDER / "run-agent.sh", tmp_path / "recipe" / "a.yaml")
+    assert (
+        "models/of-a-model-that-is-not-here.sh" in done.report
+        and "as config.json of --hf-checkpoint does" in done.report
+    )
+    elsewhere = convert_script(FOLDER / "run-sft.sh", tmp_path / "recipe" / "b.yaml").report
+    assert f"{FOLDER / 'models' / 'dense-4B.sh'} was read" in elsewhere and "--num-layers 36" in elsewhere
+
+
+def test_a_refused_flag_may_be_dropped_by_name(tmp_path: Path) -> None:
+    drop = ["--rollout-function-path", "--custom-tis-function-path"]
+    done = convert_script(FOLDER / "run-fully-async.sh", tmp_path / "recipe" / "a.yaml", drop=drop)
+    assert done.code == SAME
+    with pytest.raises(ConfigError, match=r"--drop --lr-x: the script does not give it"):
+        convert_script(FOLDER / "run-fully-async.sh", tmp_path / "recipe" / "b.yaml", drop=[*drop, "--lr-x"])
+
+
+def test_dropout_that_slime_would_train_with_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 train.py {NEEDED.replace('--hidden-dropout 0.0', '')}")
+    out = tmp_path / "recipe" / "a.yaml"
+    done = convert_script(script, out)
+    assert (done.code, [row.flag for row in done.rows if row.verdict == "refused"]) == (NONE, ["--hidden-dropout"])
+    assert convert_script(script, out, drop=["--hidden-dropout"]).code == SAME
+
+
+def test_the_environment_of_a_job_may_be_part_of_it(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    env = '{\\"env_vars\\": {\\"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\\": \\"1\\", \\"NVLS\\": \\"$(nvidia-smi)\\"}}'
+    script.write_text(f'E="{env}"\nray job submit --runtime-env-json="$E" -- python3 train.py {NEEDED}')
+    done = convert_script(script, tmp_path / "recipe" / "a.yaml")
+    assert done.code == NONE
+    assert "OPEN_TRAINING_INT4_FAKE_QAT_FLAG 1: refused" in done.problem
+
+
+def test_a_folder_of_scripts_is_counted_by_class(tmp_path: Path) -> None:
+    table = check_folder(FOLDER)
+    assert "| a recipe of the same job | 3 |" in table
+    assert "| a recipe of the same job, once the functions that it names are ported | 1 |" in table
+    assert "| no recipe: flags without a counterpart, each named (--drop) | 3 |" in table
+    assert "| no recipe: values that the script takes from outside are needed (--set) | 1 |" in table
+    assert "refused run-fully-async.sh: --rollout-function-path" in table
+    (tmp_path / "launch.py").write_text("import miles.utils.external_utils.command_utils as U\nU.execute_train('')")
+    assert "| a Python launcher: one line prints its command line | 1 |" in check_folder(tmp_path)
+    with pytest.raises(ConfigError, match=r"builds its command line when it runs.*python -c"):
+        convert_script(tmp_path / "launch.py")
+    with pytest.raises(ConfigError, match=r"has no script that starts train.py"):
+        check_folder(tmp_path / "empty")
