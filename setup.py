@@ -55,7 +55,7 @@ setup(
         "tenacity",
         "math-verify",
     ],
-    extras_require={"wandb": ["wandb"], "tensorboard": ["tensorboard"]},
+    extras_require={"wandb": ["wandb"], "tensorboard": ["tensorboard"], "docs": ["mkdocs-material>=9.7,<10"]},
     entry_points={
         "sglang.srt.platforms": ["slime_like_cpu = slime_like_plugins.sglang_cpu:activate"],
         "sglang.srt.plugins": [

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolves scripts/requirements/*.in anew into cpu.lock, gpu.lock and fla_interpreter.lock. Commit them together.
+# Resolves scripts/requirements/*.in anew into cpu.lock, gpu.lock, fla_interpreter.lock and docs.lock. Commit them together.
 #
 #   bash scripts/lock.sh             # keeps the versions of the present locks where the *.in files still allow them
 #   bash scripts/lock.sh --upgrade   # takes the newest; or --upgrade-package NAME
@@ -33,3 +33,4 @@ IN=scripts/requirements
 step "cpu.lock" compile cpu.lock $IN/runtime.in $IN/dev.in --override $IN/cpu.overrides "$@"
 step "fla_interpreter.lock" compile fla_interpreter.lock $IN/fla_interpreter.in --no-deps "$@"
 step "gpu.lock" compile gpu.lock $IN/runtime.in $IN/gpu.in $IN/dev.in "$@"
+step "docs.lock" compile docs.lock $IN/docs.in "$@"
