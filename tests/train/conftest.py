@@ -54,7 +54,7 @@ def results(request: pytest.FixtureRequest, models: dict[str, Path], scratch: Pa
     """What every rank of every job of the collected modules returned."""
     by_size: dict[int, list[Job]] = {}
     modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
-    trainers = [module for module in modules if module.__name__.startswith("tests.train.")]
+    trainers = [module for module in modules if getattr(module, "__name__", "").startswith("tests.train.")]
     for module in sorted(trainers, key=str):
         for size, jobs in getattr(module, "JOBS", {}).items():
             by_size.setdefault(size, []).extend(jobs)
