@@ -1,8 +1,8 @@
-"""The arguments that a launch script of slime gives to ``train.py``, found without running a line of it.
+"""The arguments that a launch script gives to its training command, found without running a line of it.
 
-Read: assignments, arrays, ``source`` and the command that starts training. Not run: everything else. ``if``, ``case``,
-``&&`` and ``||`` are followed where variables decide them; what is set where it may or may not happen (under any other
-condition, in loops, in functions) counts as unknown, and is refused where it matters.
+Assignments, arrays, ``source`` and the training command are read; no command is run. ``if``, ``case``, ``&&`` and ``||`` are
+followed where variables decide them, and variables of a subshell are lost with it. A variable that is set under any other
+condition, in a loop or in a function is unknown, and refused where an argument needs it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ def read_launch(
     if script.suffix == ".py":
         raise ConfigError(python_launcher(script))
     reader = ScriptReader(Scope(dict(given)), tuple(skip), tuple(programs))
-    reader.read(script)
+    try:
+        reader.read(script)
+    except RecursionError as error:
+        raise ConfigError(
+            f"{script}: its blocks and the files that it sources lie too deep within one another"
+        ) from error
     if not reader.starts:
         raise ConfigError(f"{script} starts no {' or '.join(programs)}: give the script that does")
     if len(reader.starts) > 1:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime_like.convert.shell_assignments import DECLARE, Assignments
-from slime_like.convert.shell_branches import Branches, both, decide, keywords, negated, parentheses
-from slime_like.convert.shell_commands import leading_assignments, names_of, plain_words, simple_commands, subshells
-from slime_like.convert.shell_lexer import tokens
+from slime_like.convert.shell_assignments import DECLARE, READ, Assignments, leading_assignments, names_of, plain_words
+from slime_like.convert.shell_branches import Branches
+from slime_like.convert.shell_parser import parse
 from slime_like.convert.shell_values import ARGUMENTS, Scope, Value
 from slime_like.convert.shell_words import Array, Token, Word
 from slime_like.errors import ConfigError
@@ -53,43 +52,17 @@ class ScriptReader:
             text = script.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{script} cannot be read ({error}): give a bash script") from error
-        branches = Branches()
-        commands = list(simple_commands(tokens(text, str(script))))
-        for (command, before, after), subshell in zip(commands, subshells(commands), strict=True):
-            self._command(list(command), before, branches, script, subshell)
-            parentheses(command, after, branches)
-            if after in (";;", ";&", ";;&") and (block := branches.last) is not None and block.closer == "esac":
-                block.patterns = []
-                block.runs = False
-        if (block := branches.last) is not None:
-            raise ConfigError(f"{block.where}: what begins here has no {block.closer!r}")
+        branches = Branches(
+            self.scope, script, lambda words, inside: self._effects(words, script, inside), starts=self._starts
+        )
+        branches.follow(parse(text, str(script)))
 
-    def _command(self, words: list[Token], before: str, branches: Branches, script: Path, subshell: bool) -> None:
-        grammar = keywords(words, before, branches, self.scope, script)
-        runs = both(branches.runs, branches.connected(before))
-        inside = ""
-        trains = training(plain_words(leading_assignments(words)[1]), self.programs) is not None
-        starts = before == "&&" and branches.runs and trains
-        if runs is None and not starts:  # what stands before the command that starts training prepares it
-            inside = branches.reason or "only if another command succeeds"
-        if grammar == "loop":  # for NAME in ...
-            if runs is not False:
-                Assignments(self.scope, script, inside, self.notes).taint(words[:1])
-            return
-        if grammar == "pattern":
-            return
-        plain = plain_words(words)
-        if words or grammar == "!":
-            result = decide(plain, self.scope, script) if len(plain) == len(words) else None
-            branches.record(before, negated(result) if grammar == "!" else result, plain)
-        if subshell and not trains:  # what it sets is lost
-            self._count(plain[0].literal or "" if plain else "")
-        elif runs is not False:
-            self._effects(words, script, inside)
+    def _starts(self, words: Sequence[Token]) -> bool:
+        return training(plain_words(leading_assignments(words)[1]), self.programs) is not None
 
-    def _effects(self, words: list[Token], script: Path, inside: str) -> None:
+    def _effects(self, words: Sequence[Token], script: Path, inside: str) -> None:
         """Take what a command sets, sources or starts; ``inside`` says where it stands if it may not run at all."""
-        variables = Assignments(self.scope, script, inside, self.notes)
+        variables = Assignments(self.scope, script, inside)
         variables.expand(words)
         assignments, rest = leading_assignments(words)
         name = rest[0].literal if rest and isinstance(rest[0], Word) else ""
@@ -110,7 +83,8 @@ class ScriptReader:
         if name in DECLARE:
             variables.declare(words)
         elif plain and variables.builtin(plain):
-            return
+            if name in READ and any(word.literal == "MODEL_ARGS" for word in plain[1:]):
+                self._leave_model_args(f"MODEL_ARGS is read from a command ({plain[0].where}): it describes the model")
         elif name == "eval":
             raise ConfigError(f"{plain[0].where}: eval may set anything, and nothing is run here: write it out")
         elif (at := training(plain, self.programs)) is not None:
@@ -122,6 +96,11 @@ class ScriptReader:
             self.starts.append(Start(Path(plain[at].parts[-1].text).name, plain[0].where, arguments))
         else:
             self._count(name)
+
+    def _leave_model_args(self, why: str) -> None:
+        """Leave the model's shape, which MODEL_ARGS says in slime, to config.json."""
+        self.notes.append(f"{why}, as config.json of --hf-checkpoint does")
+        self.scope.assign("MODEL_ARGS", ())
 
     def _environment(self, text: str) -> None:
         """Take the variables of ``--runtime-env-json=...``, also of JSON in which a value is not known."""
@@ -143,11 +122,7 @@ class ScriptReader:
             raise ConfigError(f"{word.where}: a file is sourced {inside}, and whether it runs is not known; {leave}")
         path = self._sourced(value, script)
         if path is None and _MODEL_FILE.search(value.text):
-            self.notes.append(
-                f"{value.text} ({word.where}) is not there: its MODEL_ARGS describe the model, as config.json of "
-                "--hf-checkpoint does"
-            )
-            self.scope.assign("MODEL_ARGS", ())
+            self._leave_model_args(f"{value.text} ({word.where}) is not there: its MODEL_ARGS describe the model")
             return
         if path is None and value.problem:
             raise ConfigError(f"{word.where}: which file is sourced is not known: {value.problem}; {leave}")
@@ -159,7 +134,7 @@ class ScriptReader:
             before[ARGUMENTS] = self.scope.values.get(ARGUMENTS)
             self.scope.assign(ARGUMENTS, tuple(arguments))
         for item in assignments:
-            Assignments(self.scope, script, "", self.notes).assign(item)
+            Assignments(self.scope, script, "").assign(item)
         self.read(path)
         for name, values in before.items():
             self.scope.values.pop(name, None)

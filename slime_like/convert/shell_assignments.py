@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_like.convert.shell_commands import ASSIGNMENT
 from slime_like.convert.shell_values import ARGUMENTS, Scope, Value
-from slime_like.convert.shell_words import Array, Operator, Token, Word
+from slime_like.convert.shell_words import MAX_WORDS, Array, Operator, Token, Word
 from slime_like.errors import ConfigError
 
 DECLARE = ("export", "declare", "local", "readonly", "typeset")
-_READ = ("read", "mapfile", "readarray", "getopts")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+)\])?(\+?)=")
+READ = ("read", "mapfile", "readarray", "getopts")
 _COMPUTED = re.compile(r"\b([A-Za-z_]\w*)\s*(?:(?:<<|>>|[-+*/%&|^])?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)")
 _SET_IF_UNSET = re.compile(r"([A-Za-z_]\w*)(:?)=")  # ${NAME:=word}
 
@@ -28,7 +28,6 @@ class Assignments:
     scope: Scope
     script: Path
     inside: str
-    notes: list[str]  # for the reader of the report
 
     def expand(self, words: Sequence[Token]) -> None:
         """Set what the expansions of ``words`` set, such as ``${NAME:=word}`` and ``$((NAME++))``."""
@@ -46,7 +45,7 @@ class Assignments:
             else:
                 self.scope.assign_array(item, self.script)
             return
-        found = ASSIGNMENT.match(item.parts[0].text) if item.parts and item.parts[0].kind == "text" else None
+        found = _ASSIGNMENT.match(item.parts[0].text) if item.parts and item.parts[0].kind == "text" else None
         if found is None:  # export NAME
             return
         name, index, append = found[1], found[2], bool(found[3])
@@ -56,9 +55,11 @@ class Assignments:
         value = self.scope.text(_without(item, found.end()), self.script)
         if index is None:
             self.scope.assign_text(name, value, append=append)
+        elif int(index) >= MAX_WORDS:
+            raise ConfigError(f"{item.where}: {name}[{index}] is not read: an array has at most {MAX_WORDS} words here")
         elif name not in self.scope.unreadable:
             values = list(self.scope.values.get(name, ()))
-            values += [Value("", value.where)] * (int(index) + 1 - len(values)) if int(index) < 10_000 else []
+            values += [Value("", value.where)] * (int(index) + 1 - len(values))
             values[int(index)] = value
             self.scope.assign(name, tuple(values))
 
@@ -83,7 +84,7 @@ class Assignments:
                     self._compute("".join(part.text for part in word.parts), word.where)
             case "printf" if len(words) > 2 and words[1].literal == "-v":
                 self.scope.taint((words[2].literal or "").partition("[")[0], f"is printed into at {words[0].where}")
-            case name if name in _READ:
+            case name if name in READ:
                 self.taint(words[1:])
             case "set" | "shift":
                 self._set_arguments(words)
@@ -92,15 +93,9 @@ class Assignments:
         return True
 
     def taint(self, words: Sequence[Token]) -> None:
-        """Make the variables that ``words`` name unknown; MODEL_ARGS is left to config.json."""
+        """Make the variables that ``words`` name unknown."""
         for word in words:
-            if isinstance(word, Word) and word.literal == "MODEL_ARGS":
-                self.notes.append(
-                    f"MODEL_ARGS is read from a command ({word.where}): it describes the model, as config.json of "
-                    "--hf-checkpoint does"
-                )
-                self.scope.assign("MODEL_ARGS", ())
-            elif isinstance(word, Word) and re.fullmatch(r"[A-Za-z_]\w*", word.literal or ""):
+            if isinstance(word, Word) and re.fullmatch(r"[A-Za-z_]\w*", word.literal or ""):
                 why = f"is set {self.inside}" if self.inside else f"is read at {word.where}"
                 self.scope.taint(word.literal or "", why)
 
@@ -161,3 +156,33 @@ def _without(word: Word, length: int) -> Word:
     first = word.parts[0]
     cut = type(first)(first.kind, first.text[length:], first.quoted)
     return Word((cut, *word.parts[1:]), word.where)
+
+
+def leading_assignments(words: Sequence[Token]) -> tuple[list[Word | Array], list[Word | Array]]:
+    """Return the assignments that a command begins with, and its other words."""
+    items = [word for word in words if not isinstance(word, Operator)]
+    at = 0
+    while at < len(items) and _is_assignment(items[at]):
+        at += 1
+    return items[:at], items[at:]
+
+
+def _is_assignment(item: Word | Array) -> bool:
+    if isinstance(item, Array):
+        return True
+    first = item.parts[0] if item.parts else None
+    return first is not None and first.kind == "text" and not first.quoted and bool(_ASSIGNMENT.match(first.text))
+
+
+def plain_words(items: Sequence[Token]) -> list[Word]:
+    """Return ``items`` without arrays and operators."""
+    return [item for item in items if isinstance(item, Word)]
+
+
+def names_of(assignments: Sequence[Word | Array]) -> Iterator[str]:
+    """Yield the variables that ``assignments`` set."""
+    for item in assignments:
+        if isinstance(item, Array):
+            yield item.name
+        elif found := _ASSIGNMENT.match(item.parts[0].text):
+            yield found[1]

@@ -15,7 +15,7 @@ from slime_like.errors import ConfigError
 MAX_CHARS, MAX_NESTING = 2**20, 40
 _BLANK, _META = " \t\r", " \t\r\n;&|()<>"
 _REDIRECTION = re.compile(r"\d*(?:&>>?|<<<|<<-?|>>|[<>]&|<>|>\||[<>])|&>>?")
-_OPERATOR = re.compile(r";;&?|;&|&&|\|\|?|;|&|\n|\(|\)")
+_OPERATOR = re.compile(r";;&?|;&|&&|\|[|&]?|;|&|\n|\(|\)")
 _NAME = re.compile(r"[A-Za-z_]\w*|[@*#?$!0-9-]")
 _ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
@@ -42,6 +42,7 @@ class _Lexer:
     fixed_place: bool = False
     at: int = 0
     nesting: int = 0
+    testing: bool = False  # between ``[[`` and ``]]``
     _documents: list[tuple[str, bool]] = field(default_factory=list[tuple[str, bool]])  # (end, tabs are cut)
 
     @property
@@ -60,6 +61,9 @@ class _Lexer:
                 self.at = _end(self.text.find("\n", self.at), self.text)
             elif self.text[self.at : self.at + 2] in ("<(", ">("):
                 return Word((Part("command", self._substitution(2), False),), self.where)
+            elif self.testing and rest in "<>":
+                self.at += 1
+                return Operator(rest, self.where)
             elif found := _REDIRECTION.match(self.text, self.at):
                 self._redirection(found)
             elif self.text.startswith("((", self.at):
@@ -112,7 +116,9 @@ class _Lexer:
         parts = self.parts(stop=_META)
         if self.at == start:
             raise ConfigError(f"{where}: {self.text[start]!r} is not understood here")
-        return Word(parts, where)
+        word = Word(parts, where)
+        self.testing = word.keyword == "[[" or (self.testing and word.keyword != "]]")
+        return word
 
     def _elements(self, opened: str) -> Iterator[Word]:
         while (token := self.token()) is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -29,7 +30,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: lambda a, b: int(a / b),
-    ast.Mod: operator.mod,
+    ast.Mod: lambda a, b: a - b * int(a / b),
 }
 
 
@@ -50,6 +51,15 @@ class Scope:
     values: dict[str, tuple[Value, ...]] = field(default_factory=dict[str, tuple[Value, ...]])
     unreadable: dict[str, str] = field(default_factory=dict[str, str])  # name -> why
     incomplete: bool = False  # a file that may set more was left out
+
+    @contextmanager
+    def subshell(self) -> Generator[None]:
+        """Forget in the end what was set meanwhile."""
+        kept = dict(self.values), dict(self.unreadable), self.incomplete
+        try:
+            yield
+        finally:
+            self.values, self.unreadable, self.incomplete = kept
 
     def assign(self, name: str, values: tuple[Value, ...], *, append: bool = False) -> None:
         """Set a variable (one value) or an array."""

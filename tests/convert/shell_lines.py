@@ -1,0 +1,44 @@
+"""Launch scripts of a few lines: read, and run by bash."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from slime_like.convert.launch_script import Launch, read_launch
+from slime_like.errors import ConfigError
+
+_PYTHON = "python3() { shift; printf '%s\\0' \"$@\"; }\n"  # stands in for training when bash runs a script
+
+
+def read(folder: Path, text: str, **given: str) -> Launch:
+    """Read ``text`` as the script run.sh."""
+    script = folder / "run.sh"
+    script.write_text(text)
+    return read_launch(script, given=given)
+
+
+def assert_read_as_bash_does(text: str, folder: Path) -> None:
+    """Assert that the arguments of training are those that it has when bash runs the script."""
+    found = read(folder, text)
+    ran = subprocess.run(
+        ["bash", "--norc"],
+        input=(_PYTHON + text).encode(),
+        capture_output=True,
+        check=False,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    expected = ran.stdout.decode().split("\0")[:-1]
+    assert [(value.text, value.problem) for value in found.arguments] == [(argument, "") for argument in expected]
+    assert expected, "bash gave no arguments"
+
+
+def assert_refused(text: str, words: Sequence[str], folder: Path) -> None:
+    """Assert that the script, or an argument in it, is refused with a message that holds ``words``."""
+    with pytest.raises(ConfigError) as caught:
+        found = read(folder, text)
+        raise ConfigError(" ".join(f"{value.where}: {value.problem}" for value in found.arguments if value.problem))
+    assert all(word in str(caught.value) for word in words), caught.value
