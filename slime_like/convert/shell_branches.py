@@ -134,7 +134,7 @@ class Branches:
             if runs is not False:
                 of_body = self._body(runs, branch.body, reason)
                 result = of_body if runs else None
-            earlier = earlier if branch.end == ";;&" else either(earlier, fitting)
+            earlier = both(earlier, negated(runs)) if branch.end == ";;&" else either(earlier, fitting)
             through = runs if branch.end == ";&" else False
         return result
 

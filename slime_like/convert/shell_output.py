@@ -14,7 +14,7 @@ _SEQ = re.compile(r"seq (-?\d+)(?: (-?\d+))?(?: (-?\d+))?")
 
 
 def file_command(text: str, where: str) -> list[Word]:
-    """The words of ``cd FOLDER && pwd``, or of one command that names a file; none for any other."""
+    """Return the words of ``cd FOLDER && pwd``, or of one command that names a file; none for any other."""
     try:
         found = list(tokens(text, where))
     except ConfigError:
@@ -30,7 +30,7 @@ def file_command(text: str, where: str) -> list[Word]:
 
 
 def named_file(command: str, arguments: list[str], script: Path) -> str | None:
-    """What ``command`` prints of file names; None for a command that is not known."""
+    """Return the name that ``command`` prints; None for a command that is not known."""
     match command, arguments:
         case "cd", [folder]:
             path = folder if folder.startswith("/") else f"{script.resolve().parent}/{folder}"
@@ -49,7 +49,7 @@ def named_file(command: str, arguments: list[str], script: Path) -> str | None:
 
 
 def seq(text: str) -> str | None:
-    """What ``seq`` prints, on one line."""
+    """Return the numbers that ``seq`` prints; None for any other command."""
     found = _SEQ.fullmatch(text)
     if found is None:
         return None
@@ -59,4 +59,4 @@ def seq(text: str) -> str | None:
     )
     if not step or (last - first) // step >= MAX_WORDS:
         return None
-    return " ".join(map(str, range(first, last + (1 if step > 0 else -1), step)))
+    return "\n".join(map(str, range(first, last + (1 if step > 0 else -1), step)))

@@ -68,14 +68,16 @@ class Scope:
             self.unreadable.pop(name, None)
 
     def assign_text(self, name: str, value: Value, *, append: bool = False) -> None:
-        """``NAME=text`` or ``NAME+=text``."""
+        """Set ``NAME=text``, or append to it; an unknown text stays unknown."""
+        if append and name in self.unreadable:
+            return
         old = self.values.get(name, ())
         first = old[0] if append and old else Value("", value.where)
         joined = Value(first.text + value.text, value.where, first.problem or value.problem)
         self.assign(name, (joined, *(old[1:] if append else ())))
 
     def assign_array(self, array: Array, script: Path) -> None:
-        """``NAME=(...)`` or ``NAME+=(...)``."""
+        """Set ``NAME=(...)``, or append to it."""
         self.assign(
             array.name, tuple(v for word in array.words for v in self.expand(word, script)), append=array.append
         )

@@ -21,9 +21,8 @@ def read(folder: Path, text: str, **given: str) -> Launch:
     return read_launch(script, given=given)
 
 
-def assert_read_as_bash_does(text: str, folder: Path) -> None:
-    """Assert that the arguments of training are those that it has when bash runs the script."""
-    found = read(folder, text)
+def arguments_in_bash(text: str) -> list[str]:
+    """Return the arguments that training has when bash runs the script."""
     ran = subprocess.run(
         ["bash", "--norc"],
         input=(_PYTHON + text).encode(),
@@ -31,8 +30,14 @@ def assert_read_as_bash_does(text: str, folder: Path) -> None:
         check=False,
         env={"PATH": "/usr/bin:/bin"},
     )
-    expected = ran.stdout.decode().split("\0")[:-1]
-    assert [(value.text, value.problem) for value in found.arguments] == [(argument, "") for argument in expected]
+    return ran.stdout.decode().split("\0")[:-1]
+
+
+def assert_read_as_bash_does(text: str, folder: Path) -> None:
+    """Assert that the arguments of training are those that it has when bash runs the script."""
+    expected = arguments_in_bash(text)
+    found = read(folder, text).arguments
+    assert [(value.text, value.problem) for value in found] == [(argument, "") for argument in expected]
     assert expected, "bash gave no arguments"
 
 

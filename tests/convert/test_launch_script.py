@@ -30,7 +30,7 @@ SAME_AS_BASH = {
         'P="$(cd -- "/a/b/.." && pwd)"\nN=$(basename "$P/c.parquet" .parquet)\npython3 train.py $N $(dirname /x/y) '
         '"$(basename /q/r/)"'
     ),
-    "seq": "python3 train.py --bs 1 $(seq 2 2 8) --b $(seq 3)",
+    "seq": 'S=$(seq 2)\npython3 train.py --bs 1 $(seq 2 2 8) --b $(seq 3) "$S"',
     "redirections": "python3 train.py --a 2>&1 --b >/dev/stdout <<< text",
     "json": 'python3 train.py --k \'{"a": false}\' --s "{rollout_id}"',
     "two on a line": "A=1 B=2\npython3 train.py $A $B; true",
@@ -47,6 +47,7 @@ REFUSED = {
     "python3 train.py $HOME": ["run.sh:1", "HOME is not set", "--set HOME=VALUE"],
     "python3 train.py\npython3 train.py": ["2 times", "run.sh:1", "run.sh:2"],
     "echo hello": ["starts no train.py"],
+    "LR=1\nlet LR=5\nLR+=2\npython3 train.py $LR": ["LR is computed at", "run.sh:2", "--set LR=VALUE"],
     "LR=1\nlet LR=5\npython3 train.py $LR": ["LR is computed at", "run.sh:2", "--set LR=VALUE"],
     'LR=1\nlet "LR <<= 1" X=2\npython3 train.py $LR': ["LR is computed at", "--set LR=VALUE"],
     "LR=1\n(( ++LR ))\npython3 train.py $LR": ["LR is computed at", "--set LR=VALUE"],

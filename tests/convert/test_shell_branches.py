@@ -30,7 +30,7 @@ BRANCHES = {
     "a quoted pattern": 'case ab in "a*") X=1;; a*) X=2;; esac\npython3 train.py $X',
     "a group in a case": "case x in x) { Y=1; };; *) Y=2;; esac\npython3 train.py $Y",
     "branches that run on": "case a in a) X=1;& b) Y=2;; c) X=3;; esac\ncase a in a) Z=4;;& b) X=5;; *) W=6;; esac\n"
-    "python3 train.py $X $Y $Z $W",
+    "case 1 in [12]) A=1;& 1) B=2;;& *) C=3;; esac\npython3 train.py $X $Y $Z $W $A $B $C",
     "the result of a branch": "if true; then false; fi || X=2\nif false; then :; fi && Y=3\npython3 train.py $X $Y",
     "an empty word in a test": "A=\nif [ -n $A ]; then X=1; else X=2; fi\nif [[ -n $A ]]; then Y=1; else Y=2; fi\n"
     "python3 train.py $X $Y",
