@@ -14,7 +14,7 @@ WORDS = st.sampled_from(
 )
 PATTERNS = st.sampled_from(("1", "a*", '"a*"', "*", "$X", "2 | ab", "[12]"))
 COMMANDS = ("{}={}", "export {}={}", "{}+={}", "unset {}", ": ${{{}:={}}}", "let {}=3", "{}=$((7 % 2))")
-TESTS = ("[ {} = {} ]", "[[ {} == {} ]]", "[[ {} != {} ]]", "[ -n {} ]", "[[ -z {} ]]", "true", "! true", "no_command")
+TESTS = ("[ {} = {} ]", "[[ {} == {} ]]", "[[ {} != {} ]]", "[ -n {} ]", "[[ -z {} ]]", "true", "false", "no_command")
 ENDS = ("\n", "; ", " &\n")
 
 tests = st.builds(str.format, st.sampled_from(TESTS), WORDS, WORDS)
