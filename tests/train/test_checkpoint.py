@@ -47,7 +47,7 @@ def test_a_save_leaves_no_process_behind(results: Results) -> None:
 @pytest.mark.parametrize(
     ("name", "names"),
     [
-        ("nothing there", "latest_checkpointed_iteration.txt is missing; write the number"),
+        ("nothing there", "latest_checkpointed_iteration.txt: missing; give a folder"),
         ("latest lost", "latest_checkpointed_iteration.txt: missing, though"),
         ("latest is not a number", "'ten', which is not an iteration"),
         ("metadata lost", "metadata.json: missing"),
