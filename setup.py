@@ -27,18 +27,26 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.12,<3.13",
-    packages=[*find_packages(include=["slime_like", "slime_like.*"]), *find_packages(where="plugins")],
-    package_dir={"slime_like": "slime_like", "slime_like_plugins": "plugins/slime_like_plugins"},
+    packages=[
+        *find_packages(include=["slime_like", "slime_like.*", "slime_like_compat", "slime_like_compat.*"]),
+        *find_packages(where="plugins"),
+    ],
+    package_dir={
+        "slime_like": "slime_like",
+        "slime_like_compat": "slime_like_compat",
+        "slime_like_plugins": "plugins/slime_like_plugins",
+    },
     package_data={
         "slime_like": ["py.typed"],
+        "slime_like_compat": ["py.typed"],
         "slime_like_plugins": ["py.typed"],
-        "slime_like.config": ["upstream/*.json"],
-        "slime_like.convert": ["*.tsv"],
-        "slime_like.distributed": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
+        "slime_like.config.rules": ["upstream/*.json"],
+        "slime_like_compat.verl": ["*.tsv"],
+        "slime_like.distributed.wrapper": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
         "slime_like_plugins.megatron_cpu": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
         "slime_like_plugins.sglang_cpu": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
     },
-    # Where slime_like.config.paths looks outside a checkout.
+    # Where slime_like.config.load.paths looks outside a checkout.
     data_files=[(f"share/slime_like/{Path(path).parent}", [path]) for path in CONFIGS],
     install_requires=[
         "torch>=2.14,<2.15",

@@ -21,9 +21,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 
 from scripts import bench_arms, bench_spin, bench_startup  # noqa: E402
-from scripts.bench_arms import Record  # noqa: E402
+from scripts.bench_arms import ArmRecord  # noqa: E402
 from scripts.bench_inputs import NEW_TOKENS, PROMPTS, SAMPLES, SHAPES, TOKENS, write_inputs  # noqa: E402
-from slime_like.cluster.machine import cpu_count, memory_bytes  # noqa: E402
+from slime_like.cluster.plan.machine import cpu_count, memory_bytes  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 
 PAGES = REPOSITORY / "docs" / "measurements"
@@ -83,7 +83,7 @@ def compare(size: str, args: argparse.Namespace, work: Path, python: Path) -> st
     folder = work / size
     folder.mkdir(exist_ok=True)
     inputs, steps = write_inputs(folder, size), args.steps or STEPS[size]
-    records = {(side, dtype): Record(f"{side}, {dtype}") for side in ("slime_like", "TRL") for dtype in DTYPES}
+    records = {(side, dtype): ArmRecord(f"{side}, {dtype}") for side in ("slime_like", "TRL") for dtype in DTYPES}
     for index in range(args.rounds):
         for dtype in DTYPES:
             bench_arms.ours(records["slime_like", dtype], inputs, dtype, steps, folder, args.override)
@@ -94,7 +94,7 @@ def compare(size: str, args: argparse.Namespace, work: Path, python: Path) -> st
     return table(size, inputs.num_parameters, steps, args.rounds, records)
 
 
-def table(size: str, parameters: int, steps: int, rounds: int, records: dict[tuple[str, str], Record]) -> str:
+def table(size: str, parameters: int, steps: int, rounds: int, records: dict[tuple[str, str], ArmRecord]) -> str:
     """Markdown of one size: ratio of the faster dtype of each side, then every arm."""
     best = {
         side: min((r for (s, _), r in records.items() if s == side), key=lambda r: r.seconds)

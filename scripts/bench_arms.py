@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from scripts.bench_inputs import CONTEXT, NEW_TOKENS, PROMPTS, SAMPLES, TOKENS, Inputs
+from scripts.bench_inputs import CONTEXT, NEW_TOKENS, PROMPTS, SAMPLES, TOKENS, BenchInputs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 REQUIREMENTS = REPOSITORY / "scripts" / "requirements" / "trl.txt"
@@ -26,7 +26,7 @@ SAMPLE_S = 1.0  # between two looks at memory
 
 
 @dataclass(slots=True)
-class Record:
+class ArmRecord:
     """Steps of one arm, all runs together."""
 
     arm: str
@@ -94,7 +94,7 @@ def _memory(pid: int) -> float:
     return total / 1024
 
 
-def ours(record: Record, inputs: Inputs, dtype: str, steps: int, work: Path, extra: Sequence[str]) -> Path:
+def ours(record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Path, extra: Sequence[str]) -> Path:
     """train.py as it is: Ray, SGLang engine and Megatron trainer on the same model, rows and sizes. Returns its folder."""
     run_dir = work / f"ours-{dtype}-{len(record.runs)}"
     overrides = [
@@ -142,7 +142,7 @@ def check_ours(rows: Sequence[dict[str, Any]], steps: int) -> None:
         raise SystemExit("our arm took a step without a gradient")
 
 
-def trl(record: Record, inputs: Inputs, dtype: str, steps: int, work: Path, python: Path) -> None:
+def trl(record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Path, python: Path) -> None:
     """TRL's GRPOTrainer in its own environment, with all cores."""
     out = work / f"trl-{dtype}-{len(record.runs)}.json"
     given: dict[str, Any] = {

@@ -32,11 +32,11 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from slime_like.config.resolved import EngineSpec
+from slime_like.config.schema.resolved import EngineSpec
 from slime_like.interfaces import Sampling
 from slime_like.printable import visible
-from slime_like.rollout.client import EngineClient
-from slime_like.rollout.server import EngineServer
+from slime_like.rollout.engine.client import EngineClient
+from slime_like.rollout.engine.server import EngineServer
 
 SAMPLES_PER_PROMPT = 8
 PROMPT = 32
@@ -44,7 +44,7 @@ KINDS = ("whole, wall", "whole, CPU", "decode, wall", "decode, CPU")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DecodeShape:
     """A random Qwen3."""
 
     vocab: int
@@ -58,12 +58,12 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(512, 128, 4, 4, 2, 32, 256, torch.float32),
-    "20m": Shape(512, 384, 8, 6, 2, 64, 1792, torch.bfloat16),
+    "tiny": DecodeShape(512, 128, 4, 4, 2, 32, 256, torch.float32),
+    "20m": DecodeShape(512, 384, 8, 6, 2, 64, 1792, torch.bfloat16),
 }
 
 
-def make_model(shape: Shape, folder: Path) -> Qwen3ForCausalLM:
+def make_model(shape: DecodeShape, folder: Path) -> Qwen3ForCausalLM:
     """Random weights, saved to ``folder``."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -88,7 +88,7 @@ def make_model(shape: Shape, folder: Path) -> Qwen3ForCausalLM:
 class EngineArm:
     """An engine with one setting of ``rollout.cpu_kernels``."""
 
-    def __init__(self, kernels: str, model: Path, shape: Shape, batch: int, threads: int) -> None:
+    def __init__(self, kernels: str, model: Path, shape: DecodeShape, batch: int, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         spec = EngineSpec(
             model_path=str(model),
@@ -146,7 +146,7 @@ def hf_arm(model: Qwen3ForCausalLM) -> Callable[[np.ndarray, int], None]:
 
 
 @contextlib.contextmanager
-def arms(options: argparse.Namespace, shape: Shape, folder: Path) -> Generator[dict[str, Callable[..., None]]]:
+def arms(options: argparse.Namespace, shape: DecodeShape, folder: Path) -> Generator[dict[str, Callable[..., None]]]:
     """All arms, ready."""
     model = make_model(shape, folder / "model")
     found: dict[str, Callable[..., None]] = {}
@@ -167,7 +167,7 @@ def arms(options: argparse.Namespace, shape: Shape, folder: Path) -> Generator[d
             engine.server.stop()
 
 
-def measure(found: dict[str, Callable[..., None]], options: argparse.Namespace, shape: Shape) -> None:
+def measure(found: dict[str, Callable[..., None]], options: argparse.Namespace, shape: DecodeShape) -> None:
     """Rounds of all arms in turn, per batch size; prints four rows each."""
     print(visible("| batch | time | " + " | ".join(f"{name} tok/s (ms)" for name in found) + " | ratios to hf |"))
     for batch in options.batches:

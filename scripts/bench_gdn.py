@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins"), str(REPOSITORY / "scripts")]
 
 import torch  # noqa: E402
-from bench_gdn_arms import Arm, Shape, kernels_seen, make_arms, make_call, measure, ratio  # noqa: E402
+from bench_gdn_arms import GdnArm, GdnShape, kernels_seen, make_arms, make_call, measure, ratio  # noqa: E402
 from bench_gdn_plot import plot  # noqa: E402
 
 from slime_like.printable import visible  # noqa: E402
@@ -42,14 +42,14 @@ PARTS = ("out", "final", "dq", "dk", "dv", "dg", "dbeta", "dinitial")  # as recu
 PARITY = {"one sequence": (200,), "packed": (130, 1, 0, 61)}
 
 
-def shape_of(text: str) -> Shape:
+def shape_of(text: str) -> GdnShape:
     """``2048,16,32,128`` or ``64x32,4,4,64``."""
     tokens, heads, value_heads, dim = text.split(",")
     count, _, length = tokens.rpartition("x")
-    return Shape((int(length),) * int(count or 1), int(heads), int(value_heads), int(dim))
+    return GdnShape((int(length),) * int(count or 1), int(heads), int(value_heads), int(dim))
 
 
-def parity(arms: list[Arm], options: argparse.Namespace) -> tuple[list[str], bool]:
+def parity(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], bool]:
     """A table, and whether every error is within the tolerance of the dtype."""
     dim = 128 if options.device == "cuda" else 64
     rows, fine = ["| case | arm | " + " | ".join(PARTS) + " |"], True
@@ -71,7 +71,7 @@ def parity(arms: list[Arm], options: argparse.Namespace) -> tuple[list[str], boo
     return rows, fine
 
 
-def speed(arms: list[Arm], options: argparse.Namespace) -> list[str]:
+def speed(arms: list[GdnArm], options: argparse.Namespace) -> list[str]:
     """Rows per shape and arm, with ratios to the first arm that was measured on the shape."""
     rows = [
         "| T, H/HV x D | arm | first call ms | forward ms | forward + backward ms | peak MiB | ratio |",
@@ -92,13 +92,13 @@ def speed(arms: list[Arm], options: argparse.Namespace) -> list[str]:
     return rows
 
 
-def growth(arms: list[Arm], options: argparse.Namespace) -> tuple[list[str], str]:
+def growth(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], str]:
     """Forward and backward over the length of one sequence: a table and a plot."""
     heads, value_heads, dim = LONG_SHAPE if options.device == "cpu" else (16, 32, 128)
     lines: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in arms}
     rows = ["| T | " + " | ".join(f"{name} ms" for name in lines) + " | ratio |", "|---|" + "---|" * (len(lines) + 1)]
     for tokens in options.long:
-        shape = Shape((tokens,), heads, value_heads, dim)
+        shape = GdnShape((tokens,), heads, value_heads, dim)
         found = measure(arms, shape, options.device, getattr(torch, options.dtype), options.rounds)
         for name, one in found.items():
             lines[name].append((tokens, statistics.median(one.both) * 1e3))
@@ -110,7 +110,7 @@ def growth(arms: list[Arm], options: argparse.Namespace) -> tuple[list[str], str
     return rows, plot(title, "tokens of one sequence", "ms", lines)
 
 
-def page(arms: list[Arm], missing: dict[str, str], options: argparse.Namespace) -> tuple[str, str, bool]:
+def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespace) -> tuple[str, str, bool]:
     """The report as Markdown, its plot, and whether parity holds."""
     proofs = [
         f"- `{arm.name}`: {arm.rule.kernels()}; seen by the profiler: "

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from slime_like.config.gdn import GDNConfig
-from slime_like.config.hf import GDNShape
+from slime_like.config.rules.hf import GDNShape
+from slime_like.config.schema.gdn import GDNConfig
 from slime_like.errors import ConfigError
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
 from slime_like_plugins.qwen_gdn.select import resolve
@@ -23,7 +23,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GdnShape:
     """T tokens in sequences of these lengths, H key heads, HV value heads of D."""
 
     lengths: tuple[int, ...]
@@ -42,7 +42,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class GdnArm:
     """One implementation; ``packs``: it knows more than one sequence."""
 
     name: str
@@ -52,7 +52,7 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Timing:
     """Of one arm on one shape: seconds of the first call, MiB, and seconds of each round."""
 
     cold: float
@@ -127,7 +127,7 @@ class TransformersFallback:
         return f"transformers {self._version}: torch_chunk_gated_delta_rule"
 
 
-def make_arms(names: list[str], device: str, dtype: str, dim: int) -> tuple[list[Arm], dict[str, str]]:
+def make_arms(names: list[str], device: str, dtype: str, dim: int) -> tuple[list[GdnArm], dict[str, str]]:
     """The arms that can run here, and why each of the others cannot."""
     arms, missing = [], {}
     shape = GDNShape(key_heads=1, value_heads=1, key_dim=dim, value_dim=dim, conv_width=4)
@@ -137,15 +137,15 @@ def make_arms(names: list[str], device: str, dtype: str, dim: int) -> tuple[list
         except ConfigError as error:
             missing[name] = str(error)
             continue
-        arms.append(Arm(name, rule.kernels(), rule, packs=name != "hf"))
+        arms.append(GdnArm(name, rule.kernels(), rule, packs=name != "hf"))
     return arms, missing
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TimedCall:
     """One arm on one shape, ready to be run again and again."""
 
-    arm: Arm
+    arm: GdnArm
     inputs: tuple[Tensor, ...]
     bounds: Tensor
     bounds_cpu: Tensor
@@ -167,7 +167,7 @@ class Call:
         )[0]  # fmt: skip
 
 
-def make_call(arm: Arm, shape: Shape, device: str, dtype: torch.dtype) -> Call:
+def make_call(arm: GdnArm, shape: GdnShape, device: str, dtype: torch.dtype) -> TimedCall:
     """Random inputs, the same for every arm; g and beta in float32, as the layer passes them."""
     generator = torch.Generator().manual_seed(0)
 
@@ -179,7 +179,7 @@ def make_call(arm: Arm, shape: Shape, device: str, dtype: torch.dtype) -> Call:
     g = (-torch.rand(values[:3], generator=generator) * 0.2).to(device).requires_grad_()
     beta = torch.rand(values[:3], generator=generator).to(device).requires_grad_()
     bounds = torch.tensor([0, *accumulate(shape.lengths)], dtype=torch.int32)
-    return Call(arm, (q, k, v, g, beta), bounds.to(device), bounds, torch.ones_like(v))
+    return TimedCall(arm, (q, k, v, g, beta), bounds.to(device), bounds, torch.ones_like(v))
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
@@ -220,12 +220,10 @@ def peak_mib(run: Callable[[], object], device: str) -> float:
     return max(accumulate(steps), default=0) / MIB
 
 
-def measure(arms: Sequence[Arm], shape: Shape, device: str, dtype: torch.dtype, rounds: int) -> dict[str, Measured]:
+def measure(arms: Sequence[GdnArm], shape: GdnShape, device: str, dtype: torch.dtype, rounds: int) -> dict[str, Timing]:
     """By arm, those that take the shape. Peak memory is that of a call of its own: watching it takes time."""
     calls = {arm.name: make_call(arm, shape, device, dtype) for arm in arms if arm.packs or len(shape.lengths) == 1}
-    found = {
-        name: Measured(cold_seconds(call.both, device), peak_mib(call.both, device)) for name, call in calls.items()
-    }
+    found = {name: Timing(cold_seconds(call.both, device), peak_mib(call.both, device)) for name, call in calls.items()}
     for _ in range(rounds):
         for name, call in calls.items():
             found[name].forward.append(seconds(call.forward, device))

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from slime_like.config.gdn import GDNConfig
-from slime_like.config.guard_policy import GuardSpec
-from slime_like.config.resolved import ActorSpec, Layout
-from slime_like.leave import leave
-from slime_like.ports import Meeting, PortLease
+from slime_like.config.schema.gdn import GDNConfig
+from slime_like.config.schema.guard_policy import GuardSpec
+from slime_like.config.schema.resolved import ActorSpec, Layout
 from slime_like.printable import visible
-from slime_like.train.megatron import host
-from slime_like.train.megatron.convert import untrained_spec
+from slime_like.train.megatron.platform import host
+from slime_like.train.megatron.weights.convert import untrained_spec
+from slime_like.util.leave import leave
+from slime_like.util.ports import Meeting, PortLease
 
 LAYOUTS = {
     "tp1": Layout(),
@@ -63,7 +63,7 @@ FIELDS = tuple(field.name for field in fields(Cost))
 def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: str) -> None:
     """Measure, and leave the costs in ``folder``."""
     torch.set_num_threads(1)
-    from slime_like.train.megatron import groups
+    from slime_like.train.megatron.platform import groups
 
     layout = LAYOUTS[name]
     spec = untrained_spec("none", layout, args.dtype)
@@ -85,11 +85,11 @@ def build(place: Any, spec: ActorSpec, args: argparse.Namespace) -> tuple[Any, t
     from megatron.core.transformer.spec_utils import build_module
     from transformers import Qwen3_5TextConfig
 
-    from slime_like.batch import Rows
+    from slime_like.batch import PackedBatch
     from slime_like.train.megatron.families.qwen3_5 import Qwen35
-    from slime_like.train.megatron.forward import make_micro
-    from slime_like.train.megatron.model import layer_parts
-    from slime_like.train.megatron.transformer_config import transformer_config
+    from slime_like.train.megatron.model.forward import make_micro
+    from slime_like.train.megatron.model.model import layer_parts
+    from slime_like.train.megatron.model.transformer_config import transformer_config
 
     hf = Qwen3_5TextConfig(
         hidden_size=args.hidden,
@@ -114,7 +114,7 @@ def build(place: Any, spec: ActorSpec, args: argparse.Namespace) -> tuple[Any, t
         torch.nn.init.normal_(parameter, std=0.02)
     lengths = np.full(args.sequences, args.tokens // args.sequences)
     total, count = int(lengths.sum()), len(lengths)
-    rows = Rows(
+    rows = PackedBatch(
         token_ids=np.zeros(total, np.int32),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         loss_weight=np.zeros(total, np.float32),
@@ -132,7 +132,7 @@ def build(place: Any, spec: ActorSpec, args: argparse.Namespace) -> tuple[Any, t
 
 def measure(layer: Any, hidden: torch.Tensor, packed: Any, repeats: int) -> tuple[int, int, float]:
     """Bytes that forward keeps for backward beside the parameters, that collectives are given, and the least CPU time."""
-    from slime_like.distributed import install
+    from slime_like.distributed.wrapper import install
 
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     best, kept, given = float("inf"), 0, 0

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_like.config.load import load_config
-from slime_like.config.rules import trainer_ranks
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules.tree import trainer_ranks
 from slime_like.data.dump import load_groups
 from slime_like.metrics.flops import DecoderShape, decoder_shape, train_flops
 from slime_like.printable import visible

@@ -25,12 +25,12 @@ import torch.distributed as dist  # noqa: E402
 from torch._C._distributed_c10d import FakeWork  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from slime_like.cluster.plan_guard import guard_spec  # noqa: E402
-from slime_like.config.guard_policy import GuardSpec, Policy  # noqa: E402
-from slime_like.config.load import load_config  # noqa: E402
-from slime_like.distributed import calls as calls_module  # noqa: E402
-from slime_like.distributed import install  # noqa: E402
-from slime_like.distributed import wrapper as wrapper_module  # noqa: E402
+from slime_like.cluster.plan.guard import guard_spec  # noqa: E402
+from slime_like.config.load.loader import load_config  # noqa: E402
+from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy  # noqa: E402
+from slime_like.distributed.wrapper import calls as calls_module  # noqa: E402
+from slime_like.distributed.wrapper import install  # noqa: E402
+from slime_like.distributed.wrapper import wrapper as wrapper_module  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 
 CALLS, ROUNDS, STEPS = 50, 60, 10
@@ -43,7 +43,7 @@ PER_STEP = {"all_reduce": 12, "barrier": 2, "broadcast": 2}
 
 
 @dataclass(slots=True)
-class Clock:
+class GuardClock:
     """Imagined time."""
 
     ns: int = 1
@@ -62,7 +62,7 @@ class Slow:
     name = "imagined"
     total = 80 * 2**30
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: GuardClock) -> None:
         self._clock = clock
 
     def free(self) -> int:
@@ -118,9 +118,9 @@ def microseconds(call: Callable[[], object]) -> float:
 # What is compared with torch alone: what is installed, and whether the hot path is the one in C.
 ARMS = {
     "off": (GuardSpec(wrap=False), True),
-    "never": (GuardSpec(wrap=True, default=Policy(checks="never")), True),
-    "auto": (GuardSpec(wrap=True, default=Policy(checks="auto")), True),
-    "never, in Python": (GuardSpec(wrap=True, default=Policy(checks="never")), False),
+    "never": (GuardSpec(wrap=True, default=MemoryPolicy(checks="never")), True),
+    "auto": (GuardSpec(wrap=True, default=MemoryPolicy(checks="auto")), True),
+    "never, in Python": (GuardSpec(wrap=True, default=MemoryPolicy(checks="never")), False),
 }
 
 
@@ -184,7 +184,7 @@ def simulate(steps: int) -> Iterator[str]:
     rows: dict[str, tuple[float, float, float]] = {}
     for preset in ("off", "auto", "slime", "always"):
         spec = guard_spec(load_config(["+recipe=quickstart", f"guard={preset}"], files=False), "simulated")
-        clock = Clock()
+        clock = GuardClock()
         with imagined(clock):
             wrapper = install.install(replace(spec, folder=None), CPU, 0, Slow(clock), in_c=False)
             for _ in range(steps):
@@ -202,7 +202,7 @@ def simulate(steps: int) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def imagined(clock: Clock) -> Generator[None]:
+def imagined(clock: GuardClock) -> Generator[None]:
     """The wrapper and its guard live by ``clock``."""
     stock = time.perf_counter_ns
     calls_module.clock = wrapper_module.clock = time.perf_counter_ns = clock

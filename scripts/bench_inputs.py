@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class BenchInputs:
     """Where model and rows lie, and how many parameters the model has."""
 
     model: Path
@@ -46,7 +46,7 @@ class Inputs:
     num_parameters: int
 
 
-def write_inputs(folder: Path, size: str) -> Inputs:
+def write_inputs(folder: Path, size: str) -> BenchInputs:
     """Make them, from seed 0."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -71,7 +71,7 @@ def write_inputs(folder: Path, size: str) -> Inputs:
     numbers = random.Random(0)
     lines = [{"prompt": f"{numbers.randint(0, 99)}+{numbers.randint(0, 99)}=", "label": "digits"} for _ in range(ROWS)]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return Inputs(where, rows, sum(parameter.numel() for parameter in model.parameters()))
+    return BenchInputs(where, rows, sum(parameter.numel() for parameter in model.parameters()))
 
 
 def _write_tokenizer(folder: Path, end: int) -> None:

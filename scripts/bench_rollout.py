@@ -30,10 +30,10 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from slime_like.config.faults import HealthConfig  # noqa: E402  (found by the line above)
-from slime_like.config.resolved import EngineSpec  # noqa: E402
-from slime_like.config.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig  # noqa: E402
-from slime_like.config.run import LoopConfig  # noqa: E402
+from slime_like.config.schema.faults import HealthConfig  # noqa: E402  (found by the line above)
+from slime_like.config.schema.resolved import EngineSpec  # noqa: E402
+from slime_like.config.schema.rollout import DataConfig, EvalConfig, RewardConfig, RolloutConfig  # noqa: E402
+from slime_like.config.schema.run import LoopConfig  # noqa: E402
 from slime_like.data.group_metrics import group_metrics  # noqa: E402
 from slime_like.data.prompts import FileSource, SourceContext  # noqa: E402
 from slime_like.data.tokenizer import open_tokenizer  # noqa: E402
@@ -41,11 +41,11 @@ from slime_like.interfaces import Bucket, Engine, GenerateContext, Sampling  # n
 from slime_like.metrics.types import reduce_metrics  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.quickstart.model import ModelSpec, write_model  # noqa: E402
-from slime_like.rollout.client import EngineClient  # noqa: E402
-from slime_like.rollout.generate import to_sample  # noqa: E402
+from slime_like.rollout.collect.usage import Usage  # noqa: E402
+from slime_like.rollout.engine.client import EngineClient  # noqa: E402
+from slime_like.rollout.engine.server import EngineServer  # noqa: E402
+from slime_like.rollout.generate.single_turn import to_sample  # noqa: E402
 from slime_like.rollout.manager import ManagerSpec, RolloutManager  # noqa: E402
-from slime_like.rollout.server import EngineServer  # noqa: E402
-from slime_like.rollout.usage import Usage  # noqa: E402
 from slime_like.types import Prompt, Sample  # noqa: E402
 from slime_like.weights.shared import Region  # noqa: E402
 from tests.engine.kept import Kept  # noqa: E402
@@ -90,7 +90,7 @@ def open_prompts(options: argparse.Namespace) -> FileSource:
 
 
 @dataclass
-class Arm:
+class RolloutArm:
     """One way to roll out, with a manager of its own on the shared engines."""
 
     name: str
@@ -98,7 +98,7 @@ class Arm:
     rows: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
 
 
-def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Namespace, **rollout: Any) -> Arm:
+def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Namespace, **rollout: Any) -> RolloutArm:
     """``rollout`` is what sets the arm apart."""
     clients = [EngineClient(s.url, admin_key=KEY, name=f"engine {i}", deadline_s=120) for i, s in enumerate(servers)]
     cfg = RolloutConfig(
@@ -126,10 +126,10 @@ def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Names
         deterministic=False,
         pushes=True,
     )
-    return Arm(name, RolloutManager(spec, open_prompts(options), {}, [Kept(client) for client in clients]))
+    return RolloutArm(name, RolloutManager(spec, open_prompts(options), {}, [Kept(client) for client in clients]))
 
 
-async def push(arm: Arm, servers: Sequence[EngineServer], tensors: Sequence[tuple[str, Any]], new: int) -> None:
+async def push(arm: RolloutArm, servers: Sequence[EngineServer], tensors: Sequence[tuple[str, Any]], new: int) -> None:
     """The same weights again as version ``new``: engines forget what they have cached."""
     await arm.manager.begin_push()
     for server in servers:
@@ -140,7 +140,7 @@ async def push(arm: Arm, servers: Sequence[EngineServer], tensors: Sequence[tupl
     await arm.manager.commit_push(new)
 
 
-async def rollout(arm: Arm, rollout_id: int, *, counts: bool) -> None:
+async def rollout(arm: RolloutArm, rollout_id: int, *, counts: bool) -> None:
     """One timed rollout."""
     start = time.perf_counter()
     collected = await arm.manager.collect(rollout_id)
@@ -154,7 +154,7 @@ async def rollout(arm: Arm, rollout_id: int, *, counts: bool) -> None:
         )
 
 
-async def measure(arms: Sequence[Arm], servers: Sequence[EngineServer], tensors: Any, options: Any) -> None:
+async def measure(arms: Sequence[RolloutArm], servers: Sequence[EngineServer], tensors: Any, options: Any) -> None:
     """Rounds of all arms in turn; the first ones fill what partial rollouts carry from one to the next."""
     for number in range(options.warm + options.rounds):
         for arm in arms:
@@ -164,7 +164,7 @@ async def measure(arms: Sequence[Arm], servers: Sequence[EngineServer], tensors:
         await arm.manager.stop()
 
 
-def table(arms: Sequence[Arm], options: argparse.Namespace) -> str:
+def table(arms: Sequence[RolloutArm], options: argparse.Namespace) -> str:
     """Sums and means over all counted rounds."""
     head = ("", "s per rollout", "samples/s", "trained tokens/s", "mean length", "tokens thrown away", "stale, max")
     head = (*head, "several versions", "busiest engine", "prefix hits")

@@ -21,13 +21,13 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 
-from slime_like.config.algo import SftConfig  # noqa: E402  (found by the line above)
-from slime_like.config.model import ModelConfig, OptimConfig  # noqa: E402
-from slime_like.config.resolved import ActorSpec, Layout  # noqa: E402
-from slime_like.config.run import RunConfig  # noqa: E402
-from slime_like.ports import meeting_at  # noqa: E402
+from slime_like.config.schema.algo import SftConfig  # noqa: E402  (found by the line above)
+from slime_like.config.schema.model import ModelConfig, OptimConfig  # noqa: E402
+from slime_like.config.schema.resolved import ActorSpec, Layout  # noqa: E402
+from slime_like.config.schema.run import RunConfig  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.quickstart.model import ModelSpec, write_model  # noqa: E402
+from slime_like.util.ports import meeting_at  # noqa: E402
 
 HOST = "127.0.0.1"
 SHAPE = ModelSpec(
@@ -91,13 +91,13 @@ def _rollouts(actor: Any, run: Any, numbers: range, tokens: int) -> tuple[float,
 def _step(actor: Any, tokens: int, seed: int) -> None:
     import numpy as np
 
-    from slime_like.batch import Rows
+    from slime_like.batch import PackedBatch
 
     rng = np.random.default_rng(seed)
     bounds = np.arange(0, tokens + 1, tokens // 8).astype(np.int32)
     weight = np.full(tokens, 1 / (tokens - 8), np.float32)
     weight[bounds[:-1]] = 0  # nothing predicts a first token
-    rows = Rows(
+    rows = PackedBatch(
         token_ids=rng.integers(2, SHAPE.vocab_size, tokens).astype(np.int32),
         cu_seqlens=bounds,
         loss_weight=weight,
@@ -112,8 +112,8 @@ def _step(actor: Any, tokens: int, seed: int) -> None:
 
 def _checkpoints(run_dir: Path, actor: Any, beside: bool | None) -> Any:
     """The driver's side of saving; None: there is none."""
-    from slime_like.cluster.checkpoints import Checkpoints
-    from slime_like.cluster.rollouts import DemonstrationRollout
+    from slime_like.cluster.run.checkpoints import Checkpoints
+    from slime_like.cluster.run.rollouts import DemonstrationRollout
 
     if beside is None:
         return None
@@ -124,7 +124,7 @@ def _checkpoints(run_dir: Path, actor: Any, beside: bool | None) -> Any:
 
 
 def _actor(model: Path) -> Any:
-    from slime_like.train.megatron.actor import MegatronActor
+    from slime_like.train.megatron.rank.actor import MegatronActor
 
     spec = ActorSpec(
         model=ModelConfig(hf_checkpoint=str(model)),

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts import bench_arms
-from scripts.bench_arms import Record
+from scripts.bench_arms import ArmRecord
 from scripts.bench_inputs import NEW_TOKENS, PROMPTS, SAMPLES, TOKENS, write_inputs
 from slime_like.printable import visible
-from slime_like.rollout.server import SPIN
+from slime_like.rollout.engine.server import SPIN
 
 INTERVAL = 16  # of NEW_TOKENS, so that most intervals lie within one rollout
 DTYPE = "bfloat16"
@@ -26,10 +26,10 @@ LINE = re.compile(r"Decode batch.*#running-req: (\d+),.*gen throughput \(token/s
 
 
 @dataclass(slots=True)
-class Arm:
+class SpinArm:
     """Runs at one number of turns."""
 
-    record: Record
+    record: ArmRecord
     decode_s: list[list[float]] = field(default_factory=list[list[float]])  # per run, of each interval's steps
 
     @property
@@ -45,7 +45,7 @@ def measure(sizes: Sequence[str], turns: Sequence[int], rounds: int, steps: int,
         folder = work / size
         folder.mkdir(exist_ok=True)
         inputs = write_inputs(folder, size)
-        arms = {count: Arm(Record(f"{count:,}")) for count in turns}
+        arms = {count: SpinArm(ArmRecord(f"{count:,}")) for count in turns}
         for index in range(rounds):
             for count, arm in arms.items():
                 out = folder / str(count)
@@ -71,14 +71,14 @@ def decode_seconds(log: str) -> list[float]:
     return seconds
 
 
-def rollout_by_round(record: Record, rounds: int) -> list[float]:
+def rollout_by_round(record: ArmRecord, rounds: int) -> list[float]:
     """Median seconds of a rollout in each run."""
     values = record.parts_s["rollout"]
     each = len(values) // rounds
     return [statistics.median(values[i * each : (i + 1) * each]) for i in range(rounds)]
 
 
-def table(size: str, rounds: int, steps: int, arms: dict[int, Arm]) -> str:
+def table(size: str, rounds: int, steps: int, arms: dict[int, SpinArm]) -> str:
     """Markdown of one size."""
     lines = [
         f"{size}, {DTYPE}, {rounds} x {steps} steps, all arms in turn; {TOKENS} tokens a rollout, {NEW_TOKENS} a sample:",

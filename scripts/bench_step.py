@@ -33,15 +33,15 @@ from torch import Tensor  # noqa: E402
 
 from scripts.bench import machine  # noqa: E402
 from scripts.bench_inputs import NEW_TOKENS, PROMPTS, SAMPLES, SHAPES, write_inputs  # noqa: E402
-from slime_like.batch import Rows  # noqa: E402
-from slime_like.cluster.placement import CPU_ENV  # noqa: E402
-from slime_like.config.algo import GrpoConfig  # noqa: E402
-from slime_like.config.model import ModelConfig, OptimConfig  # noqa: E402
-from slime_like.config.resolved import ActorSpec, Layout  # noqa: E402
-from slime_like.leave import leave  # noqa: E402
-from slime_like.ports import Meeting, PortLease  # noqa: E402
+from slime_like.batch import PackedBatch  # noqa: E402
+from slime_like.cluster.start.placement import CPU_ENV  # noqa: E402
+from slime_like.config.schema.algo import GrpoConfig  # noqa: E402
+from slime_like.config.schema.model import ModelConfig, OptimConfig  # noqa: E402
+from slime_like.config.schema.resolved import ActorSpec, Layout  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
-from slime_like.train.megatron.convert import untrained_spec  # noqa: E402
+from slime_like.train.megatron.weights.convert import untrained_spec  # noqa: E402
+from slime_like.util.leave import leave  # noqa: E402
+from slime_like.util.ports import Meeting, PortLease  # noqa: E402
 
 ARMS = ("torch", "c")
 CASES = ("tiny,bfloat16,2", "tiny,float32,2", "20m,bfloat16,2")
@@ -119,12 +119,12 @@ def row(name: str, times: Mapping[str, Sequence[Sequence[float]]], scale: float,
 def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, folder: str) -> None:
     """In a process of its own: both arms, step by step."""
     torch.set_num_threads(case.threads)
-    from slime_like.train.megatron import groups
+    from slime_like.train.megatron.platform import groups
 
     inputs = write_inputs(Path(folder), case.size)
     specs = {arm: spec_of(str(inputs.model), case.dtype, arm, WARM_UP + rounds) for arm in ARMS}
     place = groups.enter(specs["c"], rank=rank, world_size=1, master=Meeting("127.0.0.1", port))
-    from slime_like.train.megatron.trainer import RankTrainer  # megatron, which the groups have prepared
+    from slime_like.train.megatron.rank.trainer import RankTrainer  # megatron, which the groups have prepared
 
     trainers = {arm: RankTrainer(spec, place) for arm, spec in specs.items()}
     rows = make_rows(sequences, SHAPES[case.size]["vocab_size"])
@@ -153,13 +153,13 @@ def spec_of(model: str, dtype: str, arm: str, num_steps: int) -> ActorSpec:
     )
 
 
-def make_rows(sequences: int, vocabulary: int) -> Rows:
+def make_rows(sequences: int, vocabulary: int) -> PackedBatch:
     """Prompts of 4 to 6 random tokens, each with ``NEW_TOKENS`` that are trained on."""
     numbers = np.random.default_rng(0)
     lengths = NEW_TOKENS + np.resize([4, 5, 6], sequences)
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     trained = np.concatenate([np.arange(length) >= length - NEW_TOKENS for length in lengths])
-    return Rows(
+    return PackedBatch(
         token_ids=numbers.integers(0, vocabulary, len(trained)).astype(np.int32),
         cu_seqlens=bounds,
         loss_weight=(trained / trained.sum()).astype(np.float32),
@@ -206,7 +206,7 @@ def alternate(arms: Mapping[str, Callable[[], object]], rounds: int) -> Times:
 
 def scores(n: int, v: int, h: int, dtype: torch.dtype, *, entropy: bool) -> dict[str, Callable[[], object]]:
     """Log-probabilities from hidden states, products with the vocabulary included."""
-    from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
+    from slime_like.train.megatron.model.vocab import VocabularyPart, vocab_scores
     from slime_like_plugins.megatron_cpu.scores import fused_vocab_scores
 
     hidden, weight = (torch.randn(rows, h, dtype=dtype, requires_grad=True) for rows in (n, v))
@@ -221,7 +221,7 @@ def scores(n: int, v: int, h: int, dtype: torch.dtype, *, entropy: bool) -> dict
 
 def attention(sequences: int, length: int, shape: Mapping[str, int]) -> dict[str, Callable[[], object]]:
     """Packed causal attention in float32, rounded to bfloat16."""
-    from slime_like.train.megatron.sdpa import attention_batches, in_batches
+    from slime_like.train.megatron.model.sdpa import attention_batches, in_batches
     from slime_like_plugins.megatron_cpu.functions import AttentionFunction
     from slime_like_plugins.megatron_cpu.kernels import kernels
 

@@ -11,12 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-from slime_like.cluster.asking import ask, living, wait_for_answer
-from slime_like.cluster.control import Request
-from slime_like.cluster.status import DONE, STATUS, Answer, read_status
-from slime_like.deadline import Deadline
+from slime_like.cluster.run.control import Request
+from slime_like.cluster.run.control_client import ask, living, wait_for_answer
+from slime_like.cluster.run.status import DONE, STATUS, ControlReply, read_status
 from slime_like.errors import DataError, SlimeLikeError
 from slime_like.printable import complaint, visible
+from slime_like.util.deadline import Deadline
 
 WHAT = {
     Request.EVAL: "evaluate",
@@ -73,7 +73,7 @@ def show(run_dir: Path) -> int:
     return 0
 
 
-def line(answer: Answer) -> str:
+def line(answer: ControlReply) -> str:
     """One request and what became of it."""
     at = time.strftime("%H:%M:%S", time.localtime(answer.asked))
     by = f" by {answer.by}" if answer.by else ""

@@ -14,9 +14,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY)]
 
-from slime_like.config.base import Config  # noqa: E402
-from slime_like.config.known import ALGORITHMS, known_keys  # noqa: E402
-from slime_like.config.root import TrainConfig  # noqa: E402
+from slime_like.config.schema.base import Config  # noqa: E402
+from slime_like.config.schema.known import ALGORITHMS, known_keys  # noqa: E402
+from slime_like.config.schema.root import TrainConfig  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 
 PACKAGE = REPOSITORY / "slime_like"

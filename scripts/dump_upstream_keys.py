@@ -19,7 +19,7 @@ from typing import Any
 
 from slime_like.printable import visible
 
-OUT = Path(__file__).parents[1] / "slime_like" / "config" / "upstream"
+OUT = Path(__file__).parents[1] / "slime_like" / "config" / "rules" / "upstream"
 Table = dict[str, dict[str, Any]]
 
 

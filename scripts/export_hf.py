@@ -15,10 +15,10 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime_like.checkpoint_files import megatron_folder
+from slime_like.checkpoint.files import megatron_folder
 from slime_like.errors import CheckpointError, SlimeLikeError
-from slime_like.leave import leave
 from slime_like.printable import complaint, visible
+from slime_like.util.leave import leave
 
 
 def main(argv: list[str]) -> int:
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     try:
         source = find(args.checkpoint)
         hf = args.hf_checkpoint or model_of(source)
-        from slime_like.train.megatron.convert import export_checkpoint
+        from slime_like.train.megatron.weights.convert import export_checkpoint
 
         export_checkpoint(source, hf, args.output, dtype=args.dtype, max_bytes=int(args.max_shard_gb * 2**30))
     except SlimeLikeError as error:

@@ -12,10 +12,10 @@ import re
 import sys
 from pathlib import Path
 
-from slime_like.convert.check import check_folder
-from slime_like.convert.slime_job import NONE, convert_script
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.printable import complaint, visible
+from slime_like_compat.slime.check import check_folder
+from slime_like_compat.slime.job import NONE, convert_script
 
 
 def main(argv: list[str]) -> int:

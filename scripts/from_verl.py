@@ -13,11 +13,11 @@ import re
 import sys
 from pathlib import Path
 
-from slime_like.convert.slime_job import NONE
-from slime_like.convert.verl_check import check_verl
-from slime_like.convert.verl_convert import VerlSource, convert_verl
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.printable import visible
+from slime_like_compat.slime.job import NONE
+from slime_like_compat.verl.check import check_verl
+from slime_like_compat.verl.convert import VerlSource, convert_verl
 
 
 def main(argv: list[str]) -> int:

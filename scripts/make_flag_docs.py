@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slime_like.convert.pages import PAGES, filled
+from slime_like_compat.pages import PAGES, filled
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

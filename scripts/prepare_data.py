@@ -21,7 +21,7 @@ from slime_like.printable import visible
 GSM8K_HINT = "Let's think step by step and give the final answer after ####, in \\boxed{}."
 
 
-class BadRow(Exception):
+class UnusableRow(Exception):
     """A row that is not what its data set promises."""
 
 
@@ -39,7 +39,7 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
     """``question`` and ``answer``, whose result stands after ``####``."""
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str) or "####" not in answer:
-        raise BadRow("has no question, or no answer with '####'")
+        raise UnusableRow("has no question, or no answer with '####'")
     label = answer.rpartition("####")[2].strip().replace(",", "")
     return {"prompt": f"{question}\n{GSM8K_HINT}", "label": label, "rm_type": "math"}
 
@@ -47,7 +47,7 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
 def with_label(row: Mapping[str, Any]) -> dict[str, Any]:
     """``prompt`` (chat messages) and ``label``, as slime's copies of these sets have them."""
     if not row.get("prompt") or row.get("label") is None:
-        raise BadRow("has no prompt or no label")
+        raise UnusableRow("has no prompt or no label")
     return {"prompt": row["prompt"], "label": str(row["label"]), "rm_type": "math"}
 
 
@@ -59,7 +59,7 @@ FORMATS = {
 
 
 def convert(name: str, target: Path, source: str | None) -> list[Path]:
-    """Write one jsonl per split; returns their paths. Raises ``BadRow`` naming split and row."""
+    """Write one jsonl per split; returns their paths. Raises ``UnusableRow`` naming split and row."""
     from datasets import load_dataset
 
     form = FORMATS[name]
@@ -70,8 +70,8 @@ def convert(name: str, target: Path, source: str | None) -> list[Path]:
         for index, row in enumerate(found):
             try:
                 lines.append(json.dumps(form.convert(row)) + "\n")
-            except BadRow as error:
-                raise BadRow(f"{name}, split {split}, row {index} {error}") from error
+            except UnusableRow as error:
+                raise UnusableRow(f"{name}, split {split}, row {index} {error}") from error
         path = target / name / f"{split}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
     try:
         for path in convert(args.name, args.target, args.source):
             sys.stdout.write(visible(f"{path}: {sum(1 for _ in path.open())} rows\n"))
-    except (BadRow, OSError, ValueError) as error:  # datasets raises these for what is missing or unreachable
+    except (UnusableRow, OSError, ValueError) as error:  # datasets raises these for what is missing or unreachable
         sys.stderr.write(visible(f"{args.name}: {error}\n"))
         return 1
     return 0

@@ -22,9 +22,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 
 from slime_like.cli import main as train_main  # noqa: E402
-from slime_like.cluster.plan_guard import profile_folder  # noqa: E402
-from slime_like.config.load import load_config  # noqa: E402
-from slime_like.distributed import advice  # noqa: E402
+from slime_like.cluster.plan.guard import profile_folder  # noqa: E402
+from slime_like.config.load.loader import load_config  # noqa: E402
+from slime_like.distributed.guard import advice  # noqa: E402
 from slime_like.errors import SlimeLikeError  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 
@@ -94,8 +94,8 @@ def _rank(rank: int, size: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from slime_like.config.guard_policy import GuardSpec
-    from slime_like.distributed import install
+    from slime_like.config.schema.guard_policy import GuardSpec
+    from slime_like.distributed.wrapper import install
 
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -112,7 +112,7 @@ def measure(device: Any) -> None:
     """Every op in every size, in the world that this process is in; what they took goes to ``guard.profile``'s folder."""
     import torch.distributed as dist
 
-    from slime_like.distributed import install
+    from slime_like.distributed.wrapper import install
 
     size = dist.get_world_size()
     for num_bytes in SIZES:

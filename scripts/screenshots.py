@@ -19,8 +19,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from slime_like.cluster.asking import ask, living  # noqa: E402  (found by the line above)
-from slime_like.cluster.control import Request  # noqa: E402
+from slime_like.cluster.run.control import Request  # noqa: E402
+from slime_like.cluster.run.control_client import ask, living  # noqa: E402  (found by the line above)
 from slime_like.errors import SlimeLikeError  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.report.write import write_report  # noqa: E402

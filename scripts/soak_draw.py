@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from slime_like.config.faults import FATAL, RECOVERED, WORKERS, Fault
+from slime_like.config.schema.faults import FATAL, RECOVERED, WORKERS, Fault
 
 SURVIVED = (*RECOVERED, *WORKERS)
 STARTING = "signals_at_start"
@@ -21,7 +21,7 @@ LAYOUTS = (  # what may change between parts of one run
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DrawnFaults:
     """One part of the run: its layout with the overrides that make it, its faults, and what ends it (``""``: nothing)."""
 
     layout: str
@@ -32,7 +32,7 @@ class Plan:
 
 def draw_part(
     rng: random.Random, rollouts: range, most: int, ends: Mapping[str, int], struck: Mapping[str, int]
-) -> Plan:
+) -> DrawnFaults:
     """Draw a part over the ``rollouts`` that are left, with ``most`` faults at most; with none the run is left alone.
 
     ``ends`` counts earlier parts by what was to end them, ``struck`` the faults that struck by kind.
@@ -40,7 +40,7 @@ def draw_part(
     layout, overrides = rng.choice(LAYOUTS)
     end = _least(rng, ENDS, ends) if most else ""
     if end == STARTING:
-        return Plan(layout, overrides, end, ())
+        return DrawnFaults(layout, overrides, end, ())
     apart = (1, 2) if layout == "one engine" else (3, 9)  # rollouts; with one engine none ends before it is back
     at, last = rollouts.start, rollouts.stop - 1
     counts, faults = Counter(struck), list[Fault]()
@@ -53,7 +53,7 @@ def draw_part(
         at += rng.randint(*apart)
     if end:
         faults.append(_fault(rng, end, min(at, last)))
-    return Plan(layout, overrides, end, tuple(faults))
+    return DrawnFaults(layout, overrides, end, tuple(faults))
 
 
 def _least(rng: random.Random, kinds: Sequence[str], counts: Mapping[str, int]) -> str:

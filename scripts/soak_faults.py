@@ -41,11 +41,11 @@ sys.path.insert(0, str(REPOSITORY))
 
 from scripts.page import replace_section  # noqa: E402  (found by the line above)
 from scripts.soak_draw import STARTING, SURVIVED, draw_part  # noqa: E402
-from slime_like.config.faults import FATAL, FAULTS  # noqa: E402
+from slime_like.config.schema.faults import FATAL, FAULTS  # noqa: E402
 from slime_like.data import faults  # noqa: E402
-from slime_like.deadline import Deadline  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
-from slime_like.private import temporary_folder  # noqa: E402
+from slime_like.util.deadline import Deadline  # noqa: E402
+from slime_like.util.private import temporary_folder  # noqa: E402
 from tests.e2e.runs import Training, last_step  # noqa: E402
 from tests.e2e.same_run import differences, sample_differences, undisturbed  # noqa: E402
 
@@ -78,7 +78,7 @@ PART_S = 300.0  # longest that a part may take: its start, four restarts, the de
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SoakPart:
     """One call of train.py."""
 
     number: int
@@ -133,7 +133,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"replace the section {HEADING!r} of {PAGE.name}")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted: the same command goes on"))
-    soak = Soak(options.folder or temporary_folder("soak_faults"), options.seed, options.rollouts)
+    soak = FaultSoak(options.folder or temporary_folder("soak_faults"), options.seed, options.rollouts)
     soak.reference()
     stop_at = min(options.faults, soak.num_faults + options.most)
     while soak.num_faults < stop_at and not soak.finished:
@@ -150,17 +150,17 @@ def main() -> int:
     return int(not soak.good)
 
 
-class Soak:
+class FaultSoak:
     """The undisturbed run, and the one that is disturbed, in one folder."""
 
     def __init__(self, folder: Path, seed: int, rollouts: int) -> None:
         self.folder, self.seed, self.rollouts = folder, seed, rollouts
         self.run = folder / "run"
-        self.parts: list[Part] = []
+        self.parts: list[SoakPart] = []
         self._notes = folder / f"soak_{seed}.jsonl"
         if self._notes.exists():
             notes = [json.loads(line) for line in self._notes.read_text().splitlines()]
-            self.parts = [Part(**(n | {"outcomes": [tuple(o) for o in n["outcomes"]]})) for n in notes]
+            self.parts = [SoakPart(**(n | {"outcomes": [tuple(o) for o in n["outcomes"]]})) for n in notes]
 
     @property
     def num_faults(self) -> int:
@@ -213,7 +213,7 @@ class Soak:
         found = faults.outcomes(strikes[before:], [lost for lost in recoveries if lost.noticed >= since])
         outcomes = [(outcome.what, outcome.where, outcome.found) for outcome in found]
         said = log.read_text().strip().splitlines()[-1:] or [""]
-        part = Part(
+        part = SoakPart(
             number=number,
             layout=layout,
             end=end,
@@ -360,7 +360,7 @@ def _first_line(path: Path) -> str:
     return (path.read_text().splitlines() or [""])[0].replace("|", "/") if path.exists() else f"no {path.name}"
 
 
-def _summary(kind: str, here: list[tuple[Part, tuple[str, str, str]]]) -> str:
+def _summary(kind: str, here: list[tuple[SoakPart, tuple[str, str, str]]]) -> str:
     if kind in FATAL or kind == STARTING:
         return f"{sum(part.clean for part, _ in here)} ended the part as they must"
     lost = [what for _, (_, _, what) in here if "noticed after" in what]

@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from scripts.page import replace_section  # noqa: E402  (found by the line above)
-from slime_like.cluster.machine import cpu_count  # noqa: E402
+from slime_like.cluster.plan.machine import cpu_count  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from tests.damage.checks import FAULTS, Outcome, Trial, World  # noqa: E402
 from tests.damage.world import FILES  # noqa: E402

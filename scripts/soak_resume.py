@@ -22,10 +22,10 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from slime_like.checkpoint_files import LATEST, NONE_YET  # noqa: E402  (found by the line above)
-from slime_like.config.faults import Fault  # noqa: E402
+from slime_like.checkpoint.files import LATEST, NONE_YET  # noqa: E402  (found by the line above)
+from slime_like.config.schema.faults import Fault  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
-from slime_like.private import temporary_folder  # noqa: E402
+from slime_like.util.private import temporary_folder  # noqa: E402
 from tests.e2e.runs import metrics, train  # noqa: E402
 from tests.e2e.same_run import DRIFT, PROBE, differences, undisturbed  # noqa: E402
 
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--table", type=Path, default=None)
     options = parser.parse_args()
-    soak = Soak(options.folder or temporary_folder("soak_resume"), options.seed, options.rollouts)
+    soak = ResumeSoak(options.folder or temporary_folder("soak_resume"), options.seed, options.rollouts)
     soak.reference()
     while len(soak.kills) < options.kills:
         soak.one_run(options.kills - len(soak.kills))
@@ -79,7 +79,7 @@ def main() -> int:
     return int(not soak.good)
 
 
-class Soak:
+class ResumeSoak:
     """The undisturbed run, and the runs that are killed, in one folder."""
 
     def __init__(self, folder: Path, seed: int, rollouts: int) -> None:

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slime_like.config.flags import translate
-from slime_like.config.load import load_config
+from slime_like.config.load.loader import load_config
 from slime_like.errors import SlimeLikeError
 from slime_like.printable import complaint, visible
+from slime_like_compat.flags.translate import translate
 
 
 def main(argv: list[str]) -> int:

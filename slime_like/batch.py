@@ -17,7 +17,7 @@ from slime_like.types import F32, I32, I64
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PackedBatch:
     """One packed micro-batch: S whole sequences, T tokens.
 
     Example: sequences of 3 and 2 tokens: ``cu_seqlens = [0, 3, 5]``, ``token_ids`` has 5 entries.
@@ -46,7 +46,7 @@ class Rows:
 class StepBatch:
     """One optimizer step: ``rows[dp][m]``, the same number m of micro-batches on every dp rank."""
 
-    rows: tuple[tuple[Rows, ...], ...]
+    rows: tuple[tuple[PackedBatch, ...], ...]
     num_tokens: int  # trained tokens (loss_weight > 0) over all dp ranks
 
 

@@ -38,23 +38,23 @@ def _coded(run: Callable[[], int]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    from slime_like.config.flags import translate
+    from slime_like_compat.flags.translate import translate
 
     match (command := translate(argv)).action:
         case "doctor":
-            from slime_like.cluster.doctor import doctor
+            from slime_like.cluster.start.doctor import doctor
 
             return doctor(sys.stdout)
         case "train":
-            from slime_like.cluster.streams import keep_streams
-            from slime_like.cluster.supervisor import supervise
-            from slime_like.deadline import scale
+            from slime_like.cluster.supervise.streams import keep_streams
+            from slime_like.cluster.supervise.supervisor import supervise
+            from slime_like.util.deadline import scale
 
             scale()  # refuses a malformed value before there is a process
             keep_streams()
             return supervise(partial(_coded, partial(_train, argv)))
         case _:
-            from slime_like.cluster.plan_view import describe
+            from slime_like.cluster.plan.view import describe
 
             sys.stdout.write(visible(describe(command, argv)))
     return 0
@@ -62,7 +62,7 @@ def _run(argv: list[str]) -> int:
 
 def _train(argv: list[str]) -> int:
     """The driver."""
-    from slime_like.config.load import load_prepared
+    from slime_like.config.load.loader import load_prepared
 
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks for a save: to be survived before a run can read it
     cfg = load_prepared(argv)

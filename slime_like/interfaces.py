@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from slime_like.batch import Rows, TrainBatch
+from slime_like.batch import PackedBatch, TrainBatch
 from slime_like.metrics.types import Metric, RunWarning
 from slime_like.types import F32, I32, Prompt, Reward, Sample, SampleGroup, StepStats
 
@@ -138,7 +138,7 @@ class Reduce(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """One packed micro-batch on a rank, as an algorithm sees it. Columns stand at the predicted token, as in ``Rows``.
+    """One packed micro-batch on a rank, as an algorithm sees it. Columns stand at the predicted token, as in ``PackedBatch``.
 
     Whole sequences even under context parallelism: score columns are gathered before an algorithm reads them.
     """
@@ -163,7 +163,7 @@ class TokenAdvantage(Protocol):
 
 
 @runtime_checkable
-class ValueTargets(Protocol):
+class HasCriticTargets(Protocol):
     """A ``TokenAdvantage`` that has a critic: what the critic is to learn."""
 
     def returns(self, views: Sequence[TokenView]) -> list[Tensor]:
@@ -244,7 +244,7 @@ class Trainer(Protocol):
         """Ship each dp shard once, annotate scores, take every optimizer step of the batch."""
         ...
 
-    def score(self, rows: Rows, exact: str | None = None) -> F32:
+    def score(self, rows: PackedBatch, exact: str | None = None) -> F32:
         """[T] log-probabilities at the sampling temperature, 0 at each sequence's first token.
 
         ``exact``: a kind of layer (table EXACT_LAYERS, or all) that is computed in float64.

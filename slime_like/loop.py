@@ -13,8 +13,8 @@ while ``step`` runs, and a push pauses it for a moment: the same loop, another n
 
 from __future__ import annotations
 
-from slime_like.cluster.launch import launch
-from slime_like.config.root import TrainConfig
+from slime_like.cluster.start.launch import launch
+from slime_like.config.schema.root import TrainConfig
 
 
 def train(cfg: TrainConfig) -> None:

@@ -1,4 +1,4 @@
-"""Names a user writes, resolved to objects: ``slime_like.config.names`` says what exists, ``resolve`` imports it."""
+"""Names a user writes, resolved to objects: ``slime_like.config.schema.names`` says what exists, ``resolve`` imports it."""
 
 from __future__ import annotations
 

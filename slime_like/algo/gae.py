@@ -12,9 +12,9 @@ from torch import Tensor
 
 from slime_like.algo.actions import ends, segments, token_rewards
 from slime_like.algo.token_advantage import discounted_returns, whiten
-from slime_like.config.names import KL_ESTIMATORS
-from slime_like.config.policy import AlgoConfig
-from slime_like.config.role_algo import PpoConfig
+from slime_like.config.schema.names import KL_ESTIMATORS
+from slime_like.config.schema.policy import AlgoConfig
+from slime_like.config.schema.role_algo import PpoConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import Reduce, TokenView
 from slime_like.registry import resolve

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from slime_like.algo.off_policy import correction
 from slime_like.algo.surrogate import Surrogate, per_sequence, per_token, weighted
-from slime_like.config.names import KL_ESTIMATORS
-from slime_like.config.policy import AlgoConfig, PolicyConfig, PolicyGradientConfig
+from slime_like.config.schema.names import KL_ESTIMATORS
+from slime_like.config.schema.policy import AlgoConfig, PolicyConfig, PolicyGradientConfig
 from slime_like.interfaces import LossFn, LossOutput, LossView
 from slime_like.registry import resolve
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algo.kl import MAX_LOG_RATIO
-from slime_like.config.policy import PolicyConfig, PolicyGradientConfig
+from slime_like.config.schema.policy import PolicyConfig, PolicyGradientConfig
 from slime_like.interfaces import LossView
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from slime_like.algo.actions import segments, sequences, token_rewards
-from slime_like.config.algo import ReinforcePlusPlusBaselineConfig, ReinforcePlusPlusConfig
-from slime_like.config.names import KL_ESTIMATORS
-from slime_like.config.policy import AlgoConfig
+from slime_like.config.schema.algo import ReinforcePlusPlusBaselineConfig, ReinforcePlusPlusConfig
+from slime_like.config.schema.names import KL_ESTIMATORS
+from slime_like.config.schema.policy import AlgoConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import Reduce, TokenView
 from slime_like.registry import resolve

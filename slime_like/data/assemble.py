@@ -22,9 +22,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from slime_like.batch import Rows, StepBatch, TrainBatch
-from slime_like.data.columns import UNTRAINED, Column, column, filler, rows_of
-from slime_like.data.overlong import Overlong
+from slime_like.batch import PackedBatch, StepBatch, TrainBatch
+from slime_like.data.columns import UNTRAINED, SequenceColumns, column, filler, rows_of
+from slime_like.data.overlong import OverlongPenalty
 from slime_like.data.pack import pack_equal
 from slime_like.errors import ConfigError, DataError
 from slime_like.interfaces import GroupAdvantage
@@ -43,7 +43,7 @@ class AssembleSpec:
     max_response_len: int
     mask_truncated: bool = False
     mask_offpolicy: bool = False  # of a sample under several versions only the tokens of the newest are trained on
-    overlong: Overlong | None = None  # None: rewards count as they are
+    overlong: OverlongPenalty | None = None  # None: rewards count as they are
 
 
 def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int) -> TrainBatch:
@@ -78,7 +78,7 @@ def _advantages(group: SampleGroup, spec: AssembleSpec) -> list[tuple[Sample, fl
     return [(s, values[s.episode_id] if s.status not in UNTRAINED else 0.0) for s in group.samples]
 
 
-def split_steps(groups: Sequence[Sequence[Column]], steps: int, dp: int) -> list[list[Column]]:
+def split_steps(groups: Sequence[Sequence[SequenceColumns]], steps: int, dp: int) -> list[list[SequenceColumns]]:
     """Columns of each optimizer step, in the order they came.
 
     Cuts stand at the group boundaries nearest to equal numbers of samples. Only when that leaves a step with fewer
@@ -101,7 +101,7 @@ def split_steps(groups: Sequence[Sequence[Column]], steps: int, dp: int) -> list
     return [flat[a:b] for a, b in pairwise(cuts)]
 
 
-def _step(columns: Sequence[Column], spec: AssembleSpec, name: str) -> StepBatch:
+def _step(columns: Sequence[SequenceColumns], spec: AssembleSpec, name: str) -> StepBatch:
     num_tokens = sum(c.num_trained for c in columns)
     if num_tokens == 0:
         counts = Counter(str(c.sample.status) for c in columns)
@@ -116,7 +116,7 @@ def _step(columns: Sequence[Column], spec: AssembleSpec, name: str) -> StepBatch
     blank = filler(min(columns, key=lambda c: len(c.sample.token_ids)))
     packed = pack_equal(lengths, spec.dp, spec.max_tokens_per_rank)
 
-    def row(indices: Sequence[int]) -> Rows:
+    def row(indices: Sequence[int]) -> PackedBatch:
         if not indices:
             return rows_of([blank], [0.0])
         return rows_of([columns[i] for i in indices], [weights[i] for i in indices])
@@ -124,7 +124,7 @@ def _step(columns: Sequence[Column], spec: AssembleSpec, name: str) -> StepBatch
     return StepBatch(rows=tuple(tuple(row(indices) for indices in rank) for rank in packed), num_tokens=num_tokens)
 
 
-def _token_weights(columns: Sequence[Column], spec: AssembleSpec) -> list[float]:
+def _token_weights(columns: Sequence[SequenceColumns], spec: AssembleSpec) -> list[float]:
     """Weight of each trained token of each sequence."""
     tokens: Counter[tuple[int, int]] = Counter()
     for c in columns:

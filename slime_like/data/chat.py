@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 
 from slime_like.errors import ConfigError
-from slime_like.reading import reason, shown
 from slime_like.types import I32
+from slime_like.util.reading import reason, shown
 
 Message = Mapping[str, Any]
 Tokenizer = Any  # transformers' PreTrainedTokenizerBase, whose members carry no types

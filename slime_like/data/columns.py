@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slime_like.batch import Rows
+from slime_like.batch import PackedBatch
 from slime_like.errors import EngineError
 from slime_like.types import F32, I32, Reward, Sample, Source, Span, Status
 
@@ -18,7 +18,7 @@ FILLER_ID = -1  # sample_id of a sequence that only keeps a rank busy
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class SequenceColumns:
     """One sequence of L tokens, ready to be packed."""
 
     sample: Sample
@@ -36,7 +36,7 @@ class Column:
 
 def column(
     sample: Sample, advantage: float | None, masked: frozenset[Status] = frozenset(), newest: bool = False
-) -> Column:
+) -> SequenceColumns:
     """Per-token arrays of a sample; one whose status is ``masked`` is not trained on, and under ``newest`` only the tokens
     of its newest weight version are. Raises ``EngineError`` when a sampled token has no log-probability.
     """
@@ -54,10 +54,10 @@ def column(
             f"tokens have no log-probability; a generate function must keep the engine's at every Source.MODEL token"
         )
     logprobs = np.where(sampled, np.nan_to_num(sample.logprobs, nan=0.0), 0.0).astype(np.float32)
-    return Column(sample, advantage, trained, versions.astype(np.int32), logprobs, int(trained.sum()))
+    return SequenceColumns(sample, advantage, trained, versions.astype(np.int32), logprobs, int(trained.sum()))
 
 
-def filler(shortest: Column) -> Column:
+def filler(shortest: SequenceColumns) -> SequenceColumns:
     """A sequence of at most two tokens and weight 0, for a rank that has fewer sequences than micro-batches."""
     length = min(2, len(shortest.sample.token_ids))
     sample = replace(
@@ -72,14 +72,14 @@ def filler(shortest: Column) -> Column:
     return column(sample, None if shortest.advantage is None else 0.0)
 
 
-def rows_of(columns: Sequence[Column], token_weights: Sequence[float]) -> Rows:
+def rows_of(columns: Sequence[SequenceColumns], token_weights: Sequence[float]) -> PackedBatch:
     """One packed micro-batch; ``token_weights[i]`` goes to every trained token of sequence i."""
     samples = [c.sample for c in columns]
     lengths = np.array([len(s.token_ids) for s in samples], dtype=np.int64)
     trained = np.concatenate([c.trained for c in columns])
     weights = np.repeat(np.array(token_weights, dtype=np.float32), lengths)
     advantages = [c.advantage for c in columns if c.advantage is not None]
-    return Rows(
+    return PackedBatch(
         token_ids=np.concatenate([s.token_ids for s in samples]).astype(np.int32, copy=False),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         loss_weight=np.where(trained, weights, np.float32(0.0)),

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slime_like.errors import DataError
-from slime_like.reading import Count, InputFile, Int64, parse_json, shown, typed
 from slime_like.types import I32, Prompt, Reward, Sample, SampleGroup, Source, Span, Status
+from slime_like.util.reading import Count, InputFile, Int64, parse_json, shown, typed
 
 DIGEST = "digest"
 FORMAT = 1

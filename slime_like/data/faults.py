@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_like.config.faults import FATAL, REWARDS, WORKERS
+from slime_like.config.schema.faults import FATAL, REWARDS, WORKERS
 from slime_like.errors import DataError
-from slime_like.reading import InputFile, parse_json, reason, shown, typed
+from slime_like.util.reading import InputFile, parse_json, reason, shown, typed
 
 FILE = "faults.jsonl"
 REWARD_SERVER = "reward server"  # as the target of a fault, and as what was lost
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
+class InjectedFault:
     """A planted fault that struck."""
 
     fault: str  # as in chaos.faults
@@ -54,7 +54,7 @@ class Outcome:
     found: str
 
 
-def append(run_dir: Path, *notes: Strike | Recovery) -> None:
+def append(run_dir: Path, *notes: InjectedFault | Recovery) -> None:
     """Add lines to the run's file; whole ones, as the driver may be about to die."""
     if not notes:
         return
@@ -66,12 +66,12 @@ def append(run_dir: Path, *notes: Strike | Recovery) -> None:
         raise DataError(f"{run_dir / FILE} cannot be written ({reason(error)}): make room, or move it away") from error
 
 
-def read(run_dir: Path) -> tuple[list[Strike], list[Recovery]]:
+def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:
     """What the file holds, all parts of the run together; nothing where there is none. Raises ``DataError``.
 
     A loss is noted as it is noticed, and again as it comes to its end: the newest note counts.
     """
-    strikes: list[Strike] = []
+    strikes: list[InjectedFault] = []
     recoveries: list[Recovery] = []
     path = run_dir / FILE
     if not os.path.lexists(path):
@@ -79,8 +79,8 @@ def read(run_dir: Path) -> tuple[list[Strike], list[Recovery]]:
     for number, line in enumerate(InputFile(path, fix="move it away").data().splitlines(), 1):
         try:
             note = typed(parse_json(line), dict[str, Any])
-            if (kind := note.pop("kind", None)) == Strike.__name__:
-                strikes.append(typed(note, Strike))
+            if (kind := note.pop("kind", None)) == InjectedFault.__name__:
+                strikes.append(typed(note, InjectedFault))
             elif kind == Recovery.__name__:
                 recoveries.append(typed(note, Recovery))
             else:
@@ -95,7 +95,7 @@ def newest(recoveries: Sequence[Recovery]) -> list[Recovery]:
     return list({lost.which: lost for lost in recoveries}.values())
 
 
-def outcomes(strikes: Sequence[Strike], recoveries: Sequence[Recovery]) -> list[Outcome]:
+def outcomes(strikes: Sequence[InjectedFault], recoveries: Sequence[Recovery]) -> list[Outcome]:
     """Each planted fault with what it led to, then losses that nobody planted."""
     left = list(recoveries)
     found: list[Outcome] = []
@@ -129,7 +129,7 @@ def _came_of(lost: Recovery, since: float) -> str:
     return ", ".join(parts)
 
 
-def _no_loss(strike: Strike, recoveries: Sequence[Recovery], after: float) -> str:
+def _no_loss(strike: InjectedFault, recoveries: Sequence[Recovery], after: float) -> str:
     """Why a fault led to no loss of an engine that was noticed before the next fault struck it, ``after``."""
     if strike.fault.partition(":")[0] in FATAL:
         return "ends the run, which the same command continues"

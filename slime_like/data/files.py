@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from slime_like.errors import DataError
-from slime_like.reading import reason
-from slime_like.row_count import SLICE, count_rows, open_parquet
+from slime_like.util.reading import reason
+from slime_like.util.row_count import SLICE, count_rows, open_parquet
 
 SUFFIXES = (".jsonl", ".parquet")
 

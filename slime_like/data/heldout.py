@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slime_like.config.rollout import DataConfig, EvalConfig
+from slime_like.config.schema.rollout import DataConfig, EvalConfig
 
 
 @dataclass(frozen=True, slots=True)

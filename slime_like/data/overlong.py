@@ -13,14 +13,14 @@ from slime_like.types import Sample, SampleGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Overlong:
+class OverlongPenalty:
     """Nothing is taken off up to ``max_len - buffer_len`` response tokens; from there it grows linearly to ``factor`` at
     ``max_len``.
 
     The groups that filters judge, dumps and ``rollout/raw_reward`` keep the reward as it was given.
     Source: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13.
 
-    Example: ``Overlong(100, 20, 1.0)`` takes 0.5 off a response of 90 tokens and 1 off one of 100.
+    Example: ``OverlongPenalty(100, 20, 1.0)`` takes 0.5 off a response of 90 tokens and 1 off one of 100.
     """
 
     max_len: int  # tokens, rollout.max_response_len

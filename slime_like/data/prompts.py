@@ -11,14 +11,14 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from slime_like.config.rollout import DataConfig
+from slime_like.config.schema.rollout import DataConfig
 from slime_like.data.chat import Tokenizer, tokenize
 from slime_like.data.files import DataFile
-from slime_like.data.rows import BadRow, Row, RowReader, any_row, length_problem, vocabulary_problem
+from slime_like.data.rows import BadRow, PromptRow, RowReader, any_row, length_problem, vocabulary_problem
 from slime_like.errors import DataError
 from slime_like.metrics.types import Last, Metric
-from slime_like.reading import Count, shown, typed
 from slime_like.types import Prompt
+from slime_like.util.reading import Count, shown, typed
 
 REASONS_KEPT = 5
 ROLLOUTS_APART = 4
@@ -200,7 +200,7 @@ class FileSource:
         reader = RowReader(
             config, context.tokenizer, context.needs_label, context.row_problem, context.rm_type, context.supervised
         )
-        rows: list[Row] = []
+        rows: list[PromptRow] = []
         for raw in self._file.rows():
             try:
                 rows.append(reader.read(raw))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from slime_like.batch import Rows
+from slime_like.batch import PackedBatch
 
 Mask = npt.NDArray[np.bool_]
 
@@ -30,7 +30,7 @@ class Provenance:
         return self.own | self.mixed | self.stale
 
 
-def provenance(rows: Rows, version: int) -> Provenance:
+def provenance(rows: PackedBatch, version: int) -> Provenance:
     """Sort the sampled tokens of ``rows`` by how they compare with a trainer that holds weights of ``version``.
 
     The one place that decides what the gate on samples judges: a sample whose ``rollout_logprobs`` are not those of the

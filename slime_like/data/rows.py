@@ -14,12 +14,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from slime_like.config.rollout import DataConfig
+from slime_like.config.schema.rollout import DataConfig
 from slime_like.data.chat import Message, Tokenizer, check_messages, has_template, render, require_template, shown
 from slime_like.data.files import RawRow
 from slime_like.errors import ConfigError
-from slime_like.reading import reason
 from slime_like.types import I32, Prompt
+from slime_like.util.reading import reason
 
 TOOLS = "tools"  # slime's default of --tool-key
 LONGEST_NAME = 200  # of a reward, as a row has it
@@ -30,7 +30,7 @@ class BadRow(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PromptRow:
     """A row before tokenisation."""
 
     index: int
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Raw rows -> ``Row``, by the keys of ``data``.
+    """Raw rows -> ``PromptRow``, by the keys of ``data``.
 
     Raises ``BadRow`` for a row that cannot be used, ``ConfigError`` for a chat without a chat template: that is no
     matter of one row.
@@ -70,7 +70,7 @@ class RowReader:
     rm_type: str | None = None
     supervised: bool = False  # chat messages may end with the assistant's turn, which stands for a label
 
-    def read(self, raw: RawRow) -> Row:
+    def read(self, raw: RawRow) -> PromptRow:
         """The row, its prompt rendered as text."""
         if raw.fields is None:
             raise BadRow(raw.problem)
@@ -95,7 +95,7 @@ class RowReader:
         text, messages = self._text(prompt, tools)
         for key, value in ((cfg.input_key, text), (cfg.label_key, label or "")):
             _check_text(key, value)
-        return Row(raw.index, raw.location, text, label, rm_type, metadata, messages)
+        return PromptRow(raw.index, raw.location, text, label, rm_type, metadata, messages)
 
     def _answers_itself(self, prompt: object) -> bool:
         last: object = cast("list[object]", prompt)[-1] if isinstance(prompt, list) and prompt else None

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slime_like.batch import Columns, Rows, TrainBatch
+from slime_like.batch import Columns, PackedBatch, TrainBatch
 
-Shard = list[list[Rows]]
+Shard = list[list[PackedBatch]]
 """Micro-batches of one data-parallel rank, per optimizer step."""
 
 
@@ -38,7 +38,7 @@ def redeal(columns: Sequence[Columns], batch: TrainBatch, ranks: int) -> list[Co
 
 
 NO_TOKENS = np.zeros(0, dtype=np.float32)
-NO_ROWS = Rows(
+NO_ROWS = PackedBatch(
     token_ids=np.zeros(0, dtype=np.int32),
     cu_seqlens=np.zeros(1, dtype=np.int32),
     loss_weight=NO_TOKENS,

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from slime_like.batch import Rows, TrainBatch
+from slime_like.batch import PackedBatch, TrainBatch
 from slime_like.data.columns import FILLER_ID
 from slime_like.data.dump import DIGEST, check_digest, digest
-from slime_like.reading import InputFile, reason, shown
 from slime_like.types import F32, I32, I64, Reward, SampleGroup
+from slime_like.util.reading import InputFile, reason, shown
 
 FORMAT = 1
 MOST = 8
@@ -29,8 +29,8 @@ DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class TokenView:
-    """S sequences of T tokens together. ``[T]`` columns stand at the token they speak of, as in ``Rows``."""
+class TokenTable:
+    """S sequences of T tokens together. ``[T]`` columns stand at the token they speak of, as in ``PackedBatch``."""
 
     version: int  # of the trainer that scored them
     sample_ids: I64  # [S]
@@ -57,7 +57,7 @@ def view_path(folder: Path, rollout_id: int) -> Path:
     return folder / f"tokens_{rollout_id:07d}.npz"
 
 
-def choose(batch: TrainBatch, groups: Sequence[SampleGroup], max_tokens: int) -> Rows | None:
+def choose(batch: TrainBatch, groups: Sequence[SampleGroup], max_tokens: int) -> PackedBatch | None:
     """The best and the worst sample of the first groups, at most ``MOST`` and ``max_tokens``, as one packed row.
 
     None where the batch trains on none of them.
@@ -70,7 +70,7 @@ def choose(batch: TrainBatch, groups: Sequence[SampleGroup], max_tokens: int) ->
         for index, sample_id in enumerate(rows.sample_ids)
         if int(sample_id) != FILLER_ID
     }
-    chosen: list[tuple[Rows, int]] = []
+    chosen: list[tuple[PackedBatch, int]] = []
     left = max_tokens
     for sample_id in _candidates(groups):
         if sample_id not in places or len(chosen) == MOST:
@@ -83,14 +83,14 @@ def choose(batch: TrainBatch, groups: Sequence[SampleGroup], max_tokens: int) ->
     return _packed(chosen) if chosen else None
 
 
-def token_view(rows: Rows, trainer_logprobs_T: F32, version: int) -> TokenView:
+def token_view(rows: PackedBatch, trainer_logprobs_T: F32, version: int) -> TokenTable:
     """The view of packed ``rows`` that the trainer of ``version`` has scored."""
     lengths = np.diff(rows.cu_seqlens)
     first = np.zeros(len(rows.token_ids), dtype=bool)
     first[rows.cu_seqlens[:-1]] = True
     per_sequence = np.full(len(lengths), np.nan, dtype=np.float32) if rows.advantages is None else rows.advantages
     nan = np.float32(np.nan)
-    return TokenView(
+    return TokenTable(
         version=version,
         sample_ids=rows.sample_ids,
         cu_seqlens=rows.cu_seqlens,
@@ -103,7 +103,7 @@ def token_view(rows: Rows, trainer_logprobs_T: F32, version: int) -> TokenView:
     )
 
 
-def with_advantages(view: TokenView, found: Mapping[int, F32]) -> TokenView:
+def with_advantages(view: TokenTable, found: Mapping[int, F32]) -> TokenTable:
     """The view with the advantages that the ranks computed: sample id -> [L]; nan stays where nothing is trained."""
     advantages = view.advantages.copy()
     for index, sample_id in enumerate(view.sample_ids):
@@ -114,7 +114,7 @@ def with_advantages(view: TokenView, found: Mapping[int, F32]) -> TokenView:
     return replace(view, advantages=advantages)
 
 
-def save_view(path: Path, view: TokenView) -> None:
+def save_view(path: Path, view: TokenTable) -> None:
     """Write ``view`` to ``path``, whole or not at all."""
     columns = {item.name: np.asarray(getattr(view, item.name)) for item in fields(view)} | {"format": np.array(FORMAT)}
     columns[DIGEST] = np.array(digest(columns))
@@ -125,15 +125,15 @@ def save_view(path: Path, view: TokenView) -> None:
     partial.replace(path)
 
 
-def load_view(path: Path) -> TokenView:
+def load_view(path: Path) -> TokenTable:
     """Read what ``save_view`` wrote. Raises ``DataError`` naming the file."""
     file = InputFile(path, fix="dump it again")
     columns = file.arrays()
     try:
         if str(columns["format"]) != str(FORMAT):
             raise ValueError(f"format {shown(columns['format'])}, this version reads {FORMAT}")
-        found = {item.name: columns[item.name] for item in fields(TokenView)}
-        view = TokenView(version=int(found.pop("version")), **found)
+        found = {item.name: columns[item.name] for item in fields(TokenTable)}
+        view = TokenTable(version=int(found.pop("version")), **found)
         for name, dtype in DTYPES.items():
             if found[name].dtype != dtype or found[name].ndim != 1:
                 raise ValueError(f"{name} is {found[name].dtype}{list(found[name].shape)}, not {np.dtype(dtype)}[]")
@@ -159,13 +159,13 @@ def _score(reward: Reward | None) -> float:
     return 0.0 if reward is None else reward.score
 
 
-def _packed(chosen: Sequence[tuple[Rows, int]]) -> Rows:
+def _packed(chosen: Sequence[tuple[PackedBatch, int]]) -> PackedBatch:
     """The chosen sequences of several rows as rows of their own."""
     places = [(rows, slice(int(rows.cu_seqlens[i]), int(rows.cu_seqlens[i + 1])), i) for rows, i in chosen]
     lengths = [where.stop - where.start for _, where, _ in places]
     advantages = [rows.advantages[i] for rows, _, i in places if rows.advantages is not None]
     names = sorted(set.intersection(*(set(rows.extras) for rows, _, _ in places)))
-    return Rows(
+    return PackedBatch(
         token_ids=np.concatenate([rows.token_ids[where] for rows, where, _ in places]),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         loss_weight=np.concatenate([rows.loss_weight[where] for rows, where, _ in places]),

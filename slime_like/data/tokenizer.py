@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from slime_like.errors import ConfigError
-from slime_like.reading import InputFile, parse_json, reason
+from slime_like.util.reading import InputFile, parse_json, reason
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 # With these classes transformers uses tokenizer.json as it stands; other settings than these could change what it does.

@@ -7,7 +7,7 @@ import os
 
 import torch.distributed as dist
 
-from slime_like.ports import Meeting, interface_environment, listen
+from slime_like.util.ports import Meeting, interface_environment, listen
 
 
 def join_store(meeting: Meeting, world_size: int, *, is_master: bool, timeout: datetime.timedelta) -> dist.TCPStore:

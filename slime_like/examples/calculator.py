@@ -16,9 +16,9 @@ from slime_like.data.chat import Tokenizer, tokenize
 from slime_like.errors import ConfigError
 from slime_like.examples.arithmetic import calculate
 from slime_like.interfaces import Completion, Engine, GenerateContext
-from slime_like.rollout.episode import Episode
-from slime_like.together import together
+from slime_like.rollout.generate.episode import Episode
 from slime_like.types import I32, Prompt, Sample
+from slime_like.util.together import together
 
 CALL, CALL_END = "<calc>", "</calc>"
 MOST_CALLS = 4

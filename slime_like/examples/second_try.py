@@ -12,9 +12,9 @@ from dataclasses import replace
 from slime_like.data.chat import tokenize
 from slime_like.interfaces import Engine, GenerateContext
 from slime_like.reward.labels import label_of
-from slime_like.rollout.episode import Episode
-from slime_like.together import together
+from slime_like.rollout.generate.episode import Episode
 from slime_like.types import Prompt, Reward, Sample, Status
+from slime_like.util.together import together
 
 MOST_TURNS = 3
 WORTH = 0.5  # of a try in comparison with the one before

@@ -13,7 +13,7 @@ from slime_like.metrics.remedies import REMEDIES
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MetricEntry:
     """``name`` may hold ``<x>`` for a part that varies. ``healthy`` is what to expect of a run that goes well."""
 
     name: str
@@ -32,346 +32,358 @@ class Entry:
 
 
 ENTRIES = (
-    Entry("rollout/raw_reward", "mean reward of the samples trained on, after filters", "", "rises"),
-    Entry("rollout/accuracy", "share of right answers among them", "0 to 1", "rises"),
-    Entry(
+    MetricEntry("rollout/raw_reward", "mean reward of the samples trained on, after filters", "", "rises"),
+    MetricEntry("rollout/accuracy", "share of right answers among them", "0 to 1", "rises"),
+    MetricEntry(
         "rollout/num_samples", "samples trained on", "", "batch_size * n_samples_per_prompt unless filters drop some"
     ),
-    Entry("rollout/response_len/mean", "mean length of a response", "tokens"),
-    Entry("rollout/response_len/median", "median length of a response", "tokens"),
-    Entry("rollout/response_len/max", "longest response", "tokens"),
-    Entry("rollout/response_len/min", "shortest response", "tokens"),
-    Entry(
+    MetricEntry("rollout/response_len/mean", "mean length of a response", "tokens"),
+    MetricEntry("rollout/response_len/median", "median length of a response", "tokens"),
+    MetricEntry("rollout/response_len/max", "longest response", "tokens"),
+    MetricEntry("rollout/response_len/min", "shortest response", "tokens"),
+    MetricEntry(
         "rollout/num_turns", "mean number of turns in which the model wrote; 1 without tools, environments and agents"
     ),
-    Entry(
+    MetricEntry(
         "rollout/truncated_ratio",
         "share of responses cut at max_response_len",
         "0 to 1",
         "small; if it grows, raise max_response_len",
     ),
-    Entry("rollout/aborted_ratio", "share of responses that were aborted", "0 to 1", "0"),
-    Entry(
+    MetricEntry("rollout/aborted_ratio", "share of responses that were aborted", "0 to 1", "0"),
+    MetricEntry(
         "rollout/zero_std_ratio",
         "share of groups whose rewards are all equal: they teach nothing under group advantages",
         "0 to 1",
         "below 0.9",
     ),
-    Entry(
+    MetricEntry(
         "rollout/log_probs",
         "mean log-probability of sampled tokens under the policy that sampled them",
         "nats",
         "rises slowly",
     ),
-    Entry(
+    MetricEntry(
         "rollout/staleness_max",
         "trainer version minus the oldest token's version, largest",
         "versions",
         "at most loop.max_staleness; with partial rollouts at most rollout.max_partial_staleness",
     ),
-    Entry("rollout/staleness_mean", "the same, mean over groups", "versions"),
-    Entry(
+    MetricEntry("rollout/staleness_mean", "the same, mean over groups", "versions"),
+    MetricEntry(
         "rollout/mixed_version_ratio",
         "share of samples whose tokens were sampled under several weight versions",
         "0 to 1",
         "0 unless rollouts are partial or asynchronous",
     ),
-    Entry(
+    MetricEntry(
         "rollout/stopped_groups",
         "groups that over-sampling stopped because the rollout was full; under partial rollouts they are continued",
         "groups",
         "about rollout.over_sampling_batch_size less rollout.batch_size",
     ),
-    Entry(
+    MetricEntry(
         "rollout/restarted_groups",
         "stopped groups that had become too old to be continued, so that their prompts are answered anew",
         "groups",
         "0",
     ),
-    Entry(
+    MetricEntry(
         "rollout/wasted_tokens",
         "tokens that were sampled for groups which were then given up",
         "tokens",
         "0 under partial rollouts",
     ),
-    Entry(
+    MetricEntry(
         "rollout/prefix_cache_hit_rate",
         "share of the tokens in prompts, continuations included, whose keys and values an engine still had",
         "0 to 1",
     ),
-    Entry("rollout/avg_cached_tokens_per_sample", "these tokens per request of one sample", "tokens"),
-    Entry(
+    MetricEntry("rollout/avg_cached_tokens_per_sample", "these tokens per request of one sample", "tokens"),
+    MetricEntry(
         "rollout/engine_load_max",
         "tokens sampled by the busiest engine over the mean of all engines",
         "",
         "near 1",
     ),
-    Entry("rollout/carried_groups", "groups kept for the next rollout", "groups"),
-    Entry("rollout/dropped_samples", "samples that did not fill a step and were dropped", "samples"),
-    Entry("rollout/dropped_groups/<filter>", "groups a filter dropped", "groups"),
-    Entry("rollout/dropped_groups/<filter>/<reason>", "groups it dropped for one reason", "groups"),
-    Entry("rollout/generated/raw_reward", "mean reward of all generated samples, before any filter", "", "rises"),
-    Entry("rollout/generated/accuracy", "share of right answers among them", "0 to 1", "rises"),
-    Entry("rollout/generated/zero_std_ratio", "share of all generated groups whose rewards do not differ", "0 to 1"),
-    Entry(
+    MetricEntry("rollout/carried_groups", "groups kept for the next rollout", "groups"),
+    MetricEntry("rollout/dropped_samples", "samples that did not fill a step and were dropped", "samples"),
+    MetricEntry("rollout/dropped_groups/<filter>", "groups a filter dropped", "groups"),
+    MetricEntry("rollout/dropped_groups/<filter>/<reason>", "groups it dropped for one reason", "groups"),
+    MetricEntry("rollout/generated/raw_reward", "mean reward of all generated samples, before any filter", "", "rises"),
+    MetricEntry("rollout/generated/accuracy", "share of right answers among them", "0 to 1", "rises"),
+    MetricEntry(
+        "rollout/generated/zero_std_ratio", "share of all generated groups whose rewards do not differ", "0 to 1"
+    ),
+    MetricEntry(
         "rollout/empty_in_a_row", "consecutive rollouts that gave the trainer nothing, up to this one", "rollouts", "0"
     ),
-    Entry(
+    MetricEntry(
         "rollout/without_signal_in_a_row",
         "consecutive rollouts whose rewards do not differ where the algorithm compares them, up to this one",
         "rollouts",
         "0",
     ),
-    Entry(
+    MetricEntry(
         "rollout/generated_groups",
         "groups that were generated for a rollout, those a filter dropped included",
         "groups",
     ),
-    Entry(
+    MetricEntry(
         "rollout/refills",
         "rounds of further prompts that replaced dropped groups",
         "",
         "small; if it grows, the prompts have become too easy or are too hard",
     ),
-    Entry("rollout/engine_restarts", "engines that died or stalled and were restarted (docs/faults.md)", "", "0"),
-    Entry(
+    MetricEntry("rollout/engine_restarts", "engines that died or stalled and were restarted (docs/faults.md)", "", "0"),
+    MetricEntry(
         "rollout/remade_groups",
         "groups that went on elsewhere with what they had been answered, as their engine was lost",
         "groups",
         "0",
     ),
-    Entry(
+    MetricEntry(
         "rollout/overlong_penalty",
         "mean penalty for responses near max_response_len, taken off the reward for training only",
         "",
         "near 0; if it grows, raise max_response_len",
     ),
-    Entry("rollout/reward/<part>", "mean score of one part of a composed reward (reward.weights), before its weight"),
-    Entry("agent/runs", "runs of rollout.agent", ""),
-    Entry("agent/calls", "chat completions that they asked for and got", ""),
-    Entry(
+    MetricEntry(
+        "rollout/reward/<part>", "mean score of one part of a composed reward (reward.weights), before its weight"
+    ),
+    MetricEntry("agent/runs", "runs of rollout.agent", ""),
+    MetricEntry("agent/calls", "chat completions that they asked for and got", ""),
+    MetricEntry(
         "agent/further_samples",
         "samples beyond one per run: conversations beside the first, and histories that an agent rewrote",
         "samples",
         "0 for an agent with one conversation that only grows",
     ),
-    Entry("agent/failures", "runs that raised an error or never asked their model", "", "0"),
-    Entry("agent/timeouts", "runs that took longer than rollout.agent_deadline_s", "", "0"),
-    Entry("reward/calls", "calls of reward functions", ""),
-    Entry("reward/timeouts", "calls that took longer than reward.timeout_s", "", "0"),
-    Entry("reward/killed", "calls whose process was killed or had no more memory (reward.memory_gb)", "", "0"),
-    Entry("reward/remote_failures", "samples that the reward server did not score in spite of retries", "", "0"),
-    Entry("reward/remote_retries", "requests to the reward server that were repeated", "", "near 0"),
-    Entry(
+    MetricEntry("agent/failures", "runs that raised an error or never asked their model", "", "0"),
+    MetricEntry("agent/timeouts", "runs that took longer than rollout.agent_deadline_s", "", "0"),
+    MetricEntry("reward/calls", "calls of reward functions", ""),
+    MetricEntry("reward/timeouts", "calls that took longer than reward.timeout_s", "", "0"),
+    MetricEntry("reward/killed", "calls whose process was killed or had no more memory (reward.memory_gb)", "", "0"),
+    MetricEntry("reward/remote_failures", "samples that the reward server did not score in spite of retries", "", "0"),
+    MetricEntry("reward/remote_retries", "requests to the reward server that were repeated", "", "near 0"),
+    MetricEntry(
         "reward/fallbacks", "samples that count as reward.fallback, or are left out where it is null", "samples", "0"
     ),
-    Entry("data/bad_rows", "rows left out under data.on_bad_row=skip", "rows", "0"),
-    Entry("train/loss", "the loss that was minimised, mean over the optimizer steps", ""),
-    Entry("train/pg_loss", "policy-gradient part of the loss", ""),
-    Entry("train/sft_loss", "negative log-likelihood of the demonstrations", "nats", "falls"),
-    Entry(
+    MetricEntry("data/bad_rows", "rows left out under data.on_bad_row=skip", "rows", "0"),
+    MetricEntry("train/loss", "the loss that was minimised, mean over the optimizer steps", ""),
+    MetricEntry("train/pg_loss", "policy-gradient part of the loss", ""),
+    MetricEntry("train/sft_loss", "negative log-likelihood of the demonstrations", "nats", "falls"),
+    MetricEntry(
         "train/pg_clipfrac",
         "share of tokens whose ratio was clipped (gspo: of sequences; cispo: whose weight was)",
         "0 to 1",
         "below 0.2",
     ),
-    Entry("train/pg_clipfrac_lower", "share of tokens at the bound of dual clip, algo.eps_clip_c", "0 to 1", "near 0"),
-    Entry("train/ppo_kl", "mean log-ratio of the old to the new policy", "nats", "near 0"),
-    Entry("train/ois", "mean ratio of the new to the old policy (gspo: of sequences)", "", "near 1"),
-    Entry("train/seq_ratio_max", "largest ratio of a sequence under gspo", "", "near 1"),
-    Entry("train/kl_loss", "KL estimate to the reference, in the loss", "nats"),
-    Entry("train/entropy_loss", "mean entropy of the policy", "nats", "falls slowly"),
-    Entry("train/entropy", "mean entropy of the policy", "nats", "falls slowly"),
-    Entry("train/tis", "mean importance weight of old over rollout policy, before truncation", "", "near 1"),
-    Entry("train/tis_abs", "mean distance of that weight from 1", "", "near 0"),
-    Entry("train/tis_clipfrac", "share of tokens whose weight was truncated", "0 to 1", "below 0.05"),
-    Entry("train/mis", "mean importance weight of old over rollout policy, before masking", "", "near 1"),
-    Entry("train/mis_abs", "mean distance of that weight from 1", "", "near 0"),
-    Entry(
+    MetricEntry(
+        "train/pg_clipfrac_lower", "share of tokens at the bound of dual clip, algo.eps_clip_c", "0 to 1", "near 0"
+    ),
+    MetricEntry("train/ppo_kl", "mean log-ratio of the old to the new policy", "nats", "near 0"),
+    MetricEntry("train/ois", "mean ratio of the new to the old policy (gspo: of sequences)", "", "near 1"),
+    MetricEntry("train/seq_ratio_max", "largest ratio of a sequence under gspo", "", "near 1"),
+    MetricEntry("train/kl_loss", "KL estimate to the reference, in the loss", "nats"),
+    MetricEntry("train/entropy_loss", "mean entropy of the policy", "nats", "falls slowly"),
+    MetricEntry("train/entropy", "mean entropy of the policy", "nats", "falls slowly"),
+    MetricEntry("train/tis", "mean importance weight of old over rollout policy, before truncation", "", "near 1"),
+    MetricEntry("train/tis_abs", "mean distance of that weight from 1", "", "near 0"),
+    MetricEntry("train/tis_clipfrac", "share of tokens whose weight was truncated", "0 to 1", "below 0.05"),
+    MetricEntry("train/mis", "mean importance weight of old over rollout policy, before masking", "", "near 1"),
+    MetricEntry("train/mis_abs", "mean distance of that weight from 1", "", "near 0"),
+    MetricEntry(
         "train/mis_maskfrac_low",
         "share of tokens masked because the weight is below algo.mis_low",
         "0 to 1",
         "below 0.01",
     ),
-    Entry("train/mis_maskfrac_high", "the same, above algo.mis_high", "0 to 1", "below 0.01"),
-    Entry(
+    MetricEntry("train/mis_maskfrac_high", "the same, above algo.mis_high", "0 to 1", "below 0.01"),
+    MetricEntry(
         "train/rejection_ratio",
         "mean ratio of old to rollout policy of whole sequences: product or geometric mean, as algo.rejection says",
         "",
         "near 1",
     ),
-    Entry("train/rejection_frac", "share of the loss weight in sequences that were rejected", "0 to 1", "below 0.05"),
-    Entry("train/value_loss", "the critic's loss: half the squared error of its values", "", "falls at first"),
-    Entry("train/critic_loss", "the same under the loss's weights", "", "falls at first"),
-    Entry("train/value_clipfrac", "share of tokens whose value was held near its old one", "0 to 1", "below 0.2"),
-    Entry("train/values", "mean value of the critic, after its updates", "", "near train/returns"),
-    Entry("train/returns", "mean of what the critic is to learn: advantage before whitening plus value", ""),
-    Entry(
+    MetricEntry(
+        "train/rejection_frac", "share of the loss weight in sequences that were rejected", "0 to 1", "below 0.05"
+    ),
+    MetricEntry("train/value_loss", "the critic's loss: half the squared error of its values", "", "falls at first"),
+    MetricEntry("train/critic_loss", "the same under the loss's weights", "", "falls at first"),
+    MetricEntry("train/value_clipfrac", "share of tokens whose value was held near its old one", "0 to 1", "below 0.2"),
+    MetricEntry("train/values", "mean value of the critic, after its updates", "", "near train/returns"),
+    MetricEntry("train/returns", "mean of what the critic is to learn: advantage before whitening plus value", ""),
+    MetricEntry(
         "train/explained_variance",
         "share of the returns' variance that the values explain, before the critic's update",
         "up to 1",
         "rises above 0; below 0 the critic is worse than none",
     ),
-    Entry("train/critic_grad_norm", "global gradient norm of the critic before clipping", ""),
-    Entry("train/critic_lr", "learning rate of the critic's last optimizer step", ""),
-    Entry(
+    MetricEntry("train/critic_grad_norm", "global gradient norm of the critic before clipping", ""),
+    MetricEntry("train/critic_lr", "learning rate of the critic's last optimizer step", ""),
+    MetricEntry(
         "train/teacher_kl",
         "mean log-ratio of student to teacher on sampled tokens: KL(student || teacher)",
         "nats",
         "falls",
     ),
-    Entry("train/grad_norm", "global gradient norm before clipping", ""),
-    Entry("train/lr", "learning rate of the last optimizer step", ""),
-    Entry(
+    MetricEntry("train/grad_norm", "global gradient norm before clipping", ""),
+    MetricEntry("train/lr", "learning rate of the last optimizer step", ""),
+    MetricEntry(
         "train/moe_load",
         "tokens of a layer's busiest expert over the mean of its experts, mean over the layers",
         "",
         "near 1; far above it ranks of parallel.ep wait for one another",
     ),
-    Entry("train/moe_load_max", "the same of the most uneven layer", ""),
-    Entry(
+    MetricEntry("train/moe_load_max", "the same of the most uneven layer", ""),
+    MetricEntry(
         "train/moe_aux_loss",
         "load balancing loss of the Switch Transformer before model.megatron.moe_aux_loss_coeff, mean over the layers",
         "",
         "near 1",
     ),
-    Entry("train/num_tokens", "tokens trained on", "tokens"),
-    Entry(
+    MetricEntry("train/num_tokens", "tokens trained on", "tokens"),
+    MetricEntry(
         "train/off_policy_token_ratio",
         "share of trained tokens sampled by an older version",
         "0 to 1",
         "0 with loop.max_staleness=0",
     ),
-    Entry(
+    MetricEntry(
         "train/train_rollout_logprob_abs_diff",
         "mean |trainer - engine| log-probability of trained tokens, before the first optimizer step; of samples whose every "
         "token was sampled by the weights that the trainer holds",
         "nats",
         "below 1e-5 in float32, below 0.02 in bfloat16; a warning where it grows (weights.drift_warning)",
     ),
-    Entry("train/train_rollout_logprob_abs_diff_p99", "99th percentile of the same", "nats"),
-    Entry(
+    MetricEntry("train/train_rollout_logprob_abs_diff_p99", "99th percentile of the same", "nats"),
+    MetricEntry(
         "train/train_rollout_logprob_abs_diff_max",
         "largest of the same",
         "nats",
         "below weights.sample_tolerance, or the run ends before the step",
     ),
-    Entry(
+    MetricEntry(
         "train/train_rollout_kl_k3",
         "k3 estimate of the KL between engine and trainer on those tokens",
         "nats",
         "near 0",
     ),
-    Entry(
+    MetricEntry(
         "train/train_rollout_logprob_abs_diff/<layers>",
         "mean of the same over each rank's first micro-batch, had the trainer computed its layers of one kind (attention, gdn, "
         "mlp, or all) in float64 (weights.probe_layers=true)",
         "nats",
     ),
-    Entry("train/train_rollout_logprob_abs_diff_max/<layers>", "largest of the same", "nats"),
-    Entry(
+    MetricEntry("train/train_rollout_logprob_abs_diff_max/<layers>", "largest of the same", "nats"),
+    MetricEntry(
         "train/train_rollout_logprob_abs_diff_mixed",
         "mean |trainer - engine| log-probability of tokens that the trainer's weights sampled in samples begun under other "
         "weights (partial or asynchronous rollouts); gates nothing",
         "nats",
         "as train/train_rollout_logprob_abs_diff",
     ),
-    Entry("train/train_rollout_logprob_abs_diff_mixed_max", "largest of the same", "nats"),
-    Entry(
+    MetricEntry("train/train_rollout_logprob_abs_diff_mixed_max", "largest of the same", "nats"),
+    MetricEntry(
         "train/train_rollout_logprob_abs_diff_stale",
         "mean |trainer - engine| log-probability of tokens that other weights sampled: how far off-policy they are; gates nothing",
         "nats",
     ),
-    Entry(
+    MetricEntry(
         "probe/logprob_abs_diff_max",
         "largest |trainer - engine| log-probability of the probe sequences after the push",
         "nats",
         "below weights.probe_tolerance, or the run ends",
     ),
-    Entry("probe/logprob_abs_diff_mean", "mean of the same", "nats"),
-    Entry(
+    MetricEntry("probe/logprob_abs_diff_mean", "mean of the same", "nats"),
+    MetricEntry(
         "probe/decode_logprob_abs_diff_max",
         "largest |trainer - engine| log-probability of tokens that the engine samples after beginnings of the probe sequences, "
         "which it has cached",
         "nats",
         "below weights.probe_tolerance, or the run ends",
     ),
-    Entry("probe/decode_logprob_abs_diff_mean", "mean of the same", "nats"),
-    Entry(
+    MetricEntry("probe/decode_logprob_abs_diff_mean", "mean of the same", "nats"),
+    MetricEntry(
         "probe/prefix_cache_hit_rate",
         "share of these beginnings whose keys and values the engine had cached",
         "0 to 1",
         "near 1; less where rollout.sglang turns the prefix cache off or makes its pages large",
     ),
-    Entry(
+    MetricEntry(
         "probe/logprob_abs_diff_max/<layers>",
         "the same, had the trainer computed its layers of one kind (attention, gdn, mlp, or all) in float64: far below "
         "it if the trainer's rounding in those layers makes the difference; what `all` leaves is the engine's own "
         "(weights.probe_layers=true)",
         "nats",
     ),
-    Entry("probe/logprob_abs_diff_mean/<layers>", "mean of the same", "nats"),
-    Entry(
+    MetricEntry("probe/logprob_abs_diff_mean/<layers>", "mean of the same", "nats"),
+    MetricEntry(
         "eval/<dataset>",
         "accuracy on held-out prompts (mean score where the reward knows no right answer)",
         "0 to 1",
         "rises",
     ),
-    Entry("eval/<dataset>-truncated_ratio", "share of held-out responses cut at the length limit", "0 to 1"),
-    Entry(
+    MetricEntry("eval/<dataset>-truncated_ratio", "share of held-out responses cut at the length limit", "0 to 1"),
+    MetricEntry(
         "eval/<dataset>-pass@<k>",
         "chance that one of k answers to a held-out prompt is right, estimated without bias from evaluation.n_samples_per_prompt "
         "of them (k: powers of two up to it)",
         "0 to 1",
         "rises; pass@1 comes nearer to the others",
     ),
-    Entry("eval/<dataset>/response_len/mean", "mean length of held-out responses", "tokens"),
-    Entry("eval/<dataset>/response_len/median", "median length of held-out responses", "tokens"),
-    Entry("eval/<dataset>/response_len/max", "longest held-out response", "tokens"),
-    Entry("eval/<dataset>/response_len/min", "shortest held-out response", "tokens"),
-    Entry("comm/<group>/<op>/calls", "collectives issued in a kind of process group, all ranks together", ""),
-    Entry("comm/<group>/<op>/bytes", "bytes they carried, all ranks together", "bytes"),
-    Entry(
+    MetricEntry("eval/<dataset>/response_len/mean", "mean length of held-out responses", "tokens"),
+    MetricEntry("eval/<dataset>/response_len/median", "median length of held-out responses", "tokens"),
+    MetricEntry("eval/<dataset>/response_len/max", "longest held-out response", "tokens"),
+    MetricEntry("eval/<dataset>/response_len/min", "shortest held-out response", "tokens"),
+    MetricEntry("comm/<group>/<op>/calls", "collectives issued in a kind of process group, all ranks together", ""),
+    MetricEntry("comm/<group>/<op>/bytes", "bytes they carried, all ranks together", "bytes"),
+    MetricEntry(
         "comm/<group>/<op>/time", "time of a rank's thread in issuing and awaiting them, the longest of all ranks", "s"
     ),
-    Entry("comm/<group>/<op>/checks", "questions for free memory before them", ""),
-    Entry("comm/<group>/<op>/check_time", "time of those questions on the slowest rank", "s"),
-    Entry("comm/<group>/<op>/clears", "times that memory was given back before them", "", "0"),
-    Entry("comm/<group>/<op>/freed_bytes", "what that gave back", "bytes"),
-    Entry("guard/checks", "questions for free memory, before all collectives of all ranks", ""),
-    Entry(
+    MetricEntry("comm/<group>/<op>/checks", "questions for free memory before them", ""),
+    MetricEntry("comm/<group>/<op>/check_time", "time of those questions on the slowest rank", "s"),
+    MetricEntry("comm/<group>/<op>/clears", "times that memory was given back before them", "", "0"),
+    MetricEntry("comm/<group>/<op>/freed_bytes", "what that gave back", "bytes"),
+    MetricEntry("guard/checks", "questions for free memory, before all collectives of all ranks", ""),
+    MetricEntry(
         "guard/time",
         "time of those questions and of giving memory back, the longest of all ranks",
         "s",
         "below 0.1% of perf/step_time",
     ),
-    Entry("guard/shortages", "times that free memory was below guard.threshold, or about to be", "", "0"),
-    Entry("guard/clears", "times that memory was given back", "", "0"),
-    Entry("guard/freed_bytes", "what that gave back", "bytes"),
-    Entry("guard/free_bytes", "least free memory that a question of any rank found", "bytes", "above guard.threshold"),
-    Entry("guard/reload_time", "destroying and making communicators, the longest of all ranks (guard.release)", "s"),
-    Entry(
+    MetricEntry("guard/shortages", "times that free memory was below guard.threshold, or about to be", "", "0"),
+    MetricEntry("guard/clears", "times that memory was given back", "", "0"),
+    MetricEntry("guard/freed_bytes", "what that gave back", "bytes"),
+    MetricEntry(
+        "guard/free_bytes", "least free memory that a question of any rank found", "bytes", "above guard.threshold"
+    ),
+    MetricEntry(
+        "guard/reload_time", "destroying and making communicators, the longest of all ranks (guard.release)", "s"
+    ),
+    MetricEntry(
         "memory/<phase>",
         "peak memory of the reporting trainer rank in a phase (step, score, push, save) since the step before: what torch "
         "allocated on a GPU, resident memory on a CPU",
         "bytes",
         "flat; if it grows from step to step, something is kept",
     ),
-    Entry("perf/dump_time", "scoring and writing the samples that run.dump_rollouts shows token by token", "s"),
-    Entry("perf/step_time", "from one step's line to the next, without what ran beside it", "s"),
-    Entry("perf/rollout_time", "generating and scoring one rollout", "s"),
-    Entry("perf/train_wait_time", "the trainer waiting for a rollout", "s", "near 0 when asynchronous"),
-    Entry("perf/train_time", "assembling, shipping and training one rollout", "s"),
-    Entry("perf/actor_train_time", "training on the ranks", "s"),
-    Entry("perf/log_probs_time", "the pass for old log-probabilities", "s"),
-    Entry("perf/ref_log_probs_time", "the pass for reference log-probabilities", "s"),
-    Entry("perf/values_time", "the critic's pass for values", "s"),
-    Entry("perf/critic_train_time", "training the critic, beside the actor", "s"),
-    Entry("perf/teacher_log_probs_time", "the pass for the teacher's log-probabilities", "s"),
-    Entry("perf/update_weights_time", "a push, its probe included", "s"),
-    Entry("perf/eval_time", "evaluation", "s"),
-    Entry("perf/save_time", "training held up by the checkpoint or export after the step before", "s"),
-    Entry("perf/tokens_per_gpu_per_sec", "sampled tokens per second and engine rank", "tokens/s"),
+    MetricEntry("perf/dump_time", "scoring and writing the samples that run.dump_rollouts shows token by token", "s"),
+    MetricEntry("perf/step_time", "from one step's line to the next, without what ran beside it", "s"),
+    MetricEntry("perf/rollout_time", "generating and scoring one rollout", "s"),
+    MetricEntry("perf/train_wait_time", "the trainer waiting for a rollout", "s", "near 0 when asynchronous"),
+    MetricEntry("perf/train_time", "assembling, shipping and training one rollout", "s"),
+    MetricEntry("perf/actor_train_time", "training on the ranks", "s"),
+    MetricEntry("perf/log_probs_time", "the pass for old log-probabilities", "s"),
+    MetricEntry("perf/ref_log_probs_time", "the pass for reference log-probabilities", "s"),
+    MetricEntry("perf/values_time", "the critic's pass for values", "s"),
+    MetricEntry("perf/critic_train_time", "training the critic, beside the actor", "s"),
+    MetricEntry("perf/teacher_log_probs_time", "the pass for the teacher's log-probabilities", "s"),
+    MetricEntry("perf/update_weights_time", "a push, its probe included", "s"),
+    MetricEntry("perf/eval_time", "evaluation", "s"),
+    MetricEntry("perf/save_time", "training held up by the checkpoint or export after the step before", "s"),
+    MetricEntry("perf/tokens_per_gpu_per_sec", "sampled tokens per second and engine rank", "tokens/s"),
 )
 
 

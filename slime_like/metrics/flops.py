@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from slime_like.config.hf import GDNShape, gdn_shape, num_experts
+from slime_like.config.rules.hf import GDNShape, gdn_shape, num_experts
 
 GATED_FAMILIES = ("qwen3_next", "qwen3_5")  # whose attention has an output gate as wide as its queries
 GDN_EVERY = 4  # Qwen3-Next, where config.json does not list its layers: each fourth one is attention

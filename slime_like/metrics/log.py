@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.reading import InputFile, parse_json, reason, shown, typed
+from slime_like.util.reading import InputFile, parse_json, reason, shown, typed
 
 DAMAGED = "metrics.damaged.jsonl"  # beside the log: lines that a run could not read when it went on
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LogRow:
     """One line of metrics.jsonl."""
 
     step: int
@@ -34,7 +34,7 @@ class Kept:
     note: str  # about both, for people; empty where nothing is missing
 
 
-def parse_row(line: bytes) -> Row:
+def parse_row(line: bytes) -> LogRow:
     """Return the row of one line. Raises ``ValueError`` saying which field cannot be used."""
     fields = typed(parse_json(line), dict[str, Any])
     step = _number(fields, "step")
@@ -43,7 +43,7 @@ def parse_row(line: bytes) -> Row:
     at = _number(fields, "time") if "time" in fields else math.nan
     spans = typed(fields.pop("spans", None) or {}, dict[str, tuple[float, float]])
     warnings = typed(fields.pop("warnings", None) or (), tuple[str, ...])
-    return Row(int(step), at, {name: _number(fields, name) for name in list(fields)}, spans, warnings)
+    return LogRow(int(step), at, {name: _number(fields, name) for name in list(fields)}, spans, warnings)
 
 
 def keep(path: Path, last_step: int) -> Kept:

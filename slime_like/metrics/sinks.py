@@ -16,13 +16,13 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 
 from rich.console import Console
 
-from slime_like.config.run import MetricsConfig
+from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
 from slime_like.metrics.appended import Appended
 from slime_like.metrics.log import DAMAGED, Kept, keep
 from slime_like.metrics.types import RunWarning
 from slime_like.metrics.view import LiveConsole, PlainConsole
-from slime_like.reading import InputFile, reason, shown
+from slime_like.util.reading import InputFile, reason, shown
 
 Spans = Mapping[str, tuple[float, float]]
 

@@ -32,7 +32,7 @@ class ArithmeticSpec:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Sum:
+class Addition:
     """``a + b`` as a prompt and its label."""
 
     a: int
@@ -50,7 +50,7 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Problem(Sum):
+class Problem(Addition):
     """Example: ``Problem(475, 6)`` has text ``475+6=``, answer ``481``, careless answer ``471``."""
 
     @property

@@ -2,7 +2,7 @@
 
 The child has a session of its own, so that Ctrl-C on a terminal reaches it once and from here, whatever the terminal's
 process group is. What it was asked to make is of no use half made: it is not asked to end after its step, but at once,
-which for ``train.py`` takes two signals (``slime_like/cluster/stop.py``).
+which for ``train.py`` takes two signals (``slime_like/cluster/run/stop.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from slime_like.deadline import Deadline
+from slime_like.util.deadline import Deadline
 
 POLL_S = 0.05
 END_S = 60.0  # to take down what a run has started

@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slime_like.config.algo import SftConfig
-from slime_like.config.root import TrainConfig
-from slime_like.deadline import Deadline
+from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError, WorkerError
 from slime_like.printable import visible
-from slime_like.private import open_lock
 from slime_like.quickstart.arithmetic import ArithmeticSpec
 from slime_like.quickstart.child import run_child
 from slime_like.quickstart.model import DENSE, GDN, NEXT, TOOL, ModelSpec, write_model
 from slime_like.quickstart.tool import ToolSpec
+from slime_like.util.deadline import Deadline
+from slime_like.util.private import open_lock
 
 WARM_START_DEADLINE_S = 1800.0
 EXPORT = "hf"  # where a run with run.save_hf leaves its weights
@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PreparedJob:
     """A default job: its model, the recipe of the warm start before it, and its data."""
 
     model: ModelSpec
@@ -43,25 +43,25 @@ class Job:
 
 def prepare(cfg: TrainConfig) -> None:
     """For ``+recipe=quickstart``: see ``prepare_job``."""
-    prepare_job(cfg, Job(DENSE, "quickstart_sft", ArithmeticSpec()))
+    prepare_job(cfg, PreparedJob(DENSE, "quickstart_sft", ArithmeticSpec()))
 
 
 def prepare_gdn(cfg: TrainConfig) -> None:
     """For ``+recipe=quickstart_gdn``: see ``prepare_job``."""
-    prepare_job(cfg, Job(GDN, "quickstart_gdn_sft", ArithmeticSpec()))
+    prepare_job(cfg, PreparedJob(GDN, "quickstart_gdn_sft", ArithmeticSpec()))
 
 
 def prepare_next(cfg: TrainConfig) -> None:
     """For ``+recipe=quickstart_next``: see ``prepare_job``."""
-    prepare_job(cfg, Job(NEXT, "quickstart_next_sft", ArithmeticSpec()))
+    prepare_job(cfg, PreparedJob(NEXT, "quickstart_next_sft", ArithmeticSpec()))
 
 
 def prepare_tool(cfg: TrainConfig) -> None:
     """For ``+recipe=quickstart_tool``: see ``prepare_job``."""
-    prepare_job(cfg, Job(TOOL, "quickstart_tool_sft", ToolSpec()))
+    prepare_job(cfg, PreparedJob(TOOL, "quickstart_tool_sft", ToolSpec()))
 
 
-def prepare_job(cfg: TrainConfig, job: Job) -> None:
+def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
     """Make what ``cfg`` needs and is not there: datasets and random model; for GRPO also the warm-started model.
 
     What was made carries a stamp of the sizes and sources it was made from, and is made again when they change. Raises
@@ -112,7 +112,7 @@ def _turn(folder: Path) -> Generator[None]:
         yield
 
 
-def _make_assets(folder: Path, job: Job) -> None:
+def _make_assets(folder: Path, job: PreparedJob) -> None:
     stamp = _stamp(job)
     if _read_stamp(folder) == stamp:
         return
@@ -125,7 +125,7 @@ def _make_assets(folder: Path, job: Job) -> None:
     _say(f"wrote datasets and a random model to {folder} in {time.monotonic() - started:.1f} s")
 
 
-def _warm_start(cfg: TrainConfig, job: Job, assets: Path, run_dir: Path) -> None:
+def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path) -> None:
     recipes = REPOSITORY / "configs" / "recipe"
     stamp = _stamp(job) | {"recipe": [_digest(recipes / f"{name}.yaml") for name in ("quickstart_sft", job.warm_start)]}
     if _read_stamp(run_dir) == stamp:
@@ -165,7 +165,7 @@ def _empty(folder: Path) -> None:
             path.unlink()
 
 
-def _stamp(job: Job) -> dict[str, object]:
+def _stamp(job: PreparedJob) -> dict[str, object]:
     """What the files follow from."""
     made_of = {
         "task": asdict(job.task),

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_like.quickstart.arithmetic import Sum
+from slime_like.quickstart.arithmetic import Addition
 
 TOKENS = ("<calc>", "</calc>", "<result>", "</result>")
 
@@ -38,7 +38,7 @@ class ToolSpec:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class LongSum(Sum):
+class LongSum(Addition):
     """Two numbers and their sum of three digits each. Example: ``LongSum(475, 386)``: answer 861, guess 475."""
 
     @property

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from slime_like.data.token_view import TokenView
+from slime_like.data.token_view import TokenTable
 from slime_like.report.chart import number
-from slime_like.report.record import Record
+from slime_like.report.record import RunRecord
 
 MEAN = "train/train_rollout_logprob_abs_diff"
 PROBE = "probe/logprob_abs_diff_mean"
@@ -18,7 +18,7 @@ SLOPE_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DifferenceCause:
     """One possible cause: what was measured of it, and how."""
 
     cause: str
@@ -26,12 +26,12 @@ class Part:
     how: str
 
 
-def attribute(record: Record, views: Sequence[TokenView]) -> list[Part]:
+def attribute(record: RunRecord, views: Sequence[TokenTable]) -> list[DifferenceCause]:
     """Staleness, temperature, precision and kernel, each with its measure or with what would measure it."""
     return [_overall(record), _staleness(record, views), _temperature(record, views), *_rounding(record)]
 
 
-def by_age(views: Sequence[TokenView]) -> dict[int, tuple[float, int]]:
+def by_age(views: Sequence[TokenTable]) -> dict[int, tuple[float, int]]:
     """Age of sampled tokens in versions -> mean |trainer - engine|, and how many they are."""
     found: dict[int, list[float]] = {}
     for view in views:
@@ -42,7 +42,7 @@ def by_age(views: Sequence[TokenView]) -> dict[int, tuple[float, int]]:
     return {age: (float(np.mean(gaps)), len(gaps)) for age, gaps in sorted(found.items())}
 
 
-def slope(views: Sequence[TokenView]) -> tuple[float, int] | None:
+def slope(views: Sequence[TokenTable]) -> tuple[float, int] | None:
     """Least-squares slope of the trainer's on the engine's log-probabilities of tokens of the trainer's own version.
 
     Both distributions at one temperature have slope 1; logits that one side divides by another temperature stretch it.
@@ -61,27 +61,29 @@ def slope(views: Sequence[TokenView]) -> tuple[float, int] | None:
     return float(np.mean((x - x.mean()) * (y - y.mean())) / spread), len(x)
 
 
-def _last(record: Record, metric: str) -> float | None:
+def _last(record: RunRecord, metric: str) -> float | None:
     curve = record.curve(metric)
     return curve[-1][1] if curve else None
 
 
-def _overall(record: Record) -> Part:
+def _overall(record: RunRecord) -> DifferenceCause:
     values = [_last(record, f"{MEAN}{suffix}") for suffix in ("", "_p99", "_max")]
     if values[0] is None:
-        return Part("all of it", "not measured", "no step trained on samples of the trainer's own version")
+        return DifferenceCause("all of it", "not measured", "no step trained on samples of the trainer's own version")
     text = ", ".join(
         f"{name} {number(v)}" for name, v in zip(("mean", "p99", "max"), values, strict=True) if v is not None
     )
-    return Part("all of it", f"{text} nats", f"{MEAN} at the last step, of samples of the trainer's own version")
+    return DifferenceCause(
+        "all of it", f"{text} nats", f"{MEAN} at the last step, of samples of the trainer's own version"
+    )
 
 
-def _staleness(record: Record, views: Sequence[TokenView]) -> Part:
+def _staleness(record: RunRecord, views: Sequence[TokenTable]) -> DifferenceCause:
     share = _last(record, "train/off_policy_token_ratio") or 0.0
     ages = by_age(views)
     old = {age: found for age, found in ages.items() if age > 0}
     if not share and not old:
-        return Part(
+        return DifferenceCause(
             "staleness",
             "none: every token was sampled by the version that trained on it",
             "train/off_policy_token_ratio",
@@ -89,43 +91,45 @@ def _staleness(record: Record, views: Sequence[TokenView]) -> Part:
     text = f"{share:.1%} of the last step's tokens are of older versions"
     if old:
         found = ", ".join(f"{age} old: {number(mean)} ({count} tokens)" for age, (mean, count) in ages.items())
-        return Part("staleness", f"{text}; mean |difference| by age in versions: {found}", "the dumped samples")
-    return Part("staleness", text, "run.dump_rollouts=true shows the difference by age")
+        return DifferenceCause(
+            "staleness", f"{text}; mean |difference| by age in versions: {found}", "the dumped samples"
+        )
+    return DifferenceCause("staleness", text, "run.dump_rollouts=true shows the difference by age")
 
 
-def _temperature(record: Record, views: Sequence[TokenView]) -> Part:
+def _temperature(record: RunRecord, views: Sequence[TokenTable]) -> DifferenceCause:
     rollout = cast("Mapping[str, Any]", record.config.get("rollout") or {})
     given = f"both compute at rollout.temperature={rollout.get('temperature', '?')}"
     found = slope(views)
     if found is None:
-        return Part("temperature", given, "run.dump_rollouts=true checks it by samples")
+        return DifferenceCause("temperature", given, "run.dump_rollouts=true checks it by samples")
     verdict = "no sign of another" if abs(found[0] - 1) < SLOPE_TOLERANCE else "one side computes another distribution"
-    return Part(
+    return DifferenceCause(
         "temperature",
         f"{given}; slope of trainer on engine {found[0]:.5f}: {verdict}",
         f"{found[1]} dumped tokens of the trainer's own version; 1 is the same temperature",
     )
 
 
-def _rounding(record: Record) -> Iterator[Part]:
+def _rounding(record: RunRecord) -> Iterator[DifferenceCause]:
     whole, exact = _last(record, PROBE), _last(record, f"{PROBE}/all")
     if whole is None:
-        yield Part(
+        yield DifferenceCause(
             "precision, kernel", "not measured", "weights.probe_sequences=0 turned the probe off, or nothing was pushed"
         )
         return
     if exact is None:
         text = f"together {number(whole)} nats after the last push, where versions and temperature are equal"
-        yield Part("precision, kernel", text, f"{PROBE}; weights.probe_layers=true tells them apart")
+        yield DifferenceCause("precision, kernel", text, f"{PROBE}; weights.probe_layers=true tells them apart")
         return
     kinds = [
         name.rpartition("/")[2] for name in record.metrics if name.startswith(f"{PROBE}/") and not name.endswith("/all")
     ]
     each = ", ".join(f"{number(_last(record, f'{PROBE}/{kind}') or 0.0)} with exact {kind}" for kind in kinds)
-    yield Part(
+    yield DifferenceCause(
         "precision",
         f"of {number(whole)} nats the trainer's rounding makes {number(max(0.0, whole - exact))}"
         + (f" ({each})" if each else ""),
         f"{PROBE} less what is left with the trainer's layers in float64",
     )
-    yield Part("kernel", f"{number(exact)} nats are the engine's own arithmetic", f"{PROBE}/all")
+    yield DifferenceCause("kernel", f"{number(exact)} nats are the engine's own arithmetic", f"{PROBE}/all")

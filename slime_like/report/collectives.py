@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from slime_like.report.page import table
-from slime_like.report.record import Record
+from slime_like.report.record import RunRecord
 
 PREFIX = "comm/"
 COUNTED = ("calls", "bytes", "time", "checks", "check_time", "clears", "freed_bytes")
@@ -14,7 +14,7 @@ COLUMNS = ("group", "op", "calls", "MiB", "s in the op", "questions", "ms asking
 MIB = 2**20
 
 
-def collectives(record: Record) -> Iterator[str]:
+def collectives(record: RunRecord) -> Iterator[str]:
     """The section of the page; of a run with one rank or ``guard=off`` that nothing was counted."""
     yield "<h2>Collectives</h2>"
     totals: dict[tuple[str, str], dict[str, float]] = {}

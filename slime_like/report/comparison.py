@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_like.metrics import dictionary
-from slime_like.report.record import Record, flat
+from slime_like.report.record import RunRecord, flat
 
 TIMES = ("s", "tokens/s")
 
@@ -34,8 +34,8 @@ class Divergence:
 class Comparison:
     """What differs between runs A and B."""
 
-    a: Record
-    b: Record
+    a: RunRecord
+    b: RunRecord
     relative: float
     absolute: float
     metrics: tuple[Divergence, ...]  # those that both have; earliest divergence first, equal ones last
@@ -62,7 +62,7 @@ def is_time(metric: str) -> bool:
     return entry.unit in TIMES if entry is not None else metric.startswith("perf/")
 
 
-def compare(a: Record, b: Record, *, relative: float, absolute: float, times: bool = False) -> Comparison:
+def compare(a: RunRecord, b: RunRecord, *, relative: float, absolute: float, times: bool = False) -> Comparison:
     """Compare every metric of both runs at the steps that both have.
 
     Two values differ where ``|a - b| > absolute + relative * max(|a|, |b|)``; nan equals nan only. Measured times are
@@ -90,7 +90,7 @@ def differs(a: float, b: float, relative: float, absolute: float) -> bool:
     return not (a == b or (math.isnan(a) and math.isnan(b)))
 
 
-def _divergence(metric: str, a: Record, b: Record, relative: float, absolute: float) -> Divergence:
+def _divergence(metric: str, a: RunRecord, b: RunRecord, relative: float, absolute: float) -> Divergence:
     left, right = dict(a.curve(metric)), dict(b.curve(metric))
     steps = [step for step in left if step in right]
     first = next((step for step in steps if differs(left[step], right[step], relative, absolute)), None)

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any, cast
 
 from slime_like.errors import DataError
-from slime_like.metrics.log import Row, parse_row
-from slime_like.reading import InputFile, reason
+from slime_like.metrics.log import LogRow, parse_row
+from slime_like.util.reading import InputFile, reason
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RunRecord:
     """A run as its folder tells it."""
 
     folder: Path
     config: Mapping[str, Any]  # the resolved configuration as a tree; empty where the folder has none
-    rows: tuple[Row, ...]  # by step
+    rows: tuple[LogRow, ...]  # by step
     notes: tuple[str, ...]  # what could not be read, and was left out
 
     @property
@@ -38,7 +38,7 @@ class Record:
         return [(row.step, row.values[metric]) for row in self.rows if metric in row.values]
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path) -> RunRecord:
     """Read a run's folder. A torn last line, as a killed run leaves it, is noted and left out.
 
     Raises ``DataError`` naming the file, and the line where one cannot be read.
@@ -52,7 +52,7 @@ def read_record(folder: Path) -> Record:
     rows = {row.step: row for row in _rows(path, notes)}
     if not rows:
         raise DataError(f"{path} has no complete line: the run has not finished a step yet")
-    return Record(folder, _config(folder / CONFIG, notes), tuple(rows[step] for step in sorted(rows)), tuple(notes))
+    return RunRecord(folder, _config(folder / CONFIG, notes), tuple(rows[step] for step in sorted(rows)), tuple(notes))
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -66,7 +66,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _rows(path: Path, notes: list[str]) -> Iterator[Row]:
+def _rows(path: Path, notes: list[str]) -> Iterator[LogRow]:
     content = InputFile(path).data()
     lines = content.splitlines()
     for number, line in enumerate(lines, 1):

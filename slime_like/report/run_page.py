@@ -12,7 +12,7 @@ from slime_like.report.attribution import attribute
 from slime_like.report.chart import Series, chart, number
 from slime_like.report.collectives import collectives
 from slime_like.report.page import html, page, table
-from slime_like.report.record import Record, Row, flat
+from slime_like.report.record import LogRow, RunRecord, flat
 from slime_like.report.samples import SampledRollout
 from slime_like.report.token_page import Decode, group_html, legend
 
@@ -57,12 +57,12 @@ MAX_WARNINGS = 50
 GIB = 2**30
 
 
-def run_page(record: Record, sampled: Sequence[SampledRollout], decode: Decode) -> str:
+def run_page(record: RunRecord, sampled: Sequence[SampledRollout], decode: Decode) -> str:
     """The page of a run; ``sampled`` are the rollouts whose tokens are shown."""
     return page(record.name, _body(record, sampled, decode))
 
 
-def _body(record: Record, sampled: Sequence[SampledRollout], decode: Decode) -> Iterator[str]:
+def _body(record: RunRecord, sampled: Sequence[SampledRollout], decode: Decode) -> Iterator[str]:
     yield from _head(record)
     for title, charts in CHARTS.items():
         if title == "Trainer and engine":
@@ -85,7 +85,7 @@ def _body(record: Record, sampled: Sequence[SampledRollout], decode: Decode) -> 
     yield "</details>"
 
 
-def _head(record: Record) -> Iterator[str]:
+def _head(record: RunRecord) -> Iterator[str]:
     rows, config = record.rows, flat(record.config)
     last = rows[-1].step
     seconds = rows[-1].time - rows[0].time
@@ -113,7 +113,7 @@ def _head(record: Record) -> Iterator[str]:
     yield from _warnings(record)
 
 
-def _warnings(record: Record) -> Iterator[str]:
+def _warnings(record: RunRecord) -> Iterator[str]:
     """The run's warnings by step, the newest first."""
     found = [(row.step, warning) for row in reversed(record.rows) for warning in row.warnings]
     if found:
@@ -126,7 +126,7 @@ def _unit(metric: str) -> str:
     return next((entry.unit for entry in dictionary.ENTRIES if entry.matches(metric)), "")
 
 
-def _chart(record: Record, title: str, metrics: Sequence[str]) -> str:
+def _chart(record: RunRecord, title: str, metrics: Sequence[str]) -> str:
     if title == ENTROPY and not any(record.curve(name) for name in metrics):
         return _estimated_entropy(record)
     lines = [
@@ -135,14 +135,14 @@ def _chart(record: Record, title: str, metrics: Sequence[str]) -> str:
     return chart(title, lines, unit=_unit(metrics[0])) if lines else ""
 
 
-def _estimated_entropy(record: Record) -> str:
+def _estimated_entropy(record: RunRecord) -> str:
     """Where no loss asks for the entropy: tokens are sampled from the policy, so that -log p of them has it as its mean."""
     curve = [(step, -value) for step, value in record.curve("rollout/log_probs")]
     note = "estimated: minus the log-probability of sampled tokens, whose mean over samples it is"
     return chart(ENTROPY, [Series("entropy", curve)], unit="nats", note=note) if curve else ""
 
 
-def _evaluation(record: Record) -> Iterator[str]:
+def _evaluation(record: RunRecord) -> Iterator[str]:
     names = [name for name in record.metrics if name.startswith("eval/")]
     sets = [name for name in names if not any(name.startswith(f"{other}-") for other in names)]
     if sets:
@@ -153,11 +153,11 @@ def _evaluation(record: Record) -> Iterator[str]:
         yield "</div>"
 
 
-def _seconds(row: Row, phase: str) -> float:
+def _seconds(row: LogRow, phase: str) -> float:
     return row.values.get(f"perf/{phase}_time", 0.0)
 
 
-def _time(record: Record) -> Iterator[str]:
+def _time(record: RunRecord) -> Iterator[str]:
     rows = [row for row in record.rows if row.step > 0] or list(record.rows)
     totals = {phase: sum(_seconds(row, phase) for row in rows) for phase in PHASES}
     whole = sum(totals.values())
@@ -199,7 +199,7 @@ def _bar(totals: Mapping[str, float], whole: float) -> str:
     return f"<figure>{bar}<p class=legend>{keys}</p></figure>"
 
 
-def _memory(record: Record) -> Iterator[str]:
+def _memory(record: RunRecord) -> Iterator[str]:
     names = [name for name in record.metrics if name.startswith(MEMORY)]
     yield "<h2>Memory</h2>"
     if not names and not record.curve("guard/free_bytes"):
@@ -217,7 +217,7 @@ def _memory(record: Record) -> Iterator[str]:
         yield table(("phase", "highest peak, GiB", "last peak, GiB"), peaks, numbers=(1, 2))
 
 
-def _faults(record: Record) -> Iterator[str]:
+def _faults(record: RunRecord) -> Iterator[str]:
     """Nothing where nothing happened."""
     if found := faults.outcomes(*faults.read(record.folder)):
         yield "<h2>Faults</h2>"
@@ -237,13 +237,13 @@ def _samples(sampled: Sequence[SampledRollout], decode: Decode) -> Iterator[str]
             yield from group_html(group, rollout.view, decode, rollout.rollout_id)
 
 
-def _metrics(record: Record) -> Iterator[str]:
+def _metrics(record: RunRecord) -> Iterator[str]:
     yield "<h2>All metrics</h2><details><summary>first, last, smallest and largest of each, with what is healthy</summary>"
     rows: list[tuple[object, ...]] = []
     for name in record.metrics:
         values = [value for _, value in record.curve(name)]
         finite = [value for value in values if math.isfinite(value)] or [math.nan]
-        entry = next((entry for entry in dictionary.ENTRIES if entry.matches(name)), dictionary.Entry(name, ""))
+        entry = next((entry for entry in dictionary.ENTRIES if entry.matches(name)), dictionary.MetricEntry(name, ""))
         figures = map(number, (values[0], values[-1], min(finite), max(finite)))
         rows.append((name, *figures, entry.unit, entry.meaning, entry.healthy, entry.remedy))
     columns = ("metric", "first", "last", "smallest", "largest", "unit", "meaning", "healthy", "if it is not")
@@ -251,7 +251,7 @@ def _metrics(record: Record) -> Iterator[str]:
     yield "</details>"
 
 
-def tokenizer_folder(record: Record) -> str | None:
+def tokenizer_folder(record: RunRecord) -> str | None:
     """Where the run's tokenizer lies, as far as its configuration says."""
     model = cast("Mapping[str, Any]", record.config.get("model") or {})
     folder = model.get("hf_checkpoint")

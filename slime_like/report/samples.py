@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.data.dump import load_groups, rollout_path
-from slime_like.data.token_view import TokenView, load_view, view_path
+from slime_like.data.token_view import TokenTable, load_view, view_path
 from slime_like.types import SampleGroup
 
 GROUPS = 4  # of a rollout
@@ -19,7 +19,7 @@ class SampledRollout:
 
     rollout_id: int
     groups: tuple[SampleGroup, ...]
-    view: TokenView | None
+    view: TokenTable | None
 
 
 def sampled_rollouts(folder: Path, most: int = 3) -> list[SampledRollout]:

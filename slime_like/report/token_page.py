@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slime_like.data.token_view import TokenView
+from slime_like.data.token_view import TokenTable
 from slime_like.printable import visible
 from slime_like.report.chart import number
 from slime_like.report.page import html, table
@@ -47,7 +47,7 @@ class Token:
 COLUMNS = ("engine", "trainer", "difference", "advantage", "weight", "version", "span")
 
 
-def tokens_of(sample: Sample, view: TokenView | None, decode: Decode) -> list[Token]:
+def tokens_of(sample: Sample, view: TokenTable | None, decode: Decode) -> list[Token]:
     """The tokens of a sample, with the trainer's columns where ``view`` has the sample."""
     at = _place(sample, view)
     found: list[Token] = []
@@ -63,7 +63,7 @@ def tokens_of(sample: Sample, view: TokenView | None, decode: Decode) -> list[To
     return found
 
 
-def group_html(group: SampleGroup, view: TokenView | None, decode: Decode, rollout_id: int) -> Iterator[str]:
+def group_html(group: SampleGroup, view: TokenTable | None, decode: Decode, rollout_id: int) -> Iterator[str]:
     """The samples of a group that the view has; all of a group's where there is no view."""
     shown = [s for s in group.samples if view is None or _place(s, view) is not None]
     for sample in shown:
@@ -95,7 +95,7 @@ def _facts(sample: Sample) -> str:
     return f"{sample.status.value}, {sample.num_response_tokens} sampled tokens, weights of version {versions}"
 
 
-def _place(sample: Sample, view: TokenView | None) -> int | None:
+def _place(sample: Sample, view: TokenTable | None) -> int | None:
     """Where a sample's tokens begin in the view."""
     if view is None:
         return None

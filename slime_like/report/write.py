@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slime_like.data.tokenizer import open_tokenizer
-from slime_like.report.record import Record, read_record
+from slime_like.report.record import RunRecord, read_record
 from slime_like.report.run_page import run_page, tokenizer_folder
 from slime_like.report.samples import sampled_rollouts
 
@@ -29,7 +29,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     return path
 
 
-def decoder(record: Record) -> Callable[[Sequence[int]], str]:
+def decoder(record: RunRecord) -> Callable[[Sequence[int]], str]:
     """Token ids -> text by the run's tokenizer; their numbers where it is no longer there."""
     folder = tokenizer_folder(record)
     if folder is None or not Path(folder).is_dir():

@@ -8,14 +8,14 @@ from functools import cache
 from typing import Any, cast
 
 from slime_like import registry
-from slime_like.config.names import REWARDS
-from slime_like.config.reward_names import REMOTE, ROW, check_reward_name, split_prefix
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.schema.names import REWARDS
+from slime_like.config.schema.reward_names import REMOTE, ROW, check_reward_name, split_prefix
+from slime_like.config.schema.rollout import RewardConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import GroupRewardFn, RewardFn
 from slime_like.reward.compose import components
 from slime_like.reward.kinds import RowCheck, compares, row_check, takes_groups
-from slime_like.user_code import check_signature
+from slime_like.util.user_code import check_signature
 
 AnyReward = RewardFn | GroupRewardFn
 RowRule = Callable[[str | None, str | None, Mapping[str, Any]], str]

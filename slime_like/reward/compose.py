@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from slime_like.config.reward_names import ROW
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.schema.reward_names import ROW
+from slime_like.config.schema.rollout import RewardConfig
 from slime_like.types import Reward
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from slime_like.data.faults import REWARD_SERVER, Recovery
-from slime_like.ports import PortLease
+from slime_like.util.ports import PortLease
 
 HOST = "127.0.0.1"
 

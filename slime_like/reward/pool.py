@@ -8,10 +8,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from slime_like.config.reward_names import REMOTE, split_prefix
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.schema.reward_names import REMOTE, split_prefix
+from slime_like.config.schema.rollout import RewardConfig
 from slime_like.data.faults import Recovery
-from slime_like.deadline import Deadline
 from slime_like.errors import DeadlineExceeded, RewardError
 from slime_like.metrics.types import Metric, Sum
 from slime_like.reward.boxed import only_boxed
@@ -19,9 +18,10 @@ from slime_like.reward.compose import components, composed
 from slime_like.reward.number import checked
 from slime_like.reward.process import WorkerDied, WorkerProcess
 from slime_like.reward.remote import RemoteReward, ServerFailed
-from slime_like.reward.worker import LOAD_S, Call, Load
-from slime_like.together import together
+from slime_like.reward.worker import LOAD_S, Load, ScoreRequest
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Status
+from slime_like.util.deadline import Deadline
+from slime_like.util.together import together
 
 LOAD_TRIES = 3  # of a reward whose process is killed while it imports it
 UNSCORED = (Status.FAILED, Status.ABORTED)
@@ -138,7 +138,7 @@ class RewardPool:
         try:
             async with self._places, self._worker() as worker:
                 await _load(worker, name)
-                request = Call(name, prompt, samples)
+                request = ScoreRequest(name, prompt, samples)
                 answer = await worker.ask(request, Deadline("reward pool", "score", self._config.timeout_s))
         except DeadlineExceeded:
             self._counts["timeouts"] += 1

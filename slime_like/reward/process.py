@@ -11,8 +11,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import cast
 
-from slime_like.deadline import Deadline
-from slime_like.reward.worker import OUT_OF_MEMORY, Answer, Call, Load
+from slime_like.reward.worker import OUT_OF_MEMORY, Load, ScoreReply, ScoreRequest
+from slime_like.util.deadline import Deadline
 
 EXIT_S = 5.0
 
@@ -63,7 +63,7 @@ class WorkerProcess:
         """Whether the process runs."""
         return self._process.poll() is None
 
-    async def ask(self, request: Load | Call, deadline: Deadline) -> Answer:
+    async def ask(self, request: Load | ScoreRequest, deadline: Deadline) -> ScoreReply:
         """The worker's answer. Raises ``DeadlineExceeded``, or ``WorkerDied`` with the exit code."""
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()

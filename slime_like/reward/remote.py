@@ -13,13 +13,13 @@ from typing import Any, cast
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.schema.rollout import RewardConfig
 from slime_like.data.faults import Recovery
-from slime_like.deadline import Deadline
 from slime_like.errors import RewardError
 from slime_like.reward.number import checked
 from slime_like.reward.outage import Outage
 from slime_like.types import Prompt, Reward, Sample
+from slime_like.util.deadline import Deadline
 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 LONGEST = 2**20  # bytes of an answer: a score, and what a server likes to say of it

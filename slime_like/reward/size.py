@@ -73,12 +73,12 @@ def _expanded(terms: float, n: int) -> float:
 def size_of(latex: str) -> Size:
     """Return the bound on a formula; ``HUGE`` where it is nested too deep to be read."""
     try:
-        return _Reader([token for token in TOKEN.findall(latex) if token not in SKIPPED]).read()
+        return _FormulaReader([token for token in TOKEN.findall(latex) if token not in SKIPPED]).read()
     except RecursionError:
         return HUGE
 
 
-class _Reader:
+class _FormulaReader:
     """Reads tokens from left to right."""
 
     def __init__(self, tokens: list[str]) -> None:

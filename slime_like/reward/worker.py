@@ -16,15 +16,15 @@ from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from slime_like.config.reward_names import split_prefix
-from slime_like.deadline import scale
-from slime_like.printed import record_streams, recorded
+from slime_like.config.schema.reward_names import split_prefix
 from slime_like.reward.boxed import only_boxed
 from slime_like.reward.check import load_reward
 from slime_like.reward.kinds import takes_groups
 from slime_like.reward.number import checked
 from slime_like.types import Prompt, Reward, Sample
-from slime_like.user_code import describe
+from slime_like.util.deadline import scale
+from slime_like.util.printed import record_streams, recorded
+from slime_like.util.user_code import describe
 
 LOAD_S = 120.0  # longest time the imports of a reward may take, once per process
 OUT_OF_MEMORY = 86  # exit code of a process that ``reward.memory_gb`` refused memory
@@ -41,7 +41,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ScoreRequest:
     """Score one sample or, where the reward takes groups, all samples of a prompt."""
 
     name: str
@@ -50,8 +50,8 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """``rewards`` of a ``Call``, one per sample; of a ``Load``, whether it takes groups. ``fault``: what went wrong instead."""
+class ScoreReply:
+    """``rewards`` of a ``ScoreRequest``, one per sample; of a ``Load``, whether it takes groups. ``fault``: what went wrong instead."""
 
     rewards: tuple[Reward, ...] = ()
     groups: bool = False
@@ -76,7 +76,7 @@ def to_rewards(value: object, wanted: int) -> tuple[Reward, ...]:
     return tuple(map(to_reward, found))
 
 
-def answer(request: Load | Call) -> Answer:
+def answer(request: Load | ScoreRequest) -> ScoreReply:
     """Load or call the reward; an error of its own becomes a fault with its line and the end of its output.
 
     A process that got no more memory ends: what the reward holds cannot be taken back.
@@ -86,23 +86,23 @@ def answer(request: Load | Call) -> Answer:
     return replace(found, fault=found.fault + output.clause()) if found.fault else found
 
 
-def _answer(request: Load | Call) -> Answer:
+def _answer(request: Load | ScoreRequest) -> ScoreReply:
     # A fault boundary: code of the user runs inside, and the run ends with what it raised.
     try:
         function: Any = _load("reward", request.name)
         groups = takes_groups(function)
         if isinstance(request, Load):
-            return Answer(groups=groups)
+            return ScoreReply(groups=groups)
         samples = tuple(map(only_boxed, request.samples)) if split_prefix(request.name)[0] else request.samples
         value = function(request.prompt, samples if groups else samples[0])
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except Exception as error:  # noqa: BLE001
-        return Answer(fault=f"raised {describe(error)}")
+        return ScoreReply(fault=f"raised {describe(error)}")
     try:
-        return Answer(rewards=to_rewards(value, len(samples)) if groups else (to_reward(value),))
+        return ScoreReply(rewards=to_rewards(value, len(samples)) if groups else (to_reward(value),))
     except ValueError as error:
-        return Answer(fault=str(error))
+        return ScoreReply(fault=str(error))
 
 
 def limit_memory(num_bytes: int) -> None:
@@ -125,7 +125,7 @@ def serve(pipe: Connection, seconds: float) -> None:
     record_streams()
     while True:
         try:
-            request: Load | Call = pipe.recv()
+            request: Load | ScoreRequest = pipe.recv()
         except EOFError:
             return
         # The watchdog is a C thread: it works even while a call holds the interpreter's lock.

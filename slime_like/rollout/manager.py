@@ -13,35 +13,35 @@ from typing import Any
 
 import numpy as np
 
-from slime_like.config.faults import HealthConfig
-from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
-from slime_like.config.run import LoopConfig
+from slime_like.config.schema.faults import HealthConfig
+from slime_like.config.schema.rollout import EvalConfig, RewardConfig, RolloutConfig
+from slime_like.config.schema.run import LoopConfig
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.data.faults import Recovery
 from slime_like.data.heldout import eval_sets
 from slime_like.data.leftover import split_leftover
-from slime_like.data.overlong import Overlong
+from slime_like.data.overlong import OverlongPenalty
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.interfaces import DataSource, Sampling
 from slime_like.metrics.types import Last, Metric, RunWarning, Sum
 from slime_like.reward.pool import RewardPool
 from slime_like.reward.shuffle import shuffle_rewards
-from slime_like.rollout import probe
-from slime_like.rollout.answer import Answerer, Asked
-from slime_like.rollout.evaluate import EvalAnswer, Evaluated, eval_answers, eval_metrics
-from slime_like.rollout.fleet import Fleet, Keeper, Seat, unless_lost
-from slime_like.rollout.generators import open_generator
-from slime_like.rollout.group_filters import FilterReport
-from slime_like.rollout.learning_signal import LearningSignal
-from slime_like.rollout.making import Making
-from slime_like.rollout.probe import ProbeScores
-from slime_like.rollout.producer import Produced, Producer, now
-from slime_like.rollout.prompt_queue import PromptQueue
-from slime_like.rollout.push import Push
-from slime_like.rollout.state import RolloutState, in_flight_path, made_path
-from slime_like.rollout.usage import Usage
-from slime_like.rollout.watch import Watch
+from slime_like.rollout.collect.collector import GroupCollector
+from slime_like.rollout.collect.group_filters import FilterReport
+from slime_like.rollout.collect.learning_signal import LearningSignal
+from slime_like.rollout.collect.producer import Produced, Producer, now
+from slime_like.rollout.collect.prompt_queue import PromptQueue
+from slime_like.rollout.collect.sampler import GroupRequest, GroupSampler
+from slime_like.rollout.collect.state import RolloutState, in_flight_path, made_path
+from slime_like.rollout.collect.usage import Usage
+from slime_like.rollout.generate.evaluate import EvalAnswer, Evaluated, eval_answers, eval_metrics
+from slime_like.rollout.generate.generators import open_generator
+from slime_like.rollout.pool import probe
+from slime_like.rollout.pool.engine_pool import EnginePool, EngineSlot, EngineSupervisor, unless_lost
+from slime_like.rollout.pool.health import HealthMonitor
+from slime_like.rollout.pool.probe import ProbeScores
+from slime_like.rollout.pool.push import Push
 from slime_like.types import I32, Prompt, SampleGroup
 
 DEFAULT_PARTIAL_STALENESS = 4  # versions beyond loop.max_staleness
@@ -66,7 +66,7 @@ class ManagerSpec:
     samples_per_rollout: int
     first_rollout: int
     deterministic: bool
-    overlong: Overlong | None = None  # as the driver applies it before advantages
+    overlong: OverlongPenalty | None = None  # as the driver applies it before advantages
     baseline: str = "group"  # of advantages: group, batch or none; see LearningSignal
     pushes: bool = True  # weights of the trainer arrive; else an engine serves what it started with
 
@@ -98,17 +98,17 @@ class RolloutManager:
         spec: ManagerSpec,
         source: DataSource,
         heldout: Mapping[str, Sequence[Prompt]],
-        keepers: Sequence[Keeper],
+        keepers: Sequence[EngineSupervisor],
     ) -> None:
         self._spec = spec
         self._source = source
         self._heldout = heldout
-        self._fleet = Fleet(keepers, spec.health, pushed=spec.pushes)
-        self._watch = Watch(self._fleet)
+        self._fleet = EnginePool(keepers, spec.health, pushed=spec.pushes)
+        self._watch = HealthMonitor(self._fleet)
         self._push = Push(self._fleet, self._watch)
         self._rewards = RewardPool(spec.reward)
         self._generate = open_generator(spec.rollout)
-        self._answers = Answerer(
+        self._answers = GroupSampler(
             router=self._fleet.router,
             rewards=self._rewards,
             generate=self._generate,
@@ -124,7 +124,7 @@ class RolloutManager:
         sampling = Sampling(spec.temperature, cfg.max_response_len, cfg.top_p, cfg.top_k, spec.stop_token_ids)
         self._bound = oldest_allowed(cfg, spec.loop)
         bound = self._bound if spec.pushes else None
-        self._making = Making(cfg, sampling, bound, PromptQueue(source), self._answers, self._fleet.abort_all)
+        self._making = GroupCollector(cfg, sampling, bound, PromptQueue(source), self._answers, self._fleet.abort_all)
         self._producer = self._new_producer(spec.first_rollout)
         self._starts: dict[int, RolloutState] = {}  # before the prompts of each rollout
         self._filtered: dict[int, FilterReport] = {}  # of rollouts that are made and not consumed
@@ -210,7 +210,7 @@ class RolloutManager:
             )
             prompts, n = self._heldout[heldout.name], heldout.n_samples_per_prompt
             groups = await self._answers.groups(
-                [Asked(prompt, i, n, sampling, f"eval {heldout.name}") for i, prompt in enumerate(prompts)]
+                [GroupRequest(prompt, i, n, sampling, f"eval {heldout.name}") for i, prompt in enumerate(prompts)]
             )
             metrics += eval_metrics(heldout.name, groups)
             if self._spec.evaluation.save_answers:
@@ -267,7 +267,7 @@ class RolloutManager:
             raise EngineLost(f"no engine is left that took the weights of version {self._version}")
         return tuple(found)
 
-    async def _score(self, seat: Seat) -> ProbeScores | None:
+    async def _score(self, seat: EngineSlot) -> ProbeScores | None:
         """What one engine thinks of the probe's sequences; None where it does not serve, or is lost meanwhile."""
         engine, spec = seat.client, self._spec
         if engine not in self._fleet.router.engines:

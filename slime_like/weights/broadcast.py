@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from slime_like.config.resolved import TransportSpec
-from slime_like.deadline import scale
-from slime_like.distributed import install
+from slime_like.config.schema.resolved import TransportSpec
 from slime_like.distributed.rendezvous import join_store, keep_to_interface
+from slime_like.distributed.wrapper import install
 from slime_like.errors import EngineLost, WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
-from slime_like.ports import Meeting, meeting_at
+from slime_like.util.deadline import scale
+from slime_like.util.ports import Meeting, meeting_at
 from slime_like.weights.stream import meta_of
 
 LEAVE_S = 10.0  # for an engine to leave a group; one that is gone never does

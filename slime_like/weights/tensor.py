@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slime_like.config.resolved import TransportSpec
+from slime_like.config.schema.resolved import TransportSpec
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
 from slime_like.weights.shared import Region
 from slime_like.weights.stream import meta_of

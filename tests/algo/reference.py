@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slime_like.config.algo import (
+from slime_like.config.schema.algo import (
     CispoConfig,
     GspoConfig,
     ReinforcePlusPlusBaselineConfig,
     ReinforcePlusPlusConfig,
 )
-from slime_like.config.policy import AlgoConfig, PolicyConfig, PolicyGradientConfig
+from slime_like.config.schema.policy import AlgoConfig, PolicyConfig, PolicyGradientConfig
 from slime_like.types import Sample, SampleGroup, Source, Status
 from tests.algo.simulate import Policies, Policy
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from slime_like.algo.sequences import PackedSequences
-from slime_like.batch import Rows, TrainBatch
-from slime_like.config.names import LOSSES, TOKEN_ADVANTAGES
-from slime_like.config.policy import AlgoConfig
+from slime_like.batch import PackedBatch, TrainBatch
+from slime_like.config.schema.names import LOSSES, TOKEN_ADVANTAGES
+from slime_like.config.schema.policy import AlgoConfig
 from slime_like.interfaces import LossFn, LossView, Reduce, TokenAdvantage, TokenView
 from slime_like.registry import resolve
-from slime_like.train.megatron.layout import token_layout
+from slime_like.train.megatron.model.layout import token_layout
 from tests.algo.samples import VOCAB
 
 WIDTH = 4
@@ -179,7 +179,7 @@ def _total(parts: Sequence[_Part]) -> Result:
 
 
 def _step(
-    rows: Sequence[tuple[Rows, Tensor | None]],
+    rows: Sequence[tuple[PackedBatch, Tensor | None]],
     loss_fn: LossFn,
     policies: Policies,
     reduce: Reduce,
@@ -201,7 +201,7 @@ def _step(
 
 
 def loss_view(
-    row: Rows,
+    row: PackedBatch,
     token_advantages: Tensor | None,
     policies: Policies,
     reduce: Reduce,
@@ -256,7 +256,7 @@ def _token_advantages(
     return {place: value for part in parts for place, value in part.items()}
 
 
-def token_view(row: Rows, policies: Policies) -> TokenView:
+def token_view(row: PackedBatch, policies: Policies) -> TokenView:
     """What a token advantage sees of a row, in float64."""
     old = policies.old or policies.actor
     return TokenView(
@@ -270,7 +270,7 @@ def token_view(row: Rows, policies: Policies) -> TokenView:
     )
 
 
-def score_rows(policy: Policy, row: Rows) -> tuple[Tensor, Tensor]:
+def score_rows(policy: Policy, row: PackedBatch) -> tuple[Tensor, Tensor]:
     """[T] log-probabilities and entropies of a packed row, sequence by sequence."""
     edges = row.cu_seqlens.tolist()
     tokens = torch.tensor(row.token_ids, dtype=torch.int64)
@@ -278,6 +278,6 @@ def score_rows(policy: Policy, row: Rows) -> tuple[Tensor, Tensor]:
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
-def spread(row: Rows, values_S: Tensor) -> Tensor:
+def spread(row: PackedBatch, values_S: Tensor) -> Tensor:
     """[S] -> [T]."""
     return values_S.repeat_interleave(torch.tensor(row.cu_seqlens).diff().long())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.algo.advantage import dr_grpo, grpo, rloo
-from slime_like.config.names import GROUP_ADVANTAGES
+from slime_like.config.schema.names import GROUP_ADVANTAGES
 from slime_like.interfaces import GroupAdvantage
 from slime_like.registry import resolve
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.known import ALGORITHMS, known_keys
-from slime_like.config.names import FILTERS, GROUP_ADVANTAGES, KL_ESTIMATORS, LOSSES, TOKEN_ADVANTAGES
-from slime_like.config.policy import AGGREGATIONS, REJECTIONS
+from slime_like.config.schema.known import ALGORITHMS, known_keys
+from slime_like.config.schema.names import FILTERS, GROUP_ADVANTAGES, KL_ESTIMATORS, LOSSES, TOKEN_ADVANTAGES
+from slime_like.config.schema.policy import AGGREGATIONS, REJECTIONS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 NAMED = set(re.findall(r"`([^`\n]+)`", TEXT))

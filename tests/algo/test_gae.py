@@ -19,10 +19,10 @@ from slime_like.algo import gae
 from slime_like.algo.distill import ReverseKL
 from slime_like.algo.gae import GeneralisedAdvantage
 from slime_like.algo.value_loss import value_loss
-from slime_like.batch import Rows, TrainBatch
-from slime_like.config.algo import GrpoConfig
-from slime_like.config.names import GROUP_ADVANTAGES
-from slime_like.config.role_algo import DistillConfig, PpoConfig
+from slime_like.batch import PackedBatch, TrainBatch
+from slime_like.config.schema.algo import GrpoConfig
+from slime_like.config.schema.names import GROUP_ADVANTAGES
+from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TokenView
@@ -52,7 +52,7 @@ def number(name: str, token: Token) -> float:
     return 2 * math.sin(12.9898 * sum(name.encode()) + 78.233 * token[0] + 37.719 * token[1])
 
 
-def column(rows: Rows, name: str) -> Tensor:
+def column(rows: PackedBatch, name: str) -> Tensor:
     """F64 [T]."""
     out = np.zeros(len(rows.token_ids))
     for s, (start, stop) in enumerate(zip(rows.cu_seqlens[:-1], rows.cu_seqlens[1:], strict=True)):
@@ -60,7 +60,7 @@ def column(rows: Rows, name: str) -> Tensor:
     return torch.tensor(out)
 
 
-def view(rows: Rows) -> TokenView:
+def view(rows: PackedBatch) -> TokenView:
     def f64(values: np.ndarray) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
@@ -100,7 +100,7 @@ def on_ranks(batch: TrainBatch, estimator: GeneralisedAdvantage | ReverseKL) -> 
         return list(threads.map(rank, range(len(step.rows))))
 
 
-def by_token(micros: Sequence[Rows], columns: Sequence[Tensor]) -> dict[Token, float]:
+def by_token(micros: Sequence[PackedBatch], columns: Sequence[Tensor]) -> dict[Token, float]:
     out: dict[Token, float] = {}
     for rows, values in zip(micros, columns, strict=True):
         assert not values[torch.tensor(rows.loss_weight == 0)].any()
@@ -227,8 +227,8 @@ def test_without_old_scores_the_student_is_the_rollout() -> None:
     torch.testing.assert_close(found, torch.tensor([0.0, 1.0, 2.0]) + torch.where(found != 0, teacher, 0.0))
 
 
-def _rows() -> Rows:
-    return Rows(
+def _rows() -> PackedBatch:
+    return PackedBatch(
         token_ids=np.zeros(3, np.int32),
         cu_seqlens=np.array([0, 3], np.int32),
         loss_weight=np.array([0, 0.5, 0.5], np.float32),

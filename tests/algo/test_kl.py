@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime_like.algo.kl import k1, k2, k3, low_var_kl
-from slime_like.config.names import KL_ESTIMATORS
+from slime_like.config.schema.names import KL_ESTIMATORS
 from slime_like.registry import resolve
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)

@@ -11,9 +11,9 @@ import torch
 
 from slime_like.algo.loss import cispo, gspo, policy_gradient, sft
 from slime_like.algo.sequences import PackedSequences
-from slime_like.config.algo import CispoConfig, GrpoConfig, GspoConfig, SftConfig
-from slime_like.config.names import LOSSES
-from slime_like.config.policy import PolicyConfig
+from slime_like.config.schema.algo import CispoConfig, GrpoConfig, GspoConfig, SftConfig
+from slime_like.config.schema.names import LOSSES
+from slime_like.config.schema.policy import PolicyConfig
 from slime_like.interfaces import LossOutput, LossView
 from slime_like.metrics.dictionary import unknown
 from slime_like.registry import resolve

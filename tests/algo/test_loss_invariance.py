@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_like.batch import TrainBatch
-from slime_like.config.algo import (
+from slime_like.config.schema.algo import (
     CispoConfig,
     DapoConfig,
     DrGrpoConfig,
@@ -27,8 +27,8 @@ from slime_like.config.algo import (
     RlooConfig,
     SftConfig,
 )
-from slime_like.config.names import GROUP_ADVANTAGES
-from slime_like.config.policy import AlgoConfig, PolicyGradientConfig
+from slime_like.config.schema.names import GROUP_ADVANTAGES
+from slime_like.config.schema.policy import AlgoConfig, PolicyGradientConfig
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.registry import resolve
 from slime_like.types import SampleGroup, Status

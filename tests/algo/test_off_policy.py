@@ -7,7 +7,7 @@ import torch
 
 from slime_like.algo.off_policy import correction, masked_importance, sequence_ratio, truncated_importance
 from slime_like.algo.sequences import PackedSequences
-from slime_like.config.algo import GrpoConfig
+from slime_like.config.schema.algo import GrpoConfig
 from tests.algo.simulate import LocalReduce
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_like.algo.token_advantage import ReinforcePlusPlus, discounted_returns, whiten
-from slime_like.config.algo import GrpoConfig, ReinforcePlusPlusConfig
+from slime_like.config.schema.algo import GrpoConfig, ReinforcePlusPlusConfig
 from slime_like.errors import ConfigError
 from tests.algo.simulate import LocalReduce
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slime_like.cluster import ray_watch, supervised, supervisor
-from slime_like.deadline import Deadline
+from slime_like.cluster.supervise import ray_watch, supervised, supervisor
+from slime_like.util.deadline import Deadline
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 DEAF = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(600)"
@@ -124,7 +124,7 @@ def never_connected(run_dir: Path) -> int:
 
 def joins_silence(run_dir: Path) -> int:
     """Joins a Ray cluster where somebody listens who is none; Ray asks at the machine's outward address."""
-    from slime_like.cluster import local_ray
+    from slime_like.cluster.start import local_ray
 
     local_ray.JOIN_S = float(os.environ["LIMIT_S"])
     with socket.create_server(("", 0)) as server:

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
-from slime_like.checkpoint_files import (
+from slime_like.checkpoint.files import (
     LATEST,
     iteration_folder,
     side_files,
     write_text,
 )
-from slime_like.checkpoint_record import Manifest, add_run, write_manifest, written_files
-from slime_like.cluster.identity import run_record
-from slime_like.config.algo import GrpoConfig
-from slime_like.config.load import to_yaml
-from slime_like.config.model import OptimConfig
-from slime_like.config.root import TrainConfig
-from slime_like.config.run import LoopConfig, RunConfig
+from slime_like.checkpoint.record import Manifest, add_run, write_manifest, written_files
+from slime_like.cluster.start.identity import run_record
+from slime_like.config.load.loader import to_yaml
+from slime_like.config.schema.algo import GrpoConfig
+from slime_like.config.schema.model import OptimConfig
+from slime_like.config.schema.root import TrainConfig
+from slime_like.config.schema.run import LoopConfig, RunConfig
 from slime_like.data.dump import save_groups
 from slime_like.types import Prompt, SampleGroup
 from tests.config.model_folder import SHAPE, write_model

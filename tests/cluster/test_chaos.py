@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster import chaos as chaos_module
-from slime_like.cluster import family
-from slime_like.cluster.chaos import Chaos, planned, report_lines
-from slime_like.cluster.stacks import start_time
-from slime_like.config.faults import ChaosConfig, parse_fault
-from slime_like.data.faults import Recovery, Strike, append, outcomes, read
+from slime_like.cluster.run import chaos as chaos_module
+from slime_like.cluster.run.chaos import Chaos, planned, report_lines
+from slime_like.cluster.supervise import process_tree
+from slime_like.cluster.supervise.stacks import start_time
+from slime_like.config.schema.faults import ChaosConfig, parse_fault
+from slime_like.data.faults import InjectedFault, Recovery, append, outcomes, read
 from slime_like.errors import DataError
 
 
@@ -132,7 +132,7 @@ def test_processes_of_ray_are_struck_by_name(
 ) -> None:
     names = ("raylet", "gcs_server", "dashboard agent", "runtime-env agent")
     struck: list[tuple[int, int]] = []
-    monkeypatch.setattr(family, "of_ray", lambda: {name: index for index, name in enumerate(names)})
+    monkeypatch.setattr(process_tree, "of_ray", lambda: {name: index for index, name in enumerate(names)})
     monkeypatch.setattr(os, "kill", lambda pid, sent: struck.append((pid, sent)))
     made, _ = chaos(tmp_path, f"{kind}:step:3")
     with made("step", 3):
@@ -143,7 +143,7 @@ def test_processes_of_ray_are_struck_by_name(
 
 def test_a_reward_worker_is_struck_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     struck: list[tuple[int, int]] = []
-    monkeypatch.setattr(family, "reward_workers", lambda: [7])
+    monkeypatch.setattr(process_tree, "reward_workers", lambda: [7])
     monkeypatch.setattr(os, "kill", lambda pid, sent: struck.append((pid, sent)))
     made, _ = chaos(tmp_path, "kill_reward_worker:collect:3")
     with made("collect", 3):
@@ -193,12 +193,12 @@ def test_the_driver_gets_its_signal(tmp_path: Path) -> None:
 
 def test_the_report_tells_what_came_of_each(tmp_path: Path) -> None:
     strikes = [
-        Strike("kill_engine:collect:3:0.5", "engine 0", 100.0),
-        Strike("stop_engine:step:4:0", "engine 0", 200.0),
-        Strike("kill_rank:step:5:0", "trainer_rank0", 300.0),
-        Strike("slow_engine:step:6:0", "engine 1", 400.0),
-        Strike("kill_engine:step:7:0", "engine 1", 405.0),
-        Strike("stop_engine:step:8:0", "engine 1", 410.0),
+        InjectedFault("kill_engine:collect:3:0.5", "engine 0", 100.0),
+        InjectedFault("stop_engine:step:4:0", "engine 0", 200.0),
+        InjectedFault("kill_rank:step:5:0", "trainer_rank0", 300.0),
+        InjectedFault("slow_engine:step:6:0", "engine 1", 400.0),
+        InjectedFault("kill_engine:step:7:0", "engine 1", 405.0),
+        InjectedFault("stop_engine:step:8:0", "engine 1", 410.0),
     ]
     recoveries = [
         Recovery("engine 0", "dead: gone\nlog", 101.0, 110.0, 112.0, 3, 7),

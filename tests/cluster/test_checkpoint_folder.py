@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.checkpoint_files import (
+from slime_like.checkpoint.files import (
     iteration_folder,
     iterations,
     prune,
     side_files,
     write_text,
 )
-from slime_like.cluster.checkpoints import remove_leftovers
-from slime_like.cluster.resume import first_rollout
-from slime_like.cluster.rollouts import read_state
+from slime_like.cluster.run.checkpoints import remove_leftovers
+from slime_like.cluster.run.rollouts import read_state
+from slime_like.cluster.start.resume import first_rollout
 from slime_like.data.dump import save_groups
 from slime_like.errors import CheckpointError
 from tests.cluster.run_folder import (

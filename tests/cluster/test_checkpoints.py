@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from slime_like.checkpoint_files import iterations, name_latest, prune, resumable_iteration
-from slime_like.cluster.checkpoints import Checkpoints
-from slime_like.cluster.ensemble import Ensemble
-from slime_like.config.run import RunConfig
+from slime_like.checkpoint.files import iterations, name_latest, prune, resumable_iteration
+from slime_like.cluster.run.checkpoints import Checkpoints
+from slime_like.cluster.workers.ensemble import RoleTrainers
+from slime_like.config.schema.run import RunConfig
 from slime_like.errors import CheckpointError
 
 
@@ -84,7 +84,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
     def gone(folder: Path, keep: int) -> None:
         raise FileNotFoundError(2, "No such file or directory", str(folder / "iter_0000001"))
 
-    monkeypatch.setattr("slime_like.cluster.checkpoints.prune", gone)
+    monkeypatch.setattr("slime_like.cluster.run.checkpoints.prune", gone)
     run = checkpoints(tmp_path, Saver(), "stop")
     run.config.keep_checkpoints = 1
     run.save(1, wait=True)
@@ -129,8 +129,8 @@ def test_an_actor_that_fails_leaves_no_save_of_the_critic_open(tmp_path: Path, f
     assert latest(tmp_path) == "2"
 
 
-def ensemble(actor: Saver, critic: Saver) -> Ensemble:
-    """An ``Ensemble`` of which only the saves are asked."""
-    found = object.__new__(Ensemble)
+def ensemble(actor: Saver, critic: Saver) -> RoleTrainers:
+    """An ``RoleTrainers`` of which only the saves are asked."""
+    found = object.__new__(RoleTrainers)
     found.actor, found.critic = cast(Any, actor), cast(Any, critic)
     return found

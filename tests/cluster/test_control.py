@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.asking import ask, wait_for_answer
-from slime_like.cluster.control import Control, Request
-from slime_like.cluster.status import STATUS, Answer, Status, read_status, write_status
-from slime_like.deadline import Deadline
+from slime_like.cluster.run.control import Control, Request
+from slime_like.cluster.run.control_client import ask, wait_for_answer
+from slime_like.cluster.run.status import STATUS, ControlReply, RunStatus, read_status, write_status
 from slime_like.errors import DataError
+from slime_like.util.deadline import Deadline
 
 ROOT = Path(__file__).parents[2]
 
@@ -185,10 +185,13 @@ def test_a_status_that_is_none(text: str, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_gone_is_not_taken_for_one_that_runs(tmp_path: Path) -> None:
-    mine = Status(1, 2)
+    mine = RunStatus(1, 2)
     assert mine.alive and replace(mine, host="elsewhere", started="1").alive, "what another machine's run said last"
     assert not replace(mine, started="1").alive, "its process id has passed to another"
-    write_status(tmp_path, mine.with_answer(Answer("save", 1.0, "seen", 1)).with_answer(Answer("save", 1.0, "done", 1)))
+    write_status(
+        tmp_path,
+        mine.with_answer(ControlReply("save", 1.0, "seen", 1)).with_answer(ControlReply("save", 1.0, "done", 1)),
+    )
     found = read_status(tmp_path)
     assert found is not None and [answer.state for answer in found.requests] == ["done"]
     with pytest.raises(DataError, match="ended without an answer"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime_like.cluster.crash import write_bundle
+from slime_like.cluster.supervise.crash import write_bundle
 from slime_like.errors import RewardError
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202etxt"

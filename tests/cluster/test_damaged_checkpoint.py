@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.checkpoint_files import (
+from slime_like.checkpoint.files import (
     LATEST,
     iteration_folder,
 )
-from slime_like.checkpoint_record import Manifest, Scalar, read_record, write_manifest
-from slime_like.cluster.launch import launch
-from slime_like.cluster.resume import first_rollout
-from slime_like.cluster.verify import on_ranks, verify_starts
-from slime_like.config.role_algo import PpoConfig
-from slime_like.config.root import TrainConfig
+from slime_like.checkpoint.record import Manifest, Scalar, read_record, write_manifest
+from slime_like.cluster.plan.verify import on_ranks, verify_starts
+from slime_like.cluster.start.launch import launch
+from slime_like.cluster.start.resume import first_rollout
+from slime_like.config.schema.role_algo import PpoConfig
+from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError
 from tests.cluster.run_folder import (
     config,

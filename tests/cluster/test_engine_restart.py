@@ -13,16 +13,16 @@ import psutil
 import pytest
 from ray.exceptions import RayTaskError
 
-from slime_like.cluster.engine_actor import EngineActor
-from slime_like.cluster.engine_keeper import EngineKeeper
-from slime_like.cluster.trainer_worker import EngineAddress
-from slime_like.config.faults import HealthConfig
-from slime_like.config.resolved import EngineSpec
-from slime_like.config.rollout import RolloutConfig
-from slime_like.deadline import scale
+from slime_like.cluster.workers.engine_actor import EngineActor
+from slime_like.cluster.workers.engine_supervisor import RayEngineSupervisor
+from slime_like.cluster.workers.trainer_worker import EngineAddress
+from slime_like.config.schema.faults import HealthConfig
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import EngineError, EngineLost
-from slime_like.rollout import server
-from slime_like.rollout.fleet import DEAD, Fleet
+from slime_like.rollout.engine import server
+from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
+from slime_like.util.deadline import scale
 
 START_S = 1.5
 # Stands where the interpreter of an engine's server does: a process that never listens, or that listens and never answers.
@@ -95,8 +95,8 @@ def test_an_engine_that_never_answers_again_ends_the_run(tmp_path: Path, monkeyp
     async def lost() -> EngineError:
         address = EngineAddress("engine 0", "http://nowhere", "key", 1)
         handle = Handle(actor, listens)
-        keeper = EngineKeeper(handle, address, RolloutConfig(start_deadline_s=START_S))
-        fleet = Fleet([keeper], HealthConfig(max_restarts=2), pushed=True)
+        keeper = RayEngineSupervisor(handle, address, RolloutConfig(start_deadline_s=START_S))
+        fleet = EnginePool([keeper], HealthConfig(max_restarts=2), pushed=True)
         fleet.lose(fleet.seats[0], DEAD, EngineLost("engine 0: connection broke"))
         with pytest.raises(EngineError) as found:
             await fleet.joinable()

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.folder import claimed
-from slime_like.config.load import from_yaml
+from slime_like.cluster.start.folder import claimed
+from slime_like.config.load.loader import from_yaml
 from slime_like.errors import ConfigError
 from tests.cluster.run_folder import config
 

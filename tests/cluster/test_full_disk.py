@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.full_disk import tolerate_full_disk
-from slime_like.config.run import RunConfig
+from slime_like.cluster.run.full_disk import tolerate_full_disk
+from slime_like.config.schema.run import RunConfig
 from slime_like.errors import SlimeLikeError
 from tests.e2e.runs import REPOSITORY
 
@@ -47,7 +47,7 @@ def test_or_is_named_and_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureF
 
 PRINTS = """
 import sys
-from slime_like.cluster.streams import keep_streams
+from slime_like.cluster.supervise.streams import keep_streams
 keep_streams()
 sys.stdin.readline()
 for number in range(3):

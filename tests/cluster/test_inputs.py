@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_like.cluster.inputs import load_inputs, stop_tokens
-from slime_like.cluster.machine import probe_machine
-from slime_like.cluster.plan import make_plan
-from slime_like.config.algo import GrpoConfig
-from slime_like.config.load import load_config
-from slime_like.config.root import TrainConfig
+from slime_like.cluster.plan.machine import probe_machine
+from slime_like.cluster.plan.planner import make_plan
+from slime_like.cluster.start.inputs import load_inputs, stop_tokens
+from slime_like.config.load.loader import load_config
+from slime_like.config.schema.algo import GrpoConfig
+from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import DataError
 from tests.config.model_folder import write_model
 from tests.data.character_tokenizer import characters

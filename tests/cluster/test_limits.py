@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_like.cluster import limits
+from slime_like.cluster.start import limits
 from tests.e2e.runs import REPOSITORY
 
 CHECK = """
 import sys
-from slime_like.cluster.limits import check_limits
+from slime_like.cluster.start.limits import check_limits
 from slime_like.errors import ConfigError
 try:
     check_limits("cpu")

@@ -19,7 +19,7 @@ from ray._private import ray_constants
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
-from slime_like.cluster import local_ray
+from slime_like.cluster.start import local_ray
 from slime_like.errors import ConfigError, DeadlineExceeded
 
 real_init, real_shutdown = ray.init, ray.shutdown
@@ -176,7 +176,7 @@ def test_sigterm_is_left_alone_while_ray_goes(monkeypatch: pytest.MonkeyPatch) -
 REAL = """
 import os, pathlib, signal
 from ray._private import worker
-from slime_like.cluster import local_ray
+from slime_like.cluster.start import local_ray
 
 signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
 local_ray.start("signals")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.cluster.peaks import MemoryPeaks
-from slime_like.gpus import visible_gpus
+from slime_like.cluster.workers.peaks import MemoryPeaks
+from slime_like.util.gpus import visible_gpus
 
 MIB = 2**20
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from psutil import net_if_addrs
 
-from slime_like import ports
-from slime_like.cluster.trainer_worker import RankWorker
+from slime_like.cluster.workers.trainer_worker import RankWorker
 from slime_like.errors import SlimeLikeError
-from slime_like.ports import PORTS, PortLease
+from slime_like.util import ports
+from slime_like.util.ports import PORTS, PortLease
 
 HOST = "127.0.0.1"
 
@@ -44,7 +44,9 @@ def test_a_port_that_somebody_listens_on_is_not_taken(one_port: int) -> None:
 
 
 def test_another_process_does_not_choose_it_and_a_dead_one_holds_nothing(one_port: int) -> None:
-    choose = f"from slime_like import ports; ports.PORTS = range({one_port}, {one_port + 1}); ports.PortLease({HOST!r})"
+    choose = (
+        f"from slime_like.util import ports; ports.PORTS = range({one_port}, {one_port + 1}); ports.PortLease({HOST!r})"
+    )
     run = [sys.executable, "-c", choose]
     assert subprocess.run(run, check=False, capture_output=True).returncode == 0
     with PortLease(HOST) as port:
@@ -56,7 +58,7 @@ def test_another_process_does_not_choose_it_and_a_dead_one_holds_nothing(one_por
 def test_rank_0_listens_from_the_rendezvous_on_and_nowhere_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime_like.cluster.trainer_worker.get_node_ip_address", lambda: HOST)
+    monkeypatch.setattr("slime_like.cluster.workers.trainer_worker.get_node_ip_address", lambda: HOST)
     actor, critic = (RankWorker(name, 0, 1, str(tmp_path), {}) for name in ("trainer", "critic"))
     masters = [actor.rendezvous(), critic.rendezvous()]
     assert len(set(masters)) == 2, "of two roles"

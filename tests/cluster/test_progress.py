@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_like.cluster.progress import QUIET_S, Progress
+from slime_like.cluster.start.progress import QUIET_S, Progress
 
 
 def test_it_names_what_is_ready_and_breaks_long_silences_only() -> None:

@@ -10,14 +10,14 @@ import time
 import psutil
 import pytest
 
-from slime_like.cluster import family
-from slime_like.cluster.reaper import reaper
-from slime_like.deadline import Deadline
+from slime_like.cluster.supervise import process_tree
+from slime_like.cluster.supervise.reaper import reaper
+from slime_like.util.deadline import Deadline
 from tests.e2e.runs import REPOSITORY
 
 OWNER = """
 import subprocess, sys
-from slime_like.cluster.reaper import reaper
+from slime_like.cluster.supervise.reaper import reaper
 kept = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 made = reaper()
 child = subprocess.Popen(["setsid", "sh", "-c", "sleep 1000 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True)  # orphaned at once
@@ -35,7 +35,7 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("end", ["closes", "killed"])
 def test_processes_of_user_code_end_with_their_owner(end: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != family.MARK}
+    environment = {name: value for name, value in os.environ.items() if name != process_tree.MARK}
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, end],
         cwd=REPOSITORY,
@@ -64,5 +64,5 @@ def test_processes_of_user_code_end_with_their_owner(end: str) -> None:
 
 
 def test_a_supervised_process_has_no_reaper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(family.MARK, "1.2")
+    monkeypatch.setenv(process_tree.MARK, "1.2")
     assert reaper() is None

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.checkpoint_files import (
+from slime_like.checkpoint.files import (
     LATEST,
     begin_first,
     iteration_folder,
     latest_iteration,
 )
-from slime_like.cluster.launch import launch
-from slime_like.cluster.resume import first_rollout
-from slime_like.config.load import to_yaml
+from slime_like.cluster.start.launch import launch
+from slime_like.cluster.start.resume import first_rollout
+from slime_like.config.load.loader import to_yaml
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
 from tests.cluster.run_folder import config, used_folder
 from tests.unchanged import unchanged

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from slime_like.cluster.rollouts import EngineRollout
+from slime_like.cluster.run.rollouts import EngineRollout
 
 
 class Manager:

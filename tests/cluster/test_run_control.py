@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from slime_like.cluster.chaos import Chaos
-from slime_like.cluster.control import Control, Request
-from slime_like.cluster.run import Run
-from slime_like.cluster.status import read_status
-from slime_like.cluster.stop import StopRequest
-from slime_like.config.root import TrainConfig
+from slime_like.cluster.run.chaos import Chaos
+from slime_like.cluster.run.control import Control, Request
+from slime_like.cluster.run.status import read_status
+from slime_like.cluster.run.stop import StopRequest
+from slime_like.cluster.run.training_run import Run
+from slime_like.config.schema.root import TrainConfig
 from slime_like.metrics.drift import DriftWatch
 from slime_like.metrics.sinks import FanOut, JsonlSink
 from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import Last, Metric
-from slime_like.rollout import evaluate
+from slime_like.rollout.generate import evaluate
 from slime_like.rollout.manager import Collected
 from slime_like.types import StepStats
 from tests.cluster.test_checkpoints import Saver, checkpoints, latest
@@ -77,7 +77,7 @@ def finish(made: Made, done: int) -> None:
 
 @pytest.fixture(autouse=True)
 def without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime_like.cluster.run.group_metrics", lambda *_: [])
+    monkeypatch.setattr("slime_like.cluster.run.training_run.group_metrics", lambda *_: [])
 
 
 def outcomes(folder: Path) -> dict[str, str]:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster import stacks
-from slime_like.cluster.stacks import gather_stacks, living
+from slime_like.cluster.supervise import stacks
+from slime_like.cluster.supervise.stacks import gather_stacks, living
 
 CHILD = """
 import sys
 from pathlib import Path
-from slime_like.cluster.stacks import dump_stacks_on_signal
+from slime_like.cluster.supervise.stacks import dump_stacks_on_signal
 
 dump_stacks_on_signal(Path(sys.argv[1]), sys.argv[2])
 print("ready", flush=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from slime_like.cluster import launch
-from slime_like.cluster.inputs import Inputs
-from slime_like.cluster.plan_guard import ring_folder
-from slime_like.cluster.stop import StopRequest
-from slime_like.config.load import load_config
+from slime_like.cluster.plan.guard import ring_folder
+from slime_like.cluster.run.stop import StopRequest
+from slime_like.cluster.start import launch
+from slime_like.cluster.start.inputs import RunInputs
+from slime_like.config.load.loader import load_config
 from tests.config.model_folder import write_model
 
 
@@ -69,7 +69,7 @@ def test_what_was_started_is_taken_down_whatever_is_pressed(
     cfg = load_config([f"model.hf_checkpoint={model}", f"data.train={data}", f"run.dir={tmp_path / 'run'}"])
     monkeypatch.setattr(launch, "Cluster", Processes)
     monkeypatch.setattr(launch, "_report", lambda *_: signal.raise_signal(signal.SIGTERM))
-    monkeypatch.setattr(launch, "load_inputs", lambda *_: Inputs(None, ()))  # the folder has no tokenizer
+    monkeypatch.setattr(launch, "load_inputs", lambda *_: RunInputs(None, ()))  # the folder has no tokenizer
     if ends == "by itself":
         with launch.launch(cfg):
             pass

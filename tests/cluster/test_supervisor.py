@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime_like.deadline import Deadline
+from slime_like.util.deadline import Deadline
 from tests.e2e.runs import REPOSITORY
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.config.load import load_config
+from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError, SlimeLikeError
 
 

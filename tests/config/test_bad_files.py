@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.load import load_config
+from slime_like.config.load.loader import load_config
 from slime_like.errors import CheckpointError, DataError
 from tests.config.bad_input import message
 from tests.config.model_folder import write_model, write_safetensors

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.collectives import OPS, SLIME_SKIPS, canonical
+from slime_like.config.schema.collectives import OPS, SLIME_SKIPS, canonical
 from slime_like.errors import SlimeLikeError, WorkerError
 
 ROOT = Path(__file__).parents[2]

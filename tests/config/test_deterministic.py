@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.cluster.machine import Machine
-from slime_like.cluster.plan import make_plan
-from slime_like.config.load import load_config
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.planner import make_plan
+from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError
 
 LAPTOP = Machine(0, 8, 16 * 2**30, ())

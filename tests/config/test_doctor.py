@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster import doctor
-from slime_like.cluster.doctor import Finding, Level
+from slime_like.cluster.start import doctor
+from slime_like.cluster.start.doctor import DoctorFinding, Level
 
 
 def test_nothing_is_missing_here_but_what_the_lock_says() -> None:
@@ -71,7 +71,9 @@ def test_a_proxy_in_front_of_loopback_is_warned_of(monkeypatch: pytest.MonkeyPat
 
 def test_the_exit_code_tells_whether_something_required_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for level, code in ((Level.OK, 0), (Level.WARNING, 0), (Level.MISSING, 1)):
-        monkeypatch.setattr(doctor, "CHECKS", (lambda level=level: [Finding(level, "thing", "is so", "mend it")],))
+        monkeypatch.setattr(
+            doctor, "CHECKS", (lambda level=level: [DoctorFinding(level, "thing", "is so", "mend it")],)
+        )
         out = io.StringIO()
         assert doctor.doctor(out) == code
         assert "thing" in out.getvalue()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.load import load_config
+from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError, DataError
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.machine import Machine
-from slime_like.cluster.plan import make_plan
-from slime_like.config.flags import translate
-from slime_like.config.load import load_config
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.planner import make_plan
+from slime_like.config.load.loader import load_config
 from slime_like.errors import CheckpointError, ConfigError
+from slime_like_compat.flags.translate import translate
 from tests.config.model_folder import write_model
 
 MACHINE = Machine(0, 8, 64 * 2**30, ())

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from slime_like.config.flag_eval_config import eval_config_overrides
-from slime_like.config.load import load_config
-from slime_like.convert.slime_job import NONE, SAME, convert_script
+from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError
+from slime_like_compat.flags.eval_config import eval_config_overrides
+from slime_like_compat.slime.job import NONE, SAME, convert_script
 
 SETS: dict[str, Any] = {
     "eval": {

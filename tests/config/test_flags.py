@@ -6,12 +6,12 @@ import shlex
 
 import pytest
 
-from slime_like.config.flag_table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES
-from slime_like.config.flags import flag_of, known_flags, translate
-from slime_like.config.help import render_help
-from slime_like.config.known import free_root, known_keys
-from slime_like.config.load import load_config
+from slime_like.config.load.help import render_help
+from slime_like.config.load.loader import load_config
+from slime_like.config.schema.known import free_root, known_keys
 from slime_like.errors import ConfigError
+from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES
+from slime_like_compat.flags.translate import flag_of, known_flags, translate
 
 # The flags of slime's scripts/run-qwen3-4B.sh, less its paths.
 SLIME_SCRIPT = """

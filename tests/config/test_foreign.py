@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from slime_like.config import foreign
+from slime_like.config.rules import foreign
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "dump_upstream_keys.py"
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.foreign import check_foreign
-from slime_like.config.hf import check_tokenizer, read_hf_config
-from slime_like.config.resolved import EngineSpec
+from slime_like.config.rules.foreign import check_foreign
+from slime_like.config.rules.hf import check_tokenizer, read_hf_config
+from slime_like.config.schema.resolved import EngineSpec
 from slime_like.data.tokenizer import open_tokenizer
 from slime_like.errors import CheckpointError, ConfigError
-from slime_like.rollout.server import Launch, server_arguments
-from slime_like.train.megatron.hf import HFFolder
+from slime_like.rollout.engine.server import EngineLaunch, server_arguments
+from slime_like.train.megatron.families.hf import HFFolder
 from tests.config.model_folder import write_model
 
 REPOSITORY = Path(__file__).parents[2]
@@ -76,4 +76,4 @@ def test_sglang_is_told_as_well() -> None:
         check_foreign("rollout.sglang", {"trust_remote_code": True})
     asked = {"trust_remote_code": True}
     spec = EngineSpec("m", "cpu", "float32", 1, 64, 0, "log", start_deadline_s=1, request_deadline_s=1, sglang=asked)
-    assert server_arguments(Launch(spec, "key", "127.0.0.1", 1))["trust_remote_code"] is False
+    assert server_arguments(EngineLaunch(spec, "key", "127.0.0.1", 1))["trust_remote_code"] is False

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from slime_like.cluster.machine import Machine
-from slime_like.cluster.plan import make_plan
-from slime_like.config.files import family_of
-from slime_like.config.hf import read_hf_config
-from slime_like.config.load import load_config
-from slime_like.config.names import FAMILIES
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.planner import make_plan
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules.files import family_of
+from slime_like.config.rules.hf import read_hf_config
+from slime_like.config.schema.names import FAMILIES
 from slime_like.errors import ConfigError, SlimeLikeError
 from tests.config.model_folder import write_model
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.known import known_keys
+from slime_like.config.schema.known import known_keys
 
 # Loaded by path: the folder tests/scripts has the same name.
 SPEC = importlib.util.spec_from_file_location("dead_keys", Path(__file__).parents[2] / "scripts" / "dead_keys.py")
@@ -38,7 +38,7 @@ def test_every_key_is_read_outside_config() -> None:
 def test_a_planted_dead_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.dead_keys(script.PACKAGE, [*known_keys(), "optim.planted"]) == ["optim.planted"]
     (tmp_path / "config").mkdir()
-    shutil.copy(script.PACKAGE / "cluster" / "plan.py", tmp_path / "plan.py")
+    shutil.copy(script.PACKAGE / "cluster" / "plan" / "planner.py", tmp_path / "plan.py")
     (tmp_path / "config" / "optim.py").write_text("def f(cfg: TrainConfig): return cfg.optim.lr")
     assert script.main([str(tmp_path)]) == 1
     told = capsys.readouterr().out

@@ -13,13 +13,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.config import algo, policy, role_algo
-from slime_like.config.flags import render
-from slime_like.config.known import ALGORITHMS, known_keys
-from slime_like.config.load import from_yaml, load_config, load_prepared, show, to_yaml
-from slime_like.config.paths import config_folder
-from slime_like.config.root import TrainConfig
+from slime_like.config.load.loader import from_yaml, load_config, load_prepared, show, to_yaml
+from slime_like.config.load.paths import config_folder
+from slime_like.config.schema import algo, policy, role_algo
+from slime_like.config.schema.known import ALGORITHMS, known_keys
+from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like_compat.flags.translate import render
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (config_folder() / "recipe").glob("*.yaml"))
@@ -51,7 +51,7 @@ def test_there_is_a_schema_for_each_algorithm_file() -> None:
 
 
 def test_new_keys_are_a_decision() -> None:
-    """Change keys.txt on purpose: python -c 'from slime_like.config.known import *; print(*sorted(known_keys()), sep="\\n")'"""
+    """Change keys.txt on purpose: python -c 'from slime_like.config.schema.known import *; print(*sorted(known_keys()), sep="\\n")'"""
     frozen = (Path(__file__).parent / "keys.txt").read_text().split()
     assert sorted(known_keys()) == frozen
 
@@ -163,7 +163,7 @@ def test_prepare_runs_before_files_are_looked_at(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     "statement",
     [
-        "from slime_like.config.load import load_config; load_config(['+recipe=quickstart'], files=False)",
+        "from slime_like.config.load.loader import load_config; load_config(['+recipe=quickstart'], files=False)",
         "import train; assert train.main(['--help']) == 0",
         "import train; assert train.main(['+recipe=quickstart_async', '--plan']) == 0",
     ],

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.load import load_config
-from slime_like.config.path_values import PATHS
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules.path_values import PATHS
 from slime_like.errors import ConfigError
 
 KEYS = Path(__file__).with_name("keys.txt").read_text().split()

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.cluster.machine import Machine
-from slime_like.cluster.plan import make_plan
-from slime_like.cluster.plan_view import render_plan
-from slime_like.config.load import load_config
-from slime_like.config.model import ParallelConfig
-from slime_like.config.pipeline import parse_layout, segments
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.planner import make_plan
+from slime_like.cluster.plan.view import render_plan
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules.pipeline import parse_layout, segments
+from slime_like.config.schema.model import ParallelConfig
 from slime_like.errors import ConfigError
 
 CASES: dict[str, tuple[dict[str, object], int, tuple[int, ...]]] = {

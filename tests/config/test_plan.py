@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from slime_like import gpus
-from slime_like.cluster.machine import Machine, probe_machine
-from slime_like.cluster.plan import Plan, make_plan
-from slime_like.cluster.plan_view import render_plan, show_plan
-from slime_like.config import attention
-from slime_like.config.load import load_config
+from slime_like.cluster.plan.machine import Machine, probe_machine
+from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.cluster.plan.view import render_plan, show_plan
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules import attention
 from slime_like.errors import ConfigError
+from slime_like.util import gpus
 
 LAPTOP = Machine(0, 2, 16 * 2**30, ())
 SERVER = Machine(8, 64, 512 * 2**30, ("H100",) * 8)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.machine import Machine
-from slime_like.cluster.plan import Plan, make_plan
-from slime_like.cluster.plan_view import render_plan
-from slime_like.config.load import load_config
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.cluster.plan.view import render_plan
+from slime_like.config.load.loader import load_config
 
 SERVER = Machine(8, 64, 512 * 2**30, ("H100",) * 8)
 

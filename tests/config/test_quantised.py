@@ -10,7 +10,7 @@ import pytest
 
 from slime_like.cli import main
 from slime_like.errors import CheckpointError
-from slime_like.train.megatron.hf import HFFolder
+from slime_like.train.megatron.families.hf import HFFolder
 from tests.config.bad_input import message
 from tests.config.model_folder import write_model
 

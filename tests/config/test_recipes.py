@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.machine import Machine
-from slime_like.cluster.plan import Plan, make_plan
-from slime_like.cluster.plan_view import render_plan
-from slime_like.config.load import load_config
-from slime_like.config.root import TrainConfig
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.cluster.plan.view import render_plan
+from slime_like.config.load.loader import load_config
+from slime_like.config.schema.root import TrainConfig
 from tests.config.model_folder import write_model
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs" / "recipe").glob("*.yaml"))

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.checkpoint_record import Manifest, write_manifest
-from slime_like.cluster.machine import Machine
-from slime_like.cluster.plan import Plan, make_plan
-from slime_like.cluster.plan_view import render_plan
-from slime_like.config.flags import translate
-from slime_like.config.load import load_config
+from slime_like.checkpoint.record import Manifest, write_manifest
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.cluster.plan.view import render_plan
+from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like_compat.flags.translate import translate
 from tests.config.model_folder import SHAPE, write_model
 
 LAPTOP = Machine(0, 4, 16 * 2**30, ())

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config import foreign
-from slime_like.config.load import load_config
-from slime_like.config.root import TrainConfig
-from slime_like.config.trained_sampling import (
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules import foreign
+from slime_like.config.rules.trained_sampling import (
     CHANGES_SAMPLES,
     CHANGES_SAMPLES_BY_VARIABLE,
     check_replayed_sampling,
     check_trained_sampling,
 )
+from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
 LISTED = Path(__file__).parent / "sglang_fields.txt"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.load import load_config
+from slime_like.config.load.loader import load_config
 from slime_like.errors import CheckpointError, SlimeLikeError
 from tests.config.bad_input import message
 from tests.config.model_folder import write_model, write_safetensors

@@ -6,7 +6,7 @@ from functools import reduce
 
 import pytest
 
-from slime_like.config.load import load_config
+from slime_like.config.load.loader import load_config
 
 # what reads it, then the option and its value
 READ = {

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.convert.launch_script import Launch, read_launch
 from slime_like.errors import ConfigError
+from slime_like_compat.shell.launch_script import Launch, read_launch
 
 _PYTHON = "python3() { shift; printf '%s\\0' \"$@\"; }\n"  # stands in for training when bash runs a script
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_like.config.root import TrainConfig
-from slime_like.convert.flag_mapping import map_arguments
-from slime_like.convert.launch_script import read_launch
-from slime_like.convert.rows import Mapped, Row
+from slime_like.config.schema.root import TrainConfig
+from slime_like_compat.conversion_rows import Mapped, Row
+from slime_like_compat.shell.launch_script import read_launch
+from slime_like_compat.slime.mapping import map_arguments
 
 NEEDED = (
     "--hf-checkpoint m --prompt-data d.jsonl --num-rollout 10 --rollout-batch-size 8 --n-samples-per-prompt 4 "

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from slime_like.cluster.machine import Machine
-from slime_like.cluster.plan import make_plan
-from slime_like.cluster.plan_view import show_plan
-from slime_like.config.files import check_files
-from slime_like.config.load import load_config
-from slime_like.convert import recipe_file
-from slime_like.convert.flag_mapping import map_arguments
-from slime_like.convert.launch_script import read_launch
-from slime_like.convert.slime_job import NONE, SAME, convert_script
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.planner import make_plan
+from slime_like.cluster.plan.view import show_plan
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules.files import check_files
 from slime_like.errors import ConfigError
+from slime_like_compat import recipe_file
+from slime_like_compat.shell.launch_script import read_launch
+from slime_like_compat.slime.job import NONE, SAME, convert_script
+from slime_like_compat.slime.mapping import map_arguments
 from tests.config.model_folder import write_model
 from tests.convert.slime_lines import NEEDED, row
 

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slime_like.cluster.plan_view import show_plan
-from slime_like.config.load import load_config
-from slime_like.convert.verl_check import CLASSES, check_verl
-from slime_like.convert.verl_convert import VerlSource, convert_verl
-from slime_like.convert.verl_launch import read_verl
-from slime_like.convert.verl_mapping import translate_settings
+from slime_like.cluster.plan.view import show_plan
+from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError
+from slime_like_compat.verl.check import CLASSES, check_verl
+from slime_like_compat.verl.convert import VerlSource, convert_verl
+from slime_like_compat.verl.launch import read_verl
+from slime_like_compat.verl.mapping import translate_settings
 from tests.config.model_folder import write_model
 from tests.convert.verl_lines import NEEDED, REWARD, A, R, refused
 

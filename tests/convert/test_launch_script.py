@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_like.convert.launch_script import read_launch
 from slime_like.errors import ConfigError
+from slime_like_compat.shell.launch_script import read_launch
 from tests.convert.shell_lines import assert_read_as_bash_does, assert_refused, read
 
 FIXTURE = Path(__file__).parent / "slime" / "run-qwen3.5-35B-A3B-flashqla.sh"

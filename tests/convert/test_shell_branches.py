@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.convert.launch_script import read_launch
 from slime_like.errors import ConfigError
+from slime_like_compat.shell.launch_script import read_launch
 from tests.convert.shell_lines import assert_read_as_bash_does, assert_refused, read
 
 BRANCHES = {

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.flag_defaults import DEFAULTS
-from slime_like.config.flag_table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES
-from slime_like.config.flags import translate
-from slime_like.config.known import known_keys
-from slime_like.convert.flag_rows import row_of
-from slime_like.convert.flag_special import CODE, SPECIAL
-from slime_like.convert.given import Flags, grouped
-from slime_like.convert.launch_script import read_launch
-from slime_like.convert.shell_values import Value
+from slime_like.config.schema.known import known_keys
 from slime_like.errors import ConfigError
+from slime_like_compat.flags.defaults import DEFAULTS
+from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES
+from slime_like_compat.flags.translate import translate
+from slime_like_compat.shell.launch_script import read_launch
+from slime_like_compat.shell.values import Value
+from slime_like_compat.slime.given import Flags, grouped
+from slime_like_compat.slime.rows import row_of
+from slime_like_compat.slime.special import CODE, SPECIAL
 from tests.convert.slime_lines import NEEDED, composed, mapped, row
 
 ROWS = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.load import load_config
-from slime_like.convert.check import check_folder
-from slime_like.convert.slime_job import CODE, NONE, SAME, convert_script
+from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError
+from slime_like_compat.slime.check import check_folder
+from slime_like_compat.slime.job import CODE, NONE, SAME, convert_script
 from tests.convert.slime_lines import NEEDED
 
 FOLDER = Path(__file__).parent / "slime"

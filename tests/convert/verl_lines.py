@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slime_like.config.load import read_override
-from slime_like.convert.rows import BLOCKING, Mapped, Row, in_the_way
-from slime_like.convert.verl_job import Job, Setting
-from slime_like.convert.verl_mapping import map_settings, setting_of_text, translate_settings
+from slime_like.config.load.loader import read_override
+from slime_like_compat.conversion_rows import BLOCKING, Mapped, Row, in_the_way
+from slime_like_compat.verl.job import Job, Setting
+from slime_like_compat.verl.mapping import map_settings, setting_of_text, translate_settings
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
 C = "algorithm.rollout_correction"

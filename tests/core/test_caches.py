@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slime_like import c_build, caches
-from slime_like.caches import cache_folder, keep_caches_private, replaceable
 from slime_like.errors import SlimeLikeError
+from slime_like.util import c_build, caches
+from slime_like.util.caches import cache_folder, keep_caches_private, replaceable
 
 NO_HOME = ("/proc", "/proc/nowhere")  # in which not even root can make a file
 

@@ -2,8 +2,8 @@ import pickle
 
 import pytest
 
-from slime_like.deadline import FACTOR_VARIABLE, Deadline
 from slime_like.errors import DeadlineExceeded
+from slime_like.util.deadline import FACTOR_VARIABLE, Deadline
 
 
 def test_expiry_says_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:

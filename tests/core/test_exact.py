@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like import exact
+from slime_like.util import exact
 
 DIM, GROUPS = 16, 2
 

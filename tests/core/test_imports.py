@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.imports import Distributions, heavy_imports
+from slime_like.util.imports import Distributions, heavy_imports
 
 
 def test_collector_and_metadata_are_as_before_afterwards() -> None:
@@ -44,7 +44,7 @@ def test_a_config_is_read_without_model_classes_and_models_are_there_afterwards(
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_next", "num_experts": 7}')
     script = f"""
 import sys
-from slime_like.train.megatron.hf import HFFolder
+from slime_like.train.megatron.families.hf import HFFolder
 config = HFFolder({str(tmp_path)!r}).config()
 print(type(config).__name__, config.num_experts, "torch._dynamo" in sys.modules)
 from transformers import AutoModelForCausalLM

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import pytest
 
-from slime_like.deadline import Deadline
+from slime_like.util.deadline import Deadline
 from tests.e2e import leftovers as module
 from tests.e2e.leftovers import MARK, SHARED, Held, address_of, is_marked, leftovers, listening
 

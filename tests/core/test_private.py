@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from slime_like import private
-from slime_like.cluster.folder import claimed
-from slime_like.cluster.plan_guard import ring_folder
-from slime_like.distributed.ring import PREFIX, Ring, sweep
+from slime_like.cluster.plan.guard import ring_folder
+from slime_like.cluster.start.folder import claimed
+from slime_like.distributed.forensics.ring import PREFIX, Ring, sweep
 from slime_like.errors import ConfigError, SlimeLikeError
-from slime_like.private import create_private, open_lock, planted_by_another, private_folder, temporary_folder
+from slime_like.util import private
+from slime_like.util.private import create_private, open_lock, planted_by_another, private_folder, temporary_folder
 from tests.cluster.run_folder import config
 
 
@@ -39,7 +39,7 @@ def test_a_folder_of_others_holds_no_ring(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_user_is_neither_used_nor_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / f"{PREFIX}theirs"
-    code = "import sys, pathlib; from slime_like.distributed.ring import Ring; Ring(pathlib.Path(sys.argv[1]), 'a_rank0', 8)"
+    code = "import sys, pathlib; from slime_like.distributed.forensics.ring import Ring; Ring(pathlib.Path(sys.argv[1]), 'a_rank0', 8)"
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(SlimeLikeError, match="is not a folder of this user alone"):
@@ -59,7 +59,7 @@ def test_a_file_that_is_there_is_replaced_and_a_link_is_not_followed(tmp_path: P
 
 
 def test_the_name_of_a_folder_of_rings_cannot_be_told(tmp_path: Path) -> None:
-    code = "import sys; from slime_like.cluster.plan_guard import ring_folder; print(ring_folder(sys.argv[1]))"
+    code = "import sys; from slime_like.cluster.plan.guard import ring_folder; print(ring_folder(sys.argv[1]))"
     other = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
     ).stdout

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from slime_like.errors import CheckpointError
-from slime_like.reading import Count, InputFile, typed
+from slime_like.util.reading import Count, InputFile, typed
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from slime_like.config import names
+from slime_like.config.schema import names
 from slime_like.errors import ConfigError
 from slime_like.registry import check, nearest, resolve
 

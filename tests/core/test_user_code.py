@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from slime_like.errors import EngineLost, UserCodeError
-from slime_like.printed import MAX_KEPT, record_streams, recorded
-from slime_like.user_code import errors_named
+from slime_like.util.printed import MAX_KEPT, record_streams, recorded
+from slime_like.util.user_code import errors_named
 
 
 @pytest.fixture
@@ -78,5 +78,5 @@ def test_errors_of_the_framework_pass_as_they_are() -> None:
 
 
 def test_importing_what_a_reward_worker_needs_stays_light() -> None:
-    code = "import sys, slime_like.user_code; assert not {'torch', 'numpy', 'ray'} & set(sys.modules)"
+    code = "import sys, slime_like.util.user_code; assert not {'torch', 'numpy', 'ray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

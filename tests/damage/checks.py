@@ -17,20 +17,20 @@ from random import Random
 from types import FrameType
 from typing import Any
 
-from slime_like.checkpoint_files import LATEST
-from slime_like.cluster.chaos import Chaos
-from slime_like.cluster.folder import claimed
-from slime_like.cluster.inputs import load_inputs
-from slime_like.cluster.machine import Machine, probe_machine
-from slime_like.cluster.plan import make_plan
-from slime_like.cluster.resume import checkpoint_folder, first_rollout
-from slime_like.cluster.rollouts import check_cursor, read_state
-from slime_like.cluster.status import read_status
-from slime_like.config.faults import ChaosConfig
-from slime_like.config.files import check_files
-from slime_like.config.load import load_config
-from slime_like.config.root import TrainConfig
-from slime_like.config.run import MetricsConfig
+from slime_like.checkpoint.files import LATEST
+from slime_like.cluster.plan.machine import Machine, probe_machine
+from slime_like.cluster.plan.planner import make_plan
+from slime_like.cluster.run.chaos import Chaos
+from slime_like.cluster.run.rollouts import check_cursor, read_state
+from slime_like.cluster.run.status import read_status
+from slime_like.cluster.start.folder import claimed
+from slime_like.cluster.start.inputs import load_inputs
+from slime_like.cluster.start.resume import checkpoint_folder, first_rollout
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules.files import check_files
+from slime_like.config.schema.faults import ChaosConfig
+from slime_like.config.schema.root import TrainConfig
+from slime_like.config.schema.run import MetricsConfig
 from slime_like.data import faults
 from slime_like.data.dump import load_groups
 from slime_like.data.token_view import load_view
@@ -181,8 +181,8 @@ def _model(world: World, path: Path) -> Any:
     found = _plan(world, world.cfg)
     if not world.trainer:
         return found
+    from slime_like.train.megatron.families.hf import HFFolder
     from slime_like.train.megatron.families.qwen3 import Qwen3
-    from slime_like.train.megatron.hf import HFFolder
 
     folder = HFFolder(path.parent)
     family = Qwen3(folder.config(), 1)

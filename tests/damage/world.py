@@ -13,15 +13,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slime_like.checkpoint_files import LATEST, iteration_folder, name_latest, side_files, write_text
-from slime_like.checkpoint_record import Manifest, add_run, write_manifest, written_files
-from slime_like.cluster.identity import run_record
-from slime_like.cluster.status import Answer, Status, write_status
-from slime_like.config.load import load_config, to_yaml
-from slime_like.config.root import TrainConfig
+from slime_like.checkpoint.files import LATEST, iteration_folder, name_latest, side_files, write_text
+from slime_like.checkpoint.record import Manifest, add_run, write_manifest, written_files
+from slime_like.cluster.run.status import ControlReply, RunStatus, write_status
+from slime_like.cluster.start.identity import run_record
+from slime_like.config.load.loader import load_config, to_yaml
+from slime_like.config.schema.root import TrainConfig
 from slime_like.data import faults
 from slime_like.data.dump import rollout_path, save_groups
-from slime_like.data.token_view import TokenView, save_view, view_path
+from slime_like.data.token_view import TokenTable, save_view, view_path
 from slime_like.metrics.sinks import JsonlSink
 from slime_like.quickstart.model import MESSAGES_ALONE, write_tokenizer
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span
@@ -208,11 +208,11 @@ def _write_run(cfg: TrainConfig, run_dir: Path) -> None:
     sink.close()
     faults.append(
         run_dir,
-        faults.Strike("kill_engine:collect:1", "engine 0", 1.0),
+        faults.InjectedFault("kill_engine:collect:1", "engine 0", 1.0),
         faults.Recovery("engine 0", "killed", 1.5, 2.0, 3.0, 1, 2),
     )
-    answer = Answer("save", 1.0, "done", 2, "2")
-    write_status(run_dir, Status(DONE, 10, running=False, requests=(answer,)))
+    answer = ControlReply("save", 1.0, "done", 2, "2")
+    write_status(run_dir, RunStatus(DONE, 10, running=False, requests=(answer,)))
     for rollout_id in range(2):
         save_groups(rollout_path(run_dir / "rollouts", rollout_id), groups(2 * rollout_id, 2))
         save_view(view_path(run_dir / "rollouts", rollout_id), _view())
@@ -220,19 +220,19 @@ def _write_run(cfg: TrainConfig, run_dir: Path) -> None:
 
 def cursor(cfg: TrainConfig) -> dict[str, Any]:
     """The state of the run's data source after some rollouts."""
-    from slime_like.cluster.inputs import load_inputs
-    from slime_like.cluster.machine import probe_machine
-    from slime_like.cluster.plan import make_plan
+    from slime_like.cluster.plan.machine import probe_machine
+    from slime_like.cluster.plan.planner import make_plan
+    from slime_like.cluster.start.inputs import load_inputs
 
     source = load_inputs(cfg, make_plan(cfg, probe_machine())).source
     source.next(13)  # past the end of an epoch of 9 rows, so that the cursor has rows of the epoch before
     return source.state()
 
 
-def _view() -> TokenView:
+def _view() -> TokenTable:
     ids = np.array([3, 12, 4, 5, 1], np.int32)
     nan = np.full(5, np.nan, np.float32)
-    return TokenView(
+    return TokenTable(
         1, np.array([0], np.int64), np.array([0, 5], np.int32), ids, ids, nan, nan, np.ones(5, np.float32), nan
     )
 

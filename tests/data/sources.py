@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slime_like.config.rollout import DataConfig, RewardConfig
+from slime_like.config.schema.rollout import DataConfig, RewardConfig
 from slime_like.data.prompts import FileSource, SourceContext
 from slime_like.reward.check import label_rule
 from slime_like.types import Prompt

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_like.algo.advantage import dr_grpo, grpo
-from slime_like.batch import Rows, StepBatch
+from slime_like.batch import PackedBatch, StepBatch
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.data.columns import FILLER_ID
 from slime_like.errors import ConfigError, DataError, EngineError
@@ -23,7 +23,7 @@ SPEC = AssembleSpec(grpo, "token_mean", 1, 1, 1000, 16)
 DONE = Status.COMPLETED
 
 
-def rows_of(step: StepBatch) -> list[Rows]:
+def rows_of(step: StepBatch) -> list[PackedBatch]:
     return [row for rank in step.rows for row in rank]
 
 

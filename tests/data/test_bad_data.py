@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slime_like import cli
-from slime_like.cluster import started
-from slime_like.config.rollout import RewardConfig
+from slime_like.cluster.start import processes
+from slime_like.config.schema.rollout import RewardConfig
 from slime_like.errors import DataError
 from slime_like.reward.check import label_rule, row_rule
 from tests.config.model_folder import write_model
@@ -236,7 +236,7 @@ def test_train_py_says_it_in_one_line_before_a_process_starts(
     def start(*args: object) -> None:
         raise AssertionError("a process was about to start")
 
-    monkeypatch.setattr(started, "Placement", start)
+    monkeypatch.setattr(processes, "Placement", start)
     code = cli.main(
         [f"model.hf_checkpoint={folder}", f"run.dir={tmp_path / 'run'}", "placement.device=cpu", *make(tmp_path)]
     )

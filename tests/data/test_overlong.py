@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.data.assemble import AssembleSpec, assemble
-from slime_like.data.overlong import Overlong
+from slime_like.data.overlong import OverlongPenalty
 from slime_like.metrics.types import Mean
 from slime_like.types import Status
 from tests.algo.samples import Shape, groups_of
 
-RULE = Overlong(max_len=10, buffer_len=4, factor=0.5)
+RULE = OverlongPenalty(max_len=10, buffer_len=4, factor=0.5)
 
 
 def group(*lengths: int, status: Status = Status.COMPLETED):
@@ -31,7 +31,7 @@ def test_it_is_the_paper_s_length_reward_with_the_sign_turned(length: int, longe
     buffer = max(1, int(longest * share))
     expected = longest - buffer
     paper = 0.0 if length <= expected else (expected - length) / buffer if length <= longest else -1.0
-    assert Overlong(longest, buffer, 1.0).penalty(group(length).samples[0]) == pytest.approx(-paper)
+    assert OverlongPenalty(longest, buffer, 1.0).penalty(group(length).samples[0]) == pytest.approx(-paper)
 
 
 def test_scores_fall_and_accuracies_stay() -> None:

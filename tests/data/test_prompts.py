@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.schema.rollout import RewardConfig
 from slime_like.errors import ConfigError, DataError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.reward.check import label_rule

@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_like.batch import Rows, StepBatch, TrainBatch
+from slime_like.batch import PackedBatch, StepBatch, TrainBatch
 from slime_like.data.shards import NO_ROWS, deal, redeal, shards
 
 
-def rows(number: int) -> Rows:
+def rows(number: int) -> PackedBatch:
     size = number % 3 + 1
     zeros = np.zeros(size, np.float32)
-    return Rows(
+    return PackedBatch(
         token_ids=np.full(size, number, np.int32),
         cu_seqlens=np.array([0, size], np.int32),
         loss_weight=zeros,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slime_like.algo.advantage import grpo
-from slime_like.batch import Rows
+from slime_like.batch import PackedBatch
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.data.token_view import MOST, choose, load_view, save_view, token_view, with_advantages
 from slime_like.errors import DataError
@@ -26,7 +26,7 @@ def named_apart(found: SampleGroup) -> SampleGroup:
 GROUPS = [named_apart(group(g, [3, 5, 2, 7])) for g in range(6)]
 
 
-def chosen(dp: int = 1, steps: int = 1, budget: int = 4096, *, advantage: bool = True) -> Rows | None:
+def chosen(dp: int = 1, steps: int = 1, budget: int = 4096, *, advantage: bool = True) -> PackedBatch | None:
     spec = AssembleSpec(grpo if advantage else None, "token_mean", steps, dp, 32, 16)
     return choose(assemble(GROUPS, spec, 0), GROUPS, budget)
 

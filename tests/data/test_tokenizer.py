@@ -15,8 +15,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from slime_like.data.tokenizer import PlainTokenizer, open_tokenizer
-from slime_like.deadline import Deadline
 from slime_like.quickstart.model import write_tokenizer
+from slime_like.util.deadline import Deadline
 from tests.data.character_tokenizer import TEMPLATE, characters
 
 TEXTS = ["12+3=", "a<b [EOS] c", "", "[UNK]x\n", "tabs\tand  spaces"]

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from slime_like.config.guard_policy import GuardSpec, Policy
-from slime_like.config.resolved import Layout
-from slime_like.distributed import install
+from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy
+from slime_like.config.schema.resolved import Layout
+from slime_like.distributed.wrapper import install
 from slime_like.errors import CollectiveError
-from slime_like.imports import heavy_imports
+from slime_like.util.imports import heavy_imports
 from tests.train.ranks import World
 
 CYCLES = 50
 LOOKS = 3  # in a row that find no fewer
-SPEC = GuardSpec(wrap=True, default=Policy(checks="never"), release=True)
+SPEC = GuardSpec(wrap=True, default=MemoryPolicy(checks="never"), release=True)
 Held = tuple[int, int]
 
 
@@ -47,10 +47,10 @@ def everything(
 ) -> dict[str, Any]:
     """All of this file, on the same ranks."""
     with heavy_imports():  # what it imports is no garbage, of which there is to be little to look through
-        from slime_like.train.megatron import host
+        from slime_like.train.megatron.platform import host
 
         host.install("cpu")  # which starts no thread; from here on every thread is a communicator's
-        importlib.import_module("slime_like.train.megatron.actor")
+        importlib.import_module("slime_like.train.megatron.rank.actor")
     out: dict[str, Any] = {"gloo alone": gloo_alone(world, scratch / "alone")}
     wrapper = install.install(SPEC, torch.device("cpu"), world.rank)
     assert wrapper is not None

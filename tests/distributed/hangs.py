@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from slime_like.config.guard_policy import GuardSpec, Policy
-from slime_like.deadline import scale
-from slime_like.distributed import install
-from slime_like.distributed.ring import read_rings
-from slime_like.distributed.watchdog import Watchdog
-from slime_like.distributed.wrapper import Wrapper
+from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy
+from slime_like.distributed.forensics.ring import read_rings
+from slime_like.distributed.wrapper import install
+from slime_like.distributed.wrapper.watchdog import Watchdog
+from slime_like.distributed.wrapper.wrapper import Wrapper
 from slime_like.errors import CollectiveError
+from slime_like.util.deadline import scale
 from tests.train.ranks import World
 
 SECONDS = 3.0
@@ -32,7 +32,9 @@ GRACE_S = 4.0
 
 
 def spec(folder: Path, seconds: float = SECONDS) -> GuardSpec:
-    return GuardSpec(wrap=True, default=Policy(checks="never"), deadline_s=seconds, folder=str(folder), name="trainer")
+    return GuardSpec(
+        wrap=True, default=MemoryPolicy(checks="never"), deadline_s=seconds, folder=str(folder), name="trainer"
+    )
 
 
 def cases(world: World, folder: Path) -> dict[str, tuple[str, float]]:

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slime_like.config.guard_policy import GuardSpec, Policy
-from slime_like.distributed import hot, install
-from slime_like.distributed.advice import read_rows
-from slime_like.distributed.calls import PURGE_AT
-from slime_like.distributed.ring import HEAD, RECORD
-from slime_like.distributed.watchdog import oldest_in_flight
-from slime_like.distributed.wrapper import Wrapper
+from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy
+from slime_like.distributed.forensics.ring import HEAD, RECORD
+from slime_like.distributed.guard.advice import read_rows
+from slime_like.distributed.wrapper import hot, install
+from slime_like.distributed.wrapper.calls import PURGE_AT
+from slime_like.distributed.wrapper.watchdog import oldest_in_flight
+from slime_like.distributed.wrapper.wrapper import Wrapper
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,9 @@ def wrapper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param and hot.load() is None:
         pytest.skip("no C compiler, or no headers of this Python")
     monkeypatch.delattr(FakeWork, "wait")  # so that it waits as works of gloo and NCCL do
-    made = install.install(GuardSpec(wrap=True, default=Policy(checks="never"), ring=64), CPU, 0, in_c=request.param)
+    made = install.install(
+        GuardSpec(wrap=True, default=MemoryPolicy(checks="never"), ring=64), CPU, 0, in_c=request.param
+    )
     assert made is not None
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

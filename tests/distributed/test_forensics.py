@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster import crash
-from slime_like.cluster.crash import write_bundle
-from slime_like.config.collectives import canonical
-from slime_like.deadline import scale
-from slime_like.distributed.forensics import dump, findings
-from slime_like.distributed.ring import (
+from slime_like.cluster.supervise import crash
+from slime_like.cluster.supervise.crash import write_bundle
+from slime_like.config.schema.collectives import canonical
+from slime_like.distributed.forensics.report import dump, findings
+from slime_like.distributed.forensics.ring import (
     CODES,
     FAILED,
     NO_PEER,
@@ -32,6 +31,7 @@ from slime_like.distributed.ring import (
     sweep,
 )
 from slime_like.errors import WorkerError
+from slime_like.util.deadline import scale
 from tests.distributed.hangs import GRACE_S, SECONDS
 from tests.train.ranks import ROOT, run_ranks
 

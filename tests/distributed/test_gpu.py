@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from slime_like.config.guard_policy import GuardSpec, Policy
-from slime_like.distributed import install
-from slime_like.distributed.advice import Measured, read_rows
-from slime_like.distributed.memory import CudaDriver, TorchAllocator
+from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy
+from slime_like.distributed.guard.advice import MeasuredOp, read_rows
+from slime_like.distributed.guard.memory import CudaDriver, TorchAllocator
+from slime_like.distributed.wrapper import install
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 DEVICE = torch.device("cuda", 0)
@@ -58,7 +58,7 @@ SWEPT = (
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measured]:
+def swept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MeasuredOp]:
     """What each op of ``scripts/profile_comm.py --sweep`` took over NCCL in a world of one, which sends nothing to itself."""
     folder = tmp_path_factory.mktemp("swept")
     torch.cuda.set_device(DEVICE)
@@ -75,7 +75,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measured]:
 
 @pytest.mark.parametrize("op", SWEPT)
 def test_what_an_op_takes_at_first_and_in_steady_state(
-    op: str, swept: dict[str, Measured], record_property: Callable[[str, object], None]
+    op: str, swept: dict[str, MeasuredOp], record_property: Callable[[str, object], None]
 ) -> None:
     """First use of each size and later calls apart, from the allocator and from the driver."""
     row = swept[op]
@@ -114,7 +114,9 @@ def test_ops_that_nccl_coalesces_are_seen(tmp_path: Path) -> None:
 def test_nccl_ops_pass_the_wrapper(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     """One rank: results as without, and what the first call of an op takes from the driver's free memory."""
     torch.cuda.set_device(DEVICE)
-    spec = GuardSpec(wrap=True, default=Policy(checks="always"), folder=str(tmp_path), name="trainer", release=True)
+    spec = GuardSpec(
+        wrap=True, default=MemoryPolicy(checks="always"), folder=str(tmp_path), name="trainer", release=True
+    )
     wrapper = install.install(spec, DEVICE, 0)
     assert wrapper is not None
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)

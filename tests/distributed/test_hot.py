@@ -20,15 +20,15 @@ from torch._C._distributed_c10d import FakeWork
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slime_like.config.guard_policy import GuardSpec, Policy
-from slime_like.distributed import hot, install
-from slime_like.distributed.requests import Requests
-from slime_like.distributed.ring import FAILED, HEAD, RECORD, Ring
-from slime_like.distributed.wrapper import Wrapper
+from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy
+from slime_like.distributed.forensics.ring import FAILED, HEAD, RECORD, Ring
+from slime_like.distributed.guard.requests import Requests
+from slime_like.distributed.wrapper import hot, install
+from slime_like.distributed.wrapper.wrapper import Wrapper
 from tests.distributed.wrapped import Memory
 
 CPU = torch.device("cpu")
-NEVER = GuardSpec(wrap=True, default=Policy(checks="never"), ring=64)
+NEVER = GuardSpec(wrap=True, default=MemoryPolicy(checks="never"), ring=64)
 needs_c = pytest.mark.skipif(hot.load() is None, reason="no C compiler, or no headers of this Python")
 gather, scatter = (getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor"))
 
@@ -204,7 +204,7 @@ def test_nothing_is_held_on_to() -> None:
 
 @needs_c
 def test_a_call_that_the_guard_wants_to_see_goes_to_it() -> None:
-    spec = GuardSpec(wrap=True, default=Policy(checks="every_n", every=3), ring=64)
+    spec = GuardSpec(wrap=True, default=MemoryPolicy(checks="every_n", every=3), ring=64)
     checks: list[int] = []
     for in_c in (True, False):
         with wrapped(in_c=in_c, spec=spec) as w:
@@ -219,7 +219,7 @@ def test_a_call_that_the_guard_wants_to_see_goes_to_it() -> None:
 @pytest.mark.parametrize("in_c", [True, False])
 @pytest.mark.parametrize("checks", ["never", "auto", "every_n"])
 def test_a_group_decision_reaches_a_plain_op(checks: str, in_c: bool, tmp_path: Path) -> None:
-    policy, memory = Policy(checks=checks, every=100), Memory()
+    policy, memory = MemoryPolicy(checks=checks, every=100), Memory()
     spec = GuardSpec(wrap=True, default=policy, ring=64, symmetric=True, folder=str(tmp_path), name="trainer")
     made = install.install(spec, CPU, 0, memory, in_c=in_c)
     assert made is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime_like.distributed.memory import HostMemory
+from slime_like.distributed.guard.memory import HostMemory
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.distributed.pace import OVERDRAFT, SHARE, Pace
+from slime_like.distributed.guard.pace import OVERDRAFT, SHARE, Pace
 
 GIB = 2**30
 LEAST, ROOM, BUDGET = 3 * GIB, 70.0 * GIB, 0.001

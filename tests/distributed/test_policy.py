@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.cluster.plan_guard import guard_lines, guard_spec, releases
-from slime_like.config.base import Config
-from slime_like.config.collectives import OPS, SLIME_SKIPS, canonical
-from slime_like.config.guard_policy import ACTIONS, CHECKS, GuardSpec, Policy, Threshold
-from slime_like.config.load import load_config
-from slime_like.distributed import guard as guard_module
-from slime_like.distributed.counters import Counter, Group, counter_type
-from slime_like.distributed.guard import NEVER, Guard, Requests
-from slime_like.distributed.pace import OVERDRAFT
-from slime_like.distributed.ring import GroupInfo
+from slime_like.cluster.plan.guard import guard_lines, guard_spec, releases
+from slime_like.config.load.loader import load_config
+from slime_like.config.schema.base import Config
+from slime_like.config.schema.collectives import OPS, SLIME_SKIPS, canonical
+from slime_like.config.schema.guard_policy import ACTIONS, CHECKS, GuardSpec, MemoryPolicy, Threshold
+from slime_like.distributed.forensics.ring import GroupInfo
+from slime_like.distributed.guard import memory_guard as guard_module
+from slime_like.distributed.guard.counters import Counter, Group, counter_type
+from slime_like.distributed.guard.memory_guard import NEVER, Guard, Requests
+from slime_like.distributed.guard.pace import OVERDRAFT
 from slime_like.errors import ConfigError, MemoryShortage
 
 GIB = 2**30
@@ -80,7 +80,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Simulated], Simulated]
     return follow
 
 
-def counter(policy: Policy, op: str = "all_reduce") -> Counter:
+def counter(policy: MemoryPolicy, op: str = "all_reduce") -> Counter:
     return counter_type()(canonical("test", op), Group(GroupInfo(0, "1", "tp", (0, 1))), policy, 0)
 
 
@@ -105,7 +105,7 @@ def test_asks_and_acts_as_the_policy_says(
 ) -> None:
     """Memory stays at each level for one op; under ``auto`` for as long as its budget needs to ask at least once."""
     threshold, hysteresis = limits
-    policy = Policy(checks, every, Threshold(threshold * GIB, None), hysteresis, action)
+    policy = MemoryPolicy(checks, every, Threshold(threshold * GIB, None), hysteresis, action)
     memory, one = Simulated(total=32 * GIB, cost=1_000), counter(policy, op)
     guard = Guard(memory)
     guard.adopt(one)
@@ -135,7 +135,7 @@ def test_asks_and_acts_as_the_policy_says(
 
 
 def test_what_was_freed_is_counted() -> None:
-    memory, one = Simulated(left=2 * GIB, gives=GIB), counter(Policy(checks="always", action="clear"))
+    memory, one = Simulated(left=2 * GIB, gives=GIB), counter(MemoryPolicy(checks="always", action="clear"))
     guard = Guard(memory)
     guard.adopt(one)
     call(guard, one)
@@ -157,7 +157,7 @@ def test_a_question_that_costs_more_is_asked_less_often(clocked: Callable[[Simul
     asked: dict[int, int] = {}
     for cost in (10_000, 8_000_000):
         memory = clocked(Simulated(cost=cost))
-        one, guard = counter(Policy(checks="auto")), Guard(memory)
+        one, guard = counter(MemoryPolicy(checks="auto")), Guard(memory)
         guard.adopt(one)
         while memory.now < 100 * 10**9:
             call(guard, one, memory.now)
@@ -170,7 +170,7 @@ def test_a_question_that_costs_more_is_asked_less_often(clocked: Callable[[Simul
 
 def test_all_counters_share_the_budget_of_auto(clocked: Callable[[Simulated], Simulated]) -> None:
     memory = clocked(Simulated(cost=1_000_000))
-    ones = [counter(Policy(checks="auto"), op) for op in ("all_reduce", "broadcast", "barrier")]
+    ones = [counter(MemoryPolicy(checks="auto"), op) for op in ("all_reduce", "broadcast", "barrier")]
     guard = Guard(memory)
     for one in ones:
         guard.adopt(one)
@@ -183,7 +183,7 @@ def test_all_counters_share_the_budget_of_auto(clocked: Callable[[Simulated], Si
 
 def test_auto_acts_once_per_shortage(clocked: Callable[[Simulated], Simulated]) -> None:
     memory = clocked(Simulated(left=2 * GIB, cost=1_000))
-    one, guard = counter(Policy(checks="auto")), Guard(memory)
+    one, guard = counter(MemoryPolicy(checks="auto")), Guard(memory)
     guard.adopt(one)
     for left in (2, 2, 3.2, 2, 5, 2):
         memory.left = int(left * GIB)
@@ -197,7 +197,7 @@ def test_auto_acts_once_per_shortage(clocked: Callable[[Simulated], Simulated]) 
 @pytest.mark.parametrize("action", ["trim", "clear", "raise"])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_shortage_on_one_rank(action: str, symmetric: bool, tmp_path: Path) -> None:
-    policy = Policy(checks="always", action=action)
+    policy = MemoryPolicy(checks="always", action=action)
     ranks: list[tuple[Simulated, Guard, Counter]] = []
     for left in (8, 2, 8):
         memory = Simulated(left=left * GIB, gives=4 * GIB)
@@ -223,7 +223,7 @@ def test_a_shortage_on_one_rank(action: str, symmetric: bool, tmp_path: Path) ->
 
 def test_never_still_follows_a_group_decision(tmp_path: Path) -> None:
     guards = [Guard(Simulated(), Requests(tmp_path / "requests")) for _ in range(2)]
-    ones = [counter(Policy(checks="never")) for _ in guards]
+    ones = [counter(MemoryPolicy(checks="never")) for _ in guards]
     for guard, one in zip(guards, ones, strict=True):
         guard.adopt(one)
     requests = guards[0].requests
@@ -262,11 +262,11 @@ def test_what_is_more_special_goes_first() -> None:
         "guard.ops.broadcast={checks: always, threshold: 0.5}",
     )
     assert spec.policy("barrier", "tp").checks == "every_n"
-    assert spec.policy("barrier", "dp") == Policy(checks="always", every=7, action="trim")
+    assert spec.policy("barrier", "dp") == MemoryPolicy(checks="always", every=7, action="trim")
     assert spec.policy("all_reduce", "tp").checks == "never"
     assert spec.policy("all_reduce", "dp").checks == "never"
     assert spec.policy("broadcast", "tp").threshold == Threshold(None, 0.5)
-    assert spec.policy("broadcast", "dp") == Policy(checks="below", every=7, action="trim")
+    assert spec.policy("broadcast", "dp") == MemoryPolicy(checks="below", every=7, action="trim")
 
 
 @pytest.mark.parametrize(

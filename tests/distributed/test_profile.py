@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.cluster.plan_guard import guard_spec
-from slime_like.config.collectives import OPS, SLIME_SKIPS, canonical
-from slime_like.config.load import load_config
-from slime_like.distributed import advice
-from slime_like.distributed.advice import MIB, Measured
-from slime_like.distributed.profile import Taken
+from slime_like.cluster.plan.guard import guard_spec
+from slime_like.config.load.loader import load_config
+from slime_like.config.schema.collectives import OPS, SLIME_SKIPS, canonical
+from slime_like.distributed.guard import advice
+from slime_like.distributed.guard.advice import MIB, MeasuredOp
+from slime_like.distributed.wrapper.profile import MemoryDelta
 
 ROOT = Path(__file__).resolve().parents[2]
-CLEAN = Measured(
+CLEAN = MeasuredOp(
     op="broadcast",
     group="dp",
     source="driver",
@@ -68,7 +68,7 @@ def test_what_other_processes_take_of_a_host_is_not_the_ops() -> None:
 
 def test_the_first_use_and_later_ones_are_told_apart() -> None:
     """Also where sizes differ: a call that carries more than any before it is the first of its size."""
-    taken = Taken()
+    taken = MemoryDelta()
     for allocator, driver, size in ((5, 300, 64), (7, 0, 64), (-3, 2, 8), (900, 20, 65), (6, 1, 65), (-4, -4, 999)):
         taken.add(allocator, driver, 100, size)
     assert (taken.first_allocator, taken.first_driver, taken.later_allocator, taken.later_driver) == (900, 300, 7, 2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from tests.distributed.cycles import CYCLES
 from tests.train.models import make_model
 from tests.train.ranks import run_ranks

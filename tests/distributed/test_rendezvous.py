@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from slime_like.distributed.rendezvous import join_store, keep_to_interface
-from slime_like.ports import Meeting, meeting_at
+from slime_like.util.ports import Meeting, meeting_at
 from tests.e2e.leftovers import listened_on
 
 HOST = "127.0.0.1"

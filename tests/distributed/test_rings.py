@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from slime_like.distributed import ring as ring_module
-from slime_like.distributed import watchdog
-from slime_like.distributed.errors import memory_soon
-from slime_like.distributed.forensics import dump
-from slime_like.distributed.memory import Noted
-from slime_like.distributed.ring import PREFIX, Ring, process_state, read_rings, start_time, sweep
+from slime_like.distributed.forensics import ring as ring_module
+from slime_like.distributed.forensics.report import dump
+from slime_like.distributed.forensics.ring import PREFIX, Ring, process_state, read_rings, start_time, sweep
+from slime_like.distributed.guard.memory import RecordingMemorySource
+from slime_like.distributed.wrapper import watchdog
+from slime_like.distributed.wrapper.errors import memory_soon
 
 
 def dead_ring(folder: Path) -> None:
     """What a rank that was killed leaves."""
-    code = "import sys, pathlib; from slime_like.distributed.ring import Ring; Ring(pathlib.Path(sys.argv[1]), 'a_rank0', 8)"
+    code = "import sys, pathlib; from slime_like.distributed.forensics.ring import Ring; Ring(pathlib.Path(sys.argv[1]), 'a_rank0', 8)"
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
 
 
@@ -105,7 +105,7 @@ def test_what_was_found_last_is_told_where_nobody_answers_any_more() -> None:
     ring, asked = Ring(None, "a_rank0", 8), threading.Event()
     source: Any = SimpleNamespace(name="driver", total=4 * 2**30, trim=None, clear=None)
     source.free, source.held = lambda: 3 * 2**30, lambda: 2**30
-    noted = Noted(source, ring)
+    noted = RecordingMemorySource(source, ring)
     wrapper: Any = SimpleNamespace(ring=ring, guard=SimpleNamespace(source=noted))
     assert memory_soon(wrapper, 60.0) == "memory: 3.00 of 4.00 GiB (driver) free, this rank holds 1.00"
     source.free = asked.wait

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.distributed import hot
+from slime_like.distributed.wrapper import hot
 
 module = hot.load()
 pytestmark = pytest.mark.skipif(module is None, reason="no C compiler, or no headers of this Python")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.collectives import GROUP_LABELS, OPS, SLIME_SKIPS, Kind, aliases, canonical
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.collectives import GROUP_LABELS, OPS, SLIME_SKIPS, Kind, aliases, canonical
+from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
 from tests.distributed.wrapped import ROUNDS, SHORT_AT, TRACED, Compared
 from tests.train.models import make_model

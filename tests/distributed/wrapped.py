@@ -17,13 +17,13 @@ from torch.distributed import all_reduce as bound_before_install
 from torch.distributed import distributed_c10d as c10d
 from torch.profiler import ProfilerActivity, profile
 
-from slime_like.config.collectives import OPS, Kind
-from slime_like.config.guard_policy import GuardSpec, Policy, Threshold
-from slime_like.config.resolved import Layout
-from slime_like.deadline import Deadline
-from slime_like.distributed import install
+from slime_like.config.schema.collectives import OPS, Kind
+from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy, Threshold
+from slime_like.config.schema.resolved import Layout
+from slime_like.distributed.wrapper import install
 from slime_like.errors import MemoryShortage
-from slime_like.imports import heavy_imports
+from slime_like.util.deadline import Deadline
+from slime_like.util.imports import heavy_imports
 from tests.train.jobs import make_actor, reuse_groups
 from tests.train.lifecycle import batch, digest, train
 from tests.train.ranks import World
@@ -108,7 +108,7 @@ class Compared:
     metrics: dict[str, float]
 
 
-WRAPPED = GuardSpec(wrap=True, default=Policy(checks="never"))
+WRAPPED = GuardSpec(wrap=True, default=MemoryPolicy(checks="never"))
 
 
 def everything(
@@ -123,10 +123,10 @@ def compare(
 ) -> dict[str, Compared]:
     """Every layout, wrapped and not."""
     with heavy_imports():  # as the trainer's ranks do: megatron collects garbage at every save and load
-        from slime_like.train.megatron import host
+        from slime_like.train.megatron.platform import host
 
         host.install("cpu")
-        importlib.import_module("slime_like.train.megatron.actor")
+        importlib.import_module("slime_like.train.megatron.rank.actor")
     reuse_groups()
     out: dict[str, Compared] = {}
     for name, (layout, given) in layouts.items():
@@ -257,7 +257,7 @@ class Memory:
 def together(world: World, folder: Path, action: str, *, symmetric: bool) -> dict[str, Any]:
     """Sums over all ranks, and one rank is short of memory before one of them: what each rank does, and before which sum."""
     memory = Memory()
-    policy = Policy(checks="always", threshold=Threshold(2**30, None), action=action)
+    policy = MemoryPolicy(checks="always", threshold=Threshold(2**30, None), action=action)
     spec = GuardSpec(wrap=True, default=policy, symmetric=symmetric, folder=str(folder), name="trainer")
     dist.barrier()
     assert install.install(spec, torch.device("cpu"), world.rank, memory) is not None
@@ -286,7 +286,7 @@ def together(world: World, folder: Path, action: str, *, symmetric: bool) -> dic
 def across_nodes(world: World, folder: Path) -> dict[str, Any]:
     """Each rank has shared memory of its own, as on two nodes: sums until the other has heard what the short one did."""
     memory = Memory()
-    policy = Policy(checks="always", threshold=Threshold(2**30, None), action="trim")
+    policy = MemoryPolicy(checks="always", threshold=Threshold(2**30, None), action="trim")
     spec = GuardSpec(wrap=True, default=policy, symmetric=True, nodes=2, folder=str(folder), name="trainer")
     dist.barrier()
     assert install.install(spec, torch.device("cpu"), world.rank, memory) is not None
@@ -305,7 +305,7 @@ def across_nodes(world: World, folder: Path) -> dict[str, Any]:
 
 def every_third(world: World) -> int:
     """Questions in seven calls."""
-    spec = GuardSpec(wrap=True, default=Policy(checks="every_n", every=3))
+    spec = GuardSpec(wrap=True, default=MemoryPolicy(checks="every_n", every=3))
     wrapper = install.install(spec, torch.device("cpu"), world.rank, Memory())
     assert wrapper is not None
     for _ in range(7):

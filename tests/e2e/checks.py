@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime_like.data.dump import load_groups, rollout_path
-from slime_like.distributed.pace import OVERDRAFT
+from slime_like.distributed.guard.pace import OVERDRAFT
 from slime_like.metrics import dictionary
 from slime_like.types import Sample, Source
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from slime_like.interfaces import Engine, GenerateContext
 from slime_like.reward.kinds import scores_groups
-from slime_like.rollout.generate import single_turn
+from slime_like.rollout.generate.single_turn import single_turn
 from slime_like.types import Prompt, Sample, SampleGroup
 from tests.e2e.runs import last_step
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
-from slime_like.deadline import Deadline
+from slime_like.util.deadline import Deadline
 from tests.e2e.told import Secrets
 
 MARK = "SLIME_LIKE_TEST_RUN"  # environment variable

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from slime_like.cluster.status import read_status
-from slime_like.deadline import Deadline
+from slime_like.cluster.run.status import read_status
+from slime_like.util.deadline import Deadline
 from tests.e2e.leftovers import MARK, Held, leftovers
 from tests.e2e.told import PLANTED
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slime_like.cluster.asking import ask
-from slime_like.cluster.control import Request
-from slime_like.config.collectives import OPS
-from slime_like.config.load import load_config
-from slime_like.config.rollout import DataConfig
+from slime_like.cluster.run.control import Request
+from slime_like.cluster.run.control_client import ask
+from slime_like.config.load.loader import load_config
+from slime_like.config.schema.collectives import OPS
+from slime_like.config.schema.rollout import DataConfig
 from slime_like.data.prompts import FileSource, SourceContext
 from slime_like.data.token_view import load_view, view_path
 from tests.e2e import checks

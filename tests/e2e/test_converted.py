@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slime_like.convert.slime_job import SAME, convert_script
 from slime_like.quickstart.model import DENSE, write_model
+from slime_like_compat.slime.job import SAME, convert_script
 from tests.data.character_tokenizer import characters
 from tests.e2e.runs import REPOSITORY, metrics, train
 

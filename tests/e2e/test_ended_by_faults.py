@@ -149,7 +149,9 @@ def test_a_dead_engine_ends_the_run_with_its_cause(warm: Warm, tmp_path: Path) -
 def is_engine(process: psutil.Process) -> bool:
     """Whether a process is the leader of an engine's group; one that has ended is not."""
     try:
-        return "slime_like.rollout.server" in " ".join(process.cmdline()) and os.getpgid(process.pid) == process.pid
+        return (
+            "slime_like.rollout.engine.server" in " ".join(process.cmdline()) and os.getpgid(process.pid) == process.pid
+        )
     except (psutil.Error, ProcessLookupError):
         return False
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from slime_like.deadline import Deadline
+from slime_like.util.deadline import Deadline
 from tests.e2e.conftest import SFT_STEPS, Warm
 from tests.e2e.runs import REPOSITORY
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime_like.config.load import load_config
-from slime_like.deadline import Deadline, scale
-from slime_like.distributed.ring import PREFIX, SHARED, read_rings
+from slime_like.config.load.loader import load_config
+from slime_like.distributed.forensics.ring import PREFIX, SHARED, read_rings
+from slime_like.util.deadline import Deadline, scale
 from tests.e2e.conftest import Warm
 from tests.e2e.runs import REPOSITORY, Finished, Training, last_step, metrics
 
@@ -68,7 +68,7 @@ def stopped(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
 def stopped_in_a_step(rings: Path, pid: int) -> bool:
     """Stop rank 1, and let it go on unless the other waits for it in this step: it has not done as much as in the last one.
 
-    A barrier ends what communicators are there for: see ``slime_like.distributed.reload.release``.
+    A barrier ends what communicators are there for: see ``slime_like.distributed.wrapper.reload.release``.
     """
     os.kill(pid, signal.SIGSTOP)
     reading = read_rings(rings)["trainer_rank1"]

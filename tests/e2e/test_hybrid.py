@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_like.deadline import Deadline
+from slime_like.util.deadline import Deadline
 from tests.e2e import checks
 from tests.e2e.conftest import Warm, begin_warm_start
 from tests.e2e.conftest import warmed as warm_started

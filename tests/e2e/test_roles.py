@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slime_like.data.dump import rollout_path
-from slime_like.data.token_view import TokenView, load_view, view_path
+from slime_like.data.token_view import TokenTable, load_view, view_path
 from tests.e2e import checks
 from tests.e2e.conftest import Warm
 from tests.e2e.runs import Training, metrics
@@ -111,7 +111,7 @@ def test_advantages_are_what_the_teacher_thinks_of_each_token(distilled: Path) -
         assert np.abs(found - logprobs(teacher, view)[trained]).max() <= checks.MAX_LOGPROB_DIFFERENCE
 
 
-def logprobs(model: Any, view: TokenView) -> np.ndarray:
+def logprobs(model: Any, view: TokenTable) -> np.ndarray:
     """[T] of each sequence's tokens given those before, nan at its first, by transformers."""
     out = np.full(len(view.token_ids), np.nan, np.float32)
     for index in range(len(view.sample_ids)):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from slime_like.cluster.asking import ask
-from slime_like.cluster.control import Request
+from slime_like.cluster.run.control import Request
+from slime_like.cluster.run.control_client import ask
 from slime_like.data.dump import load_groups, rollout_path
 from tests.e2e import checks
 from tests.e2e.conftest import SMALL, Warm

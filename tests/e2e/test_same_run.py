@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.data.faults import read
-from slime_like.deadline import scale
+from slime_like.util.deadline import scale
 from tests.e2e.runs import Finished, Training, metrics, train
 from tests.e2e.same_run import DRIFT, PROBE, differences, weight_differences, write_inputs
 

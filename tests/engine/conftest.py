@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.config.resolved import EngineSpec
+from slime_like.config.schema.resolved import EngineSpec
 from slime_like.interfaces import Bucket, Sampling
-from slime_like.rollout.client import EngineClient
-from slime_like.rollout.server import EngineServer
+from slime_like.rollout.engine.client import EngineClient
+from slime_like.rollout.engine.server import EngineServer
 from slime_like.types import F32, I32
 from slime_like.weights.shared import Region
 

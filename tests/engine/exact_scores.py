@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slime_like.config.resolved import Layout
-from slime_like.rollout.probe import to_rows
+from slime_like.config.schema.resolved import Layout
+from slime_like.rollout.pool.probe import to_rows
 from slime_like.types import F32, I32
 from tests.train.jobs import make_actor
 from tests.train.ranks import World
 
 if TYPE_CHECKING:
-    from slime_like.train.megatron.actor import MegatronActor
+    from slime_like.train.megatron.rank.actor import MegatronActor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Question:
 
 def answer(world: World, layout: Layout, questions: Sequence[Question]) -> list[list[F32]]:
     """Per question, per sequence the log-probabilities [L - 1] of tokens 1 .. L - 1, on the reporter; else nothing."""
-    from slime_like.train.megatron import host
+    from slime_like.train.megatron.platform import host
 
     host.install("cpu")
     answers: list[list[F32]] = []

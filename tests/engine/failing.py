@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slime_like.interfaces import Engine, GenerateContext
-from slime_like.rollout.generate import single_turn
+from slime_like.rollout.generate.single_turn import single_turn
 from slime_like.types import Prompt, SampleGroup
 
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from slime_like.config.faults import HealthConfig
-from slime_like.config.resolved import EngineSpec, TransportSpec
-from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
-from slime_like.config.run import LoopConfig
-from slime_like.deadline import Deadline
+from slime_like.config.schema.faults import HealthConfig
+from slime_like.config.schema.resolved import EngineSpec, TransportSpec
+from slime_like.config.schema.rollout import EvalConfig, RewardConfig, RolloutConfig
+from slime_like.config.schema.run import LoopConfig
 from slime_like.interfaces import Bucket, Completion, Sampling
-from slime_like.rollout import processes
-from slime_like.rollout.client import EngineClient
+from slime_like.rollout.engine import processes
+from slime_like.rollout.engine.client import EngineClient
+from slime_like.rollout.engine.server import EngineServer
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
-from slime_like.rollout.server import EngineServer
 from slime_like.types import I32
+from slime_like.util.deadline import Deadline
 from slime_like.weights.broadcast import BroadcastSender
 from slime_like.weights.tensor import TensorSender
 from tests.data.character_tokenizer import characters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime_like.errors import EngineError
-from slime_like.rollout.client import EngineClient
+from slime_like.rollout.engine.client import EngineClient
 
 
 class Kept:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slime_like.interfaces import Completion, Engine, GenerateContext
-from slime_like.rollout.generate import to_sample
+from slime_like.rollout.generate.single_turn import to_sample
 from slime_like.types import Prompt, Reward, Sample
 
 SHORT, LONG = 4, 200

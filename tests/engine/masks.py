@@ -9,7 +9,7 @@ import numpy as np
 
 from slime_like.algo.advantage import grpo
 from slime_like.data.assemble import AssembleSpec, assemble
-from slime_like.data.token_view import TokenView, choose, token_view
+from slime_like.data.token_view import TokenTable, choose, token_view
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Engine, Models
@@ -17,7 +17,7 @@ from tests.engine.conftest import Engine, Models
 TEMPERATURE = 0.7
 
 
-def view_of(models: Models, prompt: Prompt, samples: Sequence[Sample]) -> TokenView:
+def view_of(models: Models, prompt: Prompt, samples: Sequence[Sample]) -> TokenTable:
     """The token view of a group, scored by transformers in the trainer's place."""
     scored = tuple(replace(s, reward=s.reward or Reward(float(i % 2))) for i, s in enumerate(samples))
     group = SampleGroup(samples[0].group_id, prompt, scored)

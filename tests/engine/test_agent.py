@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime_like.config.rollout import RolloutConfig
+from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.data.chat import tokenize
 from slime_like.errors import AgentError, ConfigError, EngineError
 from slime_like.examples import calculator_agent
 from slime_like.metrics.dictionary import ENTRIES
 from slime_like.rollout.agent.generate import FIRST_IN_A_ROW, OpenAIAgent
-from slime_like.rollout.client import EngineClient
+from slime_like.rollout.engine.client import EngineClient
 from slime_like.types import Prompt, Reward, Sample, Source, Status
 from tests.e2e.leftovers import beyond_loopback, listened_on
 from tests.engine import agents

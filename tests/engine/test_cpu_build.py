@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like import c_build
+from slime_like.util import c_build
 from slime_like_plugins.sglang_cpu import build as cpu_build
 from slime_like_plugins.sglang_cpu.build import BuildError, build, cache_folder, object_name, run_compiler
 from slime_like_plugins.sglang_cpu.kernels import TorchKernels

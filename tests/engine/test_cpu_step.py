@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like.deadline import scale
+from slime_like.util.deadline import scale
 from slime_like_plugins.sglang_cpu import build, decode
 from slime_like_plugins.sglang_cpu.decode import DecodeStep
 from slime_like_plugins.sglang_cpu.kernels import CKernels
 from slime_like_plugins.sglang_cpu.products import Products
-from slime_like_plugins.sglang_cpu.structure import Block
+from slime_like_plugins.sglang_cpu.structure import DecoderBlock
 from tests.engine.c_kernels import C, has_products
 
 pytestmark = pytest.mark.skipif(not has_products(), reason="no C compiler, or a CPU without its products")
@@ -67,10 +67,10 @@ class Model:
     def _norm(self, size: int) -> Any:
         return SimpleNamespace(weight=self._draw(size))
 
-    def _block(self, index: int, heads: tuple[int, int, int], width: int, biased: bool) -> Block:
+    def _block(self, index: int, heads: tuple[int, int, int], width: int, biased: bool) -> DecoderBlock:
         count, kv_count, dim = heads
         norms = (None, None) if biased else (self._norm(dim), self._norm(dim))
-        return Block(
+        return DecoderBlock(
             attention_norm=self._norm(self.hidden),
             qkv=self._linear((count + 2 * kv_count) * dim, self.hidden, bias=biased),
             q_norm=norms[0],

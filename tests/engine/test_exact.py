@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from slime_like.interfaces import Completion
 from slime_like.types import F32, I32
 from tests.engine.conftest import Engine, Models, prompt, sampled, start

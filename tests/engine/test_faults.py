@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from slime_like.errors import EngineError, EngineLost
+from slime_like.rollout.engine.processes import stopped
 from slime_like.rollout.manager import Collected
-from slime_like.rollout.processes import stopped
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Models
 from tests.engine.faulty import GROUPS, SAMPLES, TOKENS, Pair, Told, answers, at_answer, at_first_answer, forget, until

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime_like.config.faults import HealthConfig
-from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
-from slime_like.config.run import LoopConfig
+from slime_like.config.schema.faults import HealthConfig
+from slime_like.config.schema.rollout import EvalConfig, RewardConfig, RolloutConfig
+from slime_like.config.schema.run import LoopConfig
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.errors import ConsistencyError, UserCodeError
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
+from slime_like.rollout.collect.state import in_flight_path
 from slime_like.rollout.manager import Collected, ManagerSpec, RolloutManager
-from slime_like.rollout.probe import TrainerScores, check
-from slime_like.rollout.state import in_flight_path
+from slime_like.rollout.pool.probe import TrainerScores, check
 from slime_like.types import F32, SampleGroup, Source, Status
 from tests.data.character_tokenizer import characters
 from tests.engine.closeness import assert_close

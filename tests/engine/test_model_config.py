@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime_like.errors import CheckpointError
-from slime_like.rollout.model_config import joined, override_args
+from slime_like.rollout.engine.model_config import joined, override_args
 
 L, F = "linear_attention", "full_attention"
 HYBRID: dict[str, Any] = {"layer_types": [L, L, L, F, L, L, L, F]}

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from slime_like.data.dump import load_groups, save_groups
-from slime_like.deadline import Deadline
 from slime_like.interfaces import Completion
 from slime_like.metrics.types import reduce_metrics
-from slime_like.rollout.journal import Journal, Unfinished
-from slime_like.rollout.lane import Gate, Lane
-from slime_like.rollout.router import Router
-from slime_like.rollout.state import RolloutState
-from slime_like.rollout.usage import Usage
+from slime_like.rollout.collect.partial import PartialCompletions, Unfinished
+from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
+from slime_like.rollout.collect.state import RolloutState
+from slime_like.rollout.collect.usage import Usage
+from slime_like.rollout.pool.router import EngineRouter
 from slime_like.types import Prompt
+from slime_like.util.deadline import Deadline
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Engine, Models, prompt, sampled
 
@@ -39,13 +39,13 @@ def weights_of_a(request: pytest.FixtureRequest) -> Iterator[None]:
 class Group:
     """A lane of its own and what stops it."""
 
-    def __init__(self, engine: Engine, journal: Journal | None = None) -> None:
-        self.client, self.gate, self.usage = engine.client, Gate(), Usage(1)
-        self.journal = journal or Journal()
+    def __init__(self, engine: Engine, journal: PartialCompletions | None = None) -> None:
+        self.client, self.gate, self.usage = engine.client, PauseGate(), Usage(1)
+        self.journal = journal or PartialCompletions()
 
     async def generate(self) -> Sequence[Completion]:
-        with Router([self.client]).lease(1) as lease:
-            return await Lane(lease, self.journal, self.gate, self.usage).generate(IDS, SEEDS, LONG)
+        with EngineRouter([self.client]).lease(1) as lease:
+            return await ResumableEngine(lease, self.journal, self.gate, self.usage).generate(IDS, SEEDS, LONG)
 
     async def stop_after(self, tokens: int) -> None:
         """Stop when a request of ``tokens`` tokens, begun now, has ended: about as many are then sampled here."""
@@ -55,7 +55,7 @@ class Group:
     async def interrupted(self, *stops: int) -> asyncio.Task[Sequence[Completion]]:
         """An answer that was stopped so often, and went on between. On a busy machine one may end, or not have begun, when it is stopped: then another."""
         for _ in range(TRIES):
-            self.journal = Journal()
+            self.journal = PartialCompletions()
             answer = asyncio.create_task(self.generate())
             for tokens in stops:
                 self.gate.open()
@@ -113,8 +113,8 @@ def test_under_the_same_weights_an_interruption_changes_nothing(engine: Engine, 
         group.gate.open()
         save_groups(tmp_path / "g.npz", RolloutState({}, (), (saved,)).in_flight())
         (loaded,) = RolloutState.of({}, load_groups(tmp_path / "g.npz")).unfinished
-        assert 0 < Journal(loaded.calls).num_tokens < TOKENS * len(SEEDS)
-        resumed = await Group(engine, Journal(loaded.calls)).generate()  # in another process
+        assert 0 < PartialCompletions(loaded.calls).num_tokens < TOKENS * len(SEEDS)
+        resumed = await Group(engine, PartialCompletions(loaded.calls)).generate()  # in another process
         assert len((await score)[0]) == 59
         return expected, await answer, await bystander, resumed
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.faults import HealthConfig
-from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
-from slime_like.config.run import LoopConfig
+from slime_like.config.schema.faults import HealthConfig
+from slime_like.config.schema.rollout import EvalConfig, RewardConfig, RolloutConfig
+from slime_like.config.schema.run import LoopConfig
 from slime_like.data.dump import load_groups, rollout_path, save_groups
-from slime_like.rollout.client import EngineClient
+from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
 from tests.data.character_tokenizer import characters
 from tests.e2e.same_run import sample_differences

@@ -17,10 +17,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.config.resolved import EngineSpec
+from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
-from slime_like.rollout import last_words, server
-from slime_like.rollout.replies import completions, error_text, scores
+from slime_like.rollout.engine import last_words, server
+from slime_like.rollout.engine.replies import completions, error_text, scores
 from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
 from slime_like_plugins.sglang_hooks import Hook, install, problem, replace_attribute
 from slime_like_plugins.weight_commit.poison import complaint, poison, unwritten
@@ -207,7 +207,7 @@ def test_entry_points_are_inert_and_light_unless_asked_for() -> None:
 # ---- server ----------------------------------------------------------------------------------------------------------
 def test_arguments_of_the_run_cannot_be_overridden_and_others_can() -> None:
     spec = replace(SPEC, sglang={"host": "0.0.0.0", "admin_api_key": "", "page_size": 8})
-    arguments = server.server_arguments(server.Launch(spec, "key", "127.0.0.1", 1))
+    arguments = server.server_arguments(server.EngineLaunch(spec, "key", "127.0.0.1", 1))
     assert (arguments["host"], arguments["admin_api_key"], arguments["api_key"]) == ("127.0.0.1", "key", "key")
     assert arguments["page_size"] == 8
 
@@ -219,9 +219,9 @@ def test_what_a_hybrid_model_needs_joins_what_the_user_says_of_its_config(tmp_pa
         ({"json_model_override_args": '{"rope_theta": 7}'}, {"full_attention_interval": 2, "rope_theta": 7}),
     ):
         spec = replace(SPEC, model_path=str(tmp_path), sglang=extra)
-        arguments = server.server_arguments(server.Launch(spec, "key", "127.0.0.1", 1))
+        arguments = server.server_arguments(server.EngineLaunch(spec, "key", "127.0.0.1", 1))
         assert json.loads(arguments["json_model_override_args"]) == expected
-    assert "json_model_override_args" not in server.server_arguments(server.Launch(SPEC, "key", "127.0.0.1", 1))
+    assert "json_model_override_args" not in server.server_arguments(server.EngineLaunch(SPEC, "key", "127.0.0.1", 1))
 
 
 def test_the_child_hears_of_our_seams_before_it_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ import psutil
 import pytest
 import torch
 
-from slime_like.config.resolved import TransportSpec
+from slime_like.config.schema.resolved import TransportSpec
 from slime_like.errors import EngineError, EngineLost
 from slime_like.interfaces import Bucket, TensorMeta
-from slime_like.ports import PortLease
-from slime_like.rollout.client import EngineClient
+from slime_like.rollout.engine.client import EngineClient
+from slime_like.util.ports import PortLease
 from slime_like.weights.broadcast import BroadcastSender
 from slime_like.weights.shared import Region
 from tests.engine.closeness import assert_close

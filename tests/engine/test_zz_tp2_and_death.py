@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slime_like.config.resolved import EngineSpec
+from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError, EngineLost
 from slime_like.printable import SECRET
-from slime_like.rollout.processes import members
-from slime_like.rollout.server import EngineServer
+from slime_like.rollout.engine.processes import members
+from slime_like.rollout.engine.server import EngineServer
 from tests.e2e.leftovers import beyond_loopback, is_private, listened_on, unix_sockets
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import KEY, Engine, Models, prompt, sampled
@@ -92,8 +92,8 @@ def test_an_engine_dies_with_the_process_that_started_it(tmp_path: Path) -> None
     """Also when that process is killed before the engine is ready; its scratch folder goes with it."""
     program = (
         "import os, signal\n"
-        "from slime_like.config.resolved import EngineSpec\n"
-        "from slime_like.rollout.server import EngineServer\n"
+        "from slime_like.config.schema.resolved import EngineSpec\n"
+        "from slime_like.rollout.engine.server import EngineServer\n"
         f"spec = EngineSpec('nowhere', 'cpu', 'float32', 1, 64, 0, {str(tmp_path / 'log')!r}, 10, 10)\n"
         "server = EngineServer(spec, admin_key='key')\n"
         "server.start()\n"

@@ -21,7 +21,7 @@ sys.path.insert(0, sys.argv[1])
 
 import torch
 
-from slime_like.train.megatron import host
+from slime_like.train.megatron.platform import host
 from slime_like_plugins.qwen_gdn.fla import FLASH_QLA_SWITCH, FlaGDN, active_dispatch, handed_over
 from tests.gdn.recurrence import Shape, conv_errors, errors, make_case, make_conv, of_backend, oracle
 from tests.train.ranks import World, fork_ranks

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.config.gdn import GDNConfig
-from slime_like.config.hf import GDNShape
+from slime_like.config.rules.hf import GDNShape
+from slime_like.config.schema.gdn import GDNConfig
 from slime_like.errors import ConfigError
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
 from slime_like_plugins.qwen_gdn.select import resolve

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from slime_like.cluster import plan_gdn
-from slime_like.cluster.machine import Machine
-from slime_like.cluster.plan import Plan, make_plan
-from slime_like.config import gdn_rules
-from slime_like.config.gdn import GDNConfig
-from slime_like.config.gdn_rules import check_runtime
-from slime_like.config.gdn_runtime import Runtime, has_nvcc, installed, runtime, torch_cuda, version
-from slime_like.config.hf import GDNShape
-from slime_like.config.load import load_config
+from slime_like.cluster.plan import gdn as plan_gdn
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules import gdn as gdn_rules
+from slime_like.config.rules.gdn import check_runtime
+from slime_like.config.rules.gdn_runtime import Runtime, has_nvcc, installed, runtime, torch_cuda, version
+from slime_like.config.rules.hf import GDNShape
+from slime_like.config.schema.gdn import GDNConfig
 from slime_like.errors import ConfigError
-from slime_like.gpus import Gpu
+from slime_like.util.gpus import Gpu
 from slime_like_plugins.qwen_gdn.select import resolve
 from tests.config.model_folder import write_model
 
@@ -93,7 +93,7 @@ def test_what_can_run_is_let_through() -> None:
 
 def test_this_machine_is_described_without_importing_anything() -> None:
     program = (
-        "import sys; from slime_like.config.gdn_runtime import runtime; here = runtime('cpu', None);"
+        "import sys; from slime_like.config.rules.gdn_runtime import runtime; here = runtime('cpu', None);"
         "print(here.versions['torch'][0], here.cuda is None or here.cuda[0] >= 12, sorted(m for m in "
         "('torch', 'triton', 'fla', 'tilelang', 'flash_qla') if m in sys.modules))"
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like_plugins.qwen_gdn import chunk_backward, chunk_forward, packing, torch_chunk
-from slime_like_plugins.qwen_gdn.chunk_forward import Inputs
+from slime_like_plugins.qwen_gdn.chunk_forward import ChunkInputs
 from slime_like_plugins.qwen_gdn.torch_chunk import CHUNK, TorchGDN
 from tests.gdn.recurrence import (
     LAYER_F32,
@@ -175,7 +175,7 @@ def test_no_gradient_keeps_nothing_and_says_the_same() -> None:
     assert torch.equal(out, of_backend(TORCH, case).out)
 
 
-def _no_cross_decay(x: Inputs, *args: object) -> object:
+def _no_cross_decay(x: ChunkInputs, *args: object) -> object:
     return _FORWARD(replace(x, decay=torch.ones_like(x.decay)), *args)
 
 
@@ -188,7 +188,7 @@ def _drop_state_gradient(*args: object) -> object:
     return replace(grads, state=torch.zeros_like(grads.state))
 
 
-def _other_writes(x: Inputs, block: chunk_forward.Block, *args: object) -> object:
+def _other_writes(x: ChunkInputs, block: chunk_forward.ChunkBlock, *args: object) -> object:
     return _GRADIENTS(x, replace(block, written=block.written.roll(1, 0)), *args)
 
 

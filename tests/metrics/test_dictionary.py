@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from slime_like.config.known import known_keys
+from slime_like.config.schema.known import known_keys
 from slime_like.metrics import dictionary
 from slime_like.metrics.remedies import REMEDIES
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from slime_like.config.hf import GDNShape
+from slime_like.config.rules.hf import GDNShape
 from slime_like.metrics.flops import DecoderShape, decoder_shape, forward_flops, gdn_token_flops, train_flops
 
 DENSE = {

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_like.config.run import MetricsConfig
+from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
 from slime_like.metrics.sinks import JsonlSink, _wandb_id, open_sinks
 from slime_like.metrics.spans import Spans

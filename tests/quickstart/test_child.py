@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.deadline import Deadline
 from slime_like.errors import DeadlineExceeded
 from slime_like.quickstart import child
 from slime_like.quickstart.child import run_child
+from slime_like.util.deadline import Deadline
 
 ROOT = Path(__file__).parents[2]
 PARENT = """
 import sys
-from slime_like.deadline import Deadline
+from slime_like.util.deadline import Deadline
 from slime_like.quickstart import child
 child.END_S = float(sys.argv[1])
 try:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from slime_like.config.algo import GrpoConfig, SftConfig
-from slime_like.config.root import TrainConfig
+from slime_like.config.schema.algo import GrpoConfig, SftConfig
+from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.quickstart import prepare as prepare_module
 from slime_like.quickstart.prepare import prepare, prepare_gdn, prepare_next

@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from slime_like.deadline import Deadline
+from slime_like.util.deadline import Deadline
 
 VARIABLE = "SLIME_LIKE_BROWSER"
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from scripts import control  # pyright: ignore[reportAttributeAccessIssue]  scripts is no package
 from slime_like import cli
-from slime_like.cluster.status import Answer, Status, write_status
-from slime_like.config.load import load_config
+from slime_like.cluster.run.status import ControlReply, RunStatus, write_status
+from slime_like.config.load.loader import load_config
 from slime_like.data.dump import rollout_path, save_groups
 from slime_like.metrics.view import LiveConsole, PlainConsole
 from slime_like.report.comparison import compare
@@ -87,7 +87,7 @@ def test_no_value_reaches_a_terminal_raw(tmp_path: Path) -> None:
 def test_no_word_of_another_user_reaches_a_terminal_raw(tmp_path: Path, capsys: Any) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    write_status(run, Status(1, 2, requests=(Answer("save", 0.0, "failed", 1, BELL, BELL),)))
+    write_status(run, RunStatus(1, 2, requests=(ControlReply("save", 0.0, "failed", 1, BELL, BELL),)))
     assert control.main([str(run), "status"]) == 0
     assert control.main([str(tmp_path / BELL), "status"]) == 2
     assert cli.main([f"run.{BELL}=1"]) == 2

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_like.data.dump import rollout_path, save_groups
-from slime_like.data.token_view import TokenView, save_view, view_path
+from slime_like.data.token_view import TokenTable, save_view, view_path
 from slime_like.errors import DataError
 from slime_like.printable import visible
 from slime_like.report.attribution import attribute, by_age, slope
@@ -77,10 +77,10 @@ def sample(sample_id: int, spans: tuple[Span, ...], text: str = "4", reward: flo
     return Sample(0, sample_id, sample_id, 0, ids, logprobs, spans, Status.COMPLETED, text, Reward(reward))
 
 
-def view_of(found: Sample, version: int, trainer: float = -0.5) -> TokenView:
+def view_of(found: Sample, version: int, trainer: float = -0.5) -> TokenTable:
     count = len(found.token_ids)
     sampled = ~np.isnan(found.logprobs)
-    return TokenView(
+    return TokenTable(
         version=version,
         sample_ids=np.array([found.sample_id], dtype=np.int64),
         cu_seqlens=np.array([0, count], dtype=np.int32),
@@ -236,7 +236,7 @@ def test_another_temperature_shows_as_another_slope() -> None:
             np.arange(400), rng.integers(0, 50, 400) * 0 + 7
         ]
 
-    def view(temperature: float) -> TokenView:
+    def view(temperature: float) -> TokenTable:
         found = sample(0, (Span(0, 1, Source.PROMPT), Span(1, 401, Source.MODEL, 3)))
         found.logprobs[1:] = logprobs(1.0)
         made = view_of(found, 3)

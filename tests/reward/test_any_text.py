@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_like.config.names import REWARDS
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.schema.names import REWARDS
+from slime_like.config.schema.rollout import RewardConfig
 from slime_like.metrics.types import reduce_metrics
 from slime_like.reward.pool import RewardPool
 from slime_like.types import SampleGroup

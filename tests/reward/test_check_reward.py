@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.names import REWARDS
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.schema.names import REWARDS
+from slime_like.config.schema.rollout import RewardConfig
 from slime_like.errors import ConfigError
 from slime_like.reward.check import check_reward, label_rule, load_reward
 

@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from slime_like.config.rollout import RewardConfig
-from slime_like.data.faults import REWARD_SERVER, Strike, outcomes
+from slime_like.config.schema.rollout import RewardConfig
+from slime_like.data.faults import REWARD_SERVER, InjectedFault, outcomes
 from slime_like.errors import RewardError
 from slime_like.metrics.types import reduce_metrics
-from slime_like.ports import PortLease
 from slime_like.reward import remote
 from slime_like.reward.outage import Outage
 from slime_like.reward.pool import RewardPool
 from slime_like.types import Reward, Status
+from slime_like.util.ports import PortLease
 from tests.reward.reward_server import Script, serve
 from tests.reward.scored import group, scores
 from tests.reward.test_reward_pool import counts
@@ -136,7 +136,7 @@ def test_a_planted_outage_is_one_of_a_server_that_is_down(
         (whole,) = pool.take_recoveries()
         assert whole.which == so_far.which and whole.joined >= whole.noticed > 0
         assert pool.take_recoveries() == ()
-        strike = Strike("reward_down:collect:0:0", REWARD_SERVER, whole.noticed - 1)
+        strike = InjectedFault("reward_down:collect:0:0", REWARD_SERVER, whole.noticed - 1)
         (outcome,) = outcomes([strike], [whole])
         assert outcome.found.startswith("noticed after 1.0 s (down: Cannot connect to host")
         assert re.search(r"answers again after \d\.\d s, 3 samples without its score", outcome.found)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.schema.rollout import RewardConfig
 from slime_like.data.group_metrics import group_metrics
 from slime_like.errors import RewardError
 from slime_like.metrics.dictionary import unknown

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_like.config.rollout import RewardConfig
+from slime_like.config.schema.rollout import RewardConfig
 from slime_like.reward.boxed import last_boxed
 from slime_like.reward.check import row_rule
-from slime_like.reward.worker import Call, answer
+from slime_like.reward.worker import ScoreRequest, answer
 from slime_like.types import Reward
 from tests.reward.scored import group
 
@@ -22,7 +22,7 @@ RIGHT, WRONG = Reward(1.0, 1.0), Reward(0.0, 0.0)
 def score(name: str, text: str, label: str | None = "4", metadata: Mapping[str, Any] | None = None) -> Reward:
     """What a worker of the pool answers."""
     asked = group(text, label=label, metadata=metadata)
-    found = answer(Call(name, asked.prompt, asked.samples))
+    found = answer(ScoreRequest(name, asked.prompt, asked.samples))
     assert not found.fault, found.fault
     return found.rewards[0]
 

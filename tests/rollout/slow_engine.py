@@ -39,7 +39,7 @@ class Request:
 
 
 class SlowEngine:
-    """An ``EngineClient`` as far as a ``Lane`` and a ``Fleet`` ask for it. It dies at one step in ``dies``, if at all."""
+    """An ``EngineClient`` as far as a ``ResumableEngine`` and a ``EnginePool`` ask for it. It dies at one step in ``dies``, if at all."""
 
     def __init__(self, rng: random.Random, version: int, name: str = "engine", dies: int = 0) -> None:
         self.num_aborts = 0  # each has ended when it returns: nothing runs while it is on its way

@@ -11,14 +11,14 @@ import aiohttp
 import numpy as np
 import pytest
 
-from slime_like.config.rollout import RolloutConfig
+from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import AgentError
 from slime_like.interfaces import GenerateContext, Sampling
 from slime_like.rollout.agent.endpoint import Endpoint
 from slime_like.rollout.agent.generate import OpenAIAgent
 from slime_like.rollout.agent.loop import AgentLoop, TooLate
 from slime_like.rollout.agent.render import Renderer
-from slime_like.rollout.agent.replies import Answer
+from slime_like.rollout.agent.replies import AgentReply
 from slime_like.rollout.agent.requests import ChatRequest
 from slime_like.rollout.agent.session import Session
 from slime_like.types import Prompt, Sample, Status
@@ -118,7 +118,7 @@ class Busy(Session):
     begun: asyncio.Event
     cut = False
 
-    async def answer(self, request: ChatRequest) -> Answer:
+    async def answer(self, request: ChatRequest) -> AgentReply:
         self.begun.set()
         try:
             await asyncio.Event().wait()

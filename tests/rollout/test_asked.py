@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from slime_like.config.faults import HealthConfig
-from slime_like.config.rollout import EvalConfig, RewardConfig, RolloutConfig
-from slime_like.config.run import LoopConfig
+from slime_like.config.schema.faults import HealthConfig
+from slime_like.config.schema.rollout import EvalConfig, RewardConfig, RolloutConfig
+from slime_like.config.schema.run import LoopConfig
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.errors import ConfigError
 from slime_like.interfaces import Completion, Engine, GenerateContext, Sampling
-from slime_like.rollout.generate import single_turn
+from slime_like.rollout.generate.single_turn import single_turn
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
 from slime_like.types import I32, Prompt, Reward, Sample, SampleGroup
 from tests.rollout.counting import Counting

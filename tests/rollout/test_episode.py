@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slime_like.data.columns import column
 from slime_like.interfaces import Completion, GenerateContext, Sampling
-from slime_like.rollout.episode import Episode
+from slime_like.rollout.generate.episode import Episode
 from slime_like.types import Source, Status
 
 

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_like.cluster.eval_files import answers_path, write_answers
-from slime_like.config.eval_overrides import check_overrides
-from slime_like.config.rollout import EvalConfig, RewardConfig
+from slime_like.cluster.run.eval_files import answers_path, write_answers
+from slime_like.config.rules.eval_overrides import check_overrides
+from slime_like.config.schema.rollout import EvalConfig, RewardConfig
 from slime_like.data.heldout import EvalSet, eval_sets
 from slime_like.errors import ConfigError
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
-from slime_like.rollout.evaluate import eval_answers, eval_metrics
-from slime_like.rollout.pass_at_k import mean_pass_at_k, pass_at_k
+from slime_like.rollout.generate.evaluate import eval_answers, eval_metrics
+from slime_like.rollout.generate.pass_at_k import mean_pass_at_k, pass_at_k
 from slime_like.types import Reward, SampleGroup, Status
 from tests.reward.scored import group
 

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime_like.config.faults import HealthConfig
+from slime_like.config.schema.faults import HealthConfig
 from slime_like.errors import EngineError, EngineLost
 from slime_like.interfaces import Sampling
-from slime_like.rollout.fleet import DEAD, Fleet
-from slime_like.rollout.journal import Journal
-from slime_like.rollout.lane import Gate, Lane
-from slime_like.rollout.push import Push
-from slime_like.rollout.usage import Usage
-from slime_like.rollout.watch import Watch
+from slime_like.rollout.collect.partial import PartialCompletions
+from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
+from slime_like.rollout.collect.usage import Usage
+from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
+from slime_like.rollout.pool.health import HealthMonitor
+from slime_like.rollout.pool.push import Push
 from tests.rollout.slow_engine import SlowKeeper
 
 PROMPT = np.arange(2, 6, dtype=np.int32)
@@ -34,10 +34,12 @@ class Hung(SlowKeeper):
         return ()
 
 
-def play(kind: type[SlowKeeper], health: HealthConfig, scene: Callable[[Fleet, list[Any]], Awaitable[None]]) -> None:
+def play(
+    kind: type[SlowKeeper], health: HealthConfig, scene: Callable[[EnginePool, list[Any]], Awaitable[None]]
+) -> None:
     async def run() -> None:
         keepers = [kind(random.Random(0), 0, f"engine {i}", 0) for i in range(2)]
-        fleet = Fleet(keepers, health, pushed=True)  # pyright: ignore[reportArgumentType]
+        fleet = EnginePool(keepers, health, pushed=True)  # pyright: ignore[reportArgumentType]
         tasks = [task for keeper in keepers for task in keeper.tasks]
         if kind is Hung:
             for task in tasks:
@@ -59,12 +61,14 @@ async def let_run() -> None:
         await asyncio.sleep(0)
 
 
-async def asked(fleet: Fleet) -> list[asyncio.Task[Any]]:
+async def asked(fleet: EnginePool) -> list[asyncio.Task[Any]]:
     """A group on each engine, which waits for its answer."""
 
     async def ask() -> None:
         with fleet.router.lease(9) as lease:
-            await Lane(lease, Journal(), Gate(), Usage(2)).generate(PROMPT, [7], Sampling(1.0, 9))
+            await ResumableEngine(lease, PartialCompletions(), PauseGate(), Usage(2)).generate(
+                PROMPT, [7], Sampling(1.0, 9)
+            )
 
     tasks = [asyncio.create_task(ask()) for _ in fleet.seats]
     await let_run()
@@ -73,7 +77,7 @@ async def asked(fleet: Fleet) -> list[asyncio.Task[Any]]:
 
 
 def test_a_stalled_engine_ends_every_wait_where_the_config_says_so() -> None:
-    async def scene(fleet: Fleet, engines: list[Any]) -> None:
+    async def scene(fleet: EnginePool, engines: list[Any]) -> None:
         waiting = await asked(fleet)
         with pytest.raises(EngineError, match="no answer"):
             fleet.stall(fleet.seats[0], EngineError("engine 0: no answer"))
@@ -88,7 +92,7 @@ def test_a_stalled_engine_ends_every_wait_where_the_config_says_so() -> None:
 
 
 def test_an_engine_that_does_not_start_again_ends_the_run() -> None:
-    async def scene(fleet: Fleet, engines: list[Any]) -> None:
+    async def scene(fleet: EnginePool, engines: list[Any]) -> None:
         waiting = await asked(fleet)
         engines[0].die()
         for task in waiting:
@@ -100,7 +104,7 @@ def test_an_engine_that_does_not_start_again_ends_the_run() -> None:
 
 
 def test_an_engine_that_is_replaced_while_a_push_waits_for_another_has_none_of_its_weights() -> None:
-    async def scene(fleet: Fleet, engines: list[Any]) -> None:
+    async def scene(fleet: EnginePool, engines: list[Any]) -> None:
         hold = asyncio.Event()
 
         async def post(phase: str, *_: object) -> None:
@@ -113,7 +117,7 @@ def test_an_engine_that_is_replaced_while_a_push_waits_for_another_has_none_of_i
         for engine, verb in zip(engines, (post, late), strict=True):
             engine._post = engine._request = verb
             engine.pause = engine.begin_update = lambda *_: post("")
-        push = Push(fleet, Watch(fleet))
+        push = Push(fleet, HealthMonitor(fleet))
         assert await push.begin() == ("engine 0", "engine 1")
         resuming = asyncio.create_task(push.resume(5))
         await let_run()
@@ -129,8 +133,8 @@ def test_an_engine_that_is_replaced_while_a_push_waits_for_another_has_none_of_i
 
 
 def test_a_check_that_a_push_cuts_short_is_made_again_at_once() -> None:
-    async def scene(fleet: Fleet, engines: list[Any]) -> None:
-        watch, asked = Watch(fleet), list[bool]()
+    async def scene(fleet: EnginePool, engines: list[Any]) -> None:
+        watch, asked = HealthMonitor(fleet), list[bool]()
 
         async def cut_short(seconds: float, *, decodes: bool) -> bool:
             fleet.health.interval_s = 1e9  # no further round comes
@@ -154,7 +158,7 @@ def test_a_check_that_a_push_cuts_short_is_made_again_at_once() -> None:
 
 
 def test_an_engine_that_hangs_in_its_check_keeps_no_other_from_being_checked() -> None:
-    async def scene(fleet: Fleet, engines: list[Any]) -> None:
+    async def scene(fleet: EnginePool, engines: list[Any]) -> None:
         asked: list[bool] = []
 
         async def hangs(seconds: float, *, decodes: bool) -> bool:
@@ -167,7 +171,7 @@ def test_an_engine_that_hangs_in_its_check_keeps_no_other_from_being_checked() -
 
         for seat, health in zip(fleet.seats, (hangs, well), strict=True):
             seat.answered, seat.client.health = True, health  # pyright: ignore[reportAttributeAccessIssue]
-        Watch(fleet).start()
+        HealthMonitor(fleet).start()
         while len(asked) < 3:
             await asyncio.sleep(0)
 

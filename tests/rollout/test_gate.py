@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 
-from slime_like.deadline import Deadline
-from slime_like.rollout import lane
-from slime_like.rollout.client import EngineClient
-from slime_like.rollout.lane import Gate
+from slime_like.rollout.collect import resumable
+from slime_like.rollout.collect.resumable import PauseGate
+from slime_like.rollout.engine.client import EngineClient
+from slime_like.util.deadline import Deadline
 
 
 async def nobody_to_tell() -> None:
     """Aborts nothing."""
 
 
-async def shut(gate: Gate) -> None:
+async def shut(gate: PauseGate) -> None:
     await gate.shut(nobody_to_tell, Deadline("test", "stop", 30))
 
 
 def test_a_gate_shut_again_holds_back_who_was_woken() -> None:
     async def scenario() -> list[str]:
-        gate, passed = Gate(), list[str]()
+        gate, passed = PauseGate(), list[str]()
         await shut(gate)
 
         async def pass_it() -> None:
@@ -47,10 +47,10 @@ def test_a_gate_shut_again_holds_back_who_was_woken() -> None:
 
 def test_a_gate_knows_for_how_long_it_was_shut(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 4.0, 10.0, 10.5])
-    monkeypatch.setattr(lane, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(resumable, "time", SimpleNamespace(monotonic=lambda: next(clock)))
 
     async def scenario() -> list[float]:
-        gate = Gate()
+        gate = PauseGate()
         found = [gate.shut_s]
         await shut(gate)  # at 1
         gate.open()  # at 4

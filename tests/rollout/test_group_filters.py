@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.config.rollout import RolloutConfig
+from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import UserCodeError
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
-from slime_like.rollout.group_filters import MAX_REASONS, GroupFilters
+from slime_like.rollout.collect.group_filters import MAX_REASONS, GroupFilters
 from slime_like.types import SampleGroup
 from tests.rollout.scored import group
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.interfaces import Completion
-from slime_like.rollout.journal import NOTHING, Call, Journal, Unfinished, continuable, joined
-from slime_like.rollout.prompt_queue import PromptQueue, Waiting
-from slime_like.rollout.state import RolloutState
+from slime_like.rollout.collect.partial import NOTHING, EngineCall, PartialCompletions, Unfinished, continuable, joined
+from slime_like.rollout.collect.prompt_queue import PromptQueue, QueuedPrompt
+from slime_like.rollout.collect.state import RolloutState
 from slime_like.types import Prompt
 from tests.rollout.counting import Counting
 
@@ -40,22 +40,22 @@ def test_the_last_token_of_what_was_aborted_is_sampled_again() -> None:
 
 
 def test_calls_that_are_repeated_find_their_answers_once() -> None:
-    first = Journal()
+    first = PartialCompletions()
     first.call(IDS, [1, 2]).completions[0] = part([9], (0, 1, 3), finish="stop")
     first.call(IDS, [3])
-    again = Journal(first.copy())
+    again = PartialCompletions(first.copy())
     assert again.call(IDS + 1, [1, 2]).unfinished() == [0, 1]  # another prompt
     assert again.call(IDS, [1, 2]).completions[0].token_ids.tolist() == [9]
     assert again.call(IDS, [1, 2]).unfinished() == [0, 1]  # a second call of the kind is asked anew
     assert (again.oldest_version, again.num_tokens) == (3, 1)
-    assert (Journal().oldest_version, Journal().num_tokens) == (None, 0)
+    assert (PartialCompletions().oldest_version, PartialCompletions().num_tokens) == (None, 0)
 
 
 def test_what_a_function_that_has_ended_did_not_ask_again_does_not_age_it() -> None:
-    first = Journal()
+    first = PartialCompletions()
     first.call(IDS, [1]).completions[0] = part([9], (0, 1, 3), finish="stop")
     first.call(IDS, [2]).completions[0] = part([9], (0, 1, 7), finish="stop")
-    again = Journal(first.copy())
+    again = PartialCompletions(first.copy())
     again.call(IDS, [2])
     assert again.oldest_version == 3  # it may yet be asked
     again.close()
@@ -75,10 +75,12 @@ calls = st.lists(st.lists(completions, min_size=1, max_size=3), max_size=3)
 def test_what_is_in_flight_is_written_and_read(
     tmp_path_factory: pytest.TempPathFactory, groups: list[list[list[Completion]]], returned: int
 ) -> None:
-    prompts = tuple(Waiting(p, i) for i, p in enumerate(Counting().next(returned)))
+    prompts = tuple(QueuedPrompt(p, i) for i, p in enumerate(Counting().next(returned)))
     unfinished = tuple(
         Unfinished(
-            i, Prompt(i, IDS, "t", "l", None), tuple(Call(IDS[:k], tuple(range(len(c))), c) for k, c in enumerate(g))
+            i,
+            Prompt(i, IDS, "t", "l", None),
+            tuple(EngineCall(IDS[:k], tuple(range(len(c))), c) for k, c in enumerate(g)),
         )
         for i, g in enumerate(groups)
     )

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from slime_like.config.faults import HealthConfig
+from slime_like.config.schema.faults import HealthConfig
 from slime_like.interfaces import Sampling
-from slime_like.rollout.fleet import Fleet
-from slime_like.rollout.journal import Journal
-from slime_like.rollout.lane import Gate, Lane
-from slime_like.rollout.usage import Usage
+from slime_like.rollout.collect.partial import PartialCompletions
+from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
+from slime_like.rollout.collect.usage import Usage
+from slime_like.rollout.pool.engine_pool import EnginePool
 from tests.rollout.slow_engine import Request, SlowKeeper, token
 
 PROMPT = np.arange(2, 6, dtype=np.int32)
@@ -24,16 +24,16 @@ class Group:
 
     def __init__(self) -> None:
         self.keepers = [SlowKeeper(random.Random(0), version, f"engine {version}", 0) for version in range(2)]
-        self.fleet = Fleet(self.keepers, HealthConfig(), pushed=True)  # pyright: ignore[reportArgumentType]
-        self.journal = Journal()
+        self.fleet = EnginePool(self.keepers, HealthConfig(), pushed=True)  # pyright: ignore[reportArgumentType]
+        self.journal = PartialCompletions()
 
 
-def play(turns: Callable[[Group, Lane], Awaitable[None]]) -> Group:
+def play(turns: Callable[[Group, ResumableEngine], Awaitable[None]]) -> Group:
     async def run() -> Group:
         group = Group()
         with group.fleet.router.lease(100) as lease:
             assert lease.engine is group.keepers[0].client
-            await turns(group, Lane(lease, group.journal, Gate(), Usage(2)))
+            await turns(group, ResumableEngine(lease, group.journal, PauseGate(), Usage(2)))
         await group.fleet.stop()
         for task in (task for keeper in group.keepers for task in keeper.tasks):
             task.cancel()
@@ -43,7 +43,7 @@ def play(turns: Callable[[Group, Lane], Awaitable[None]]) -> Group:
 
 
 def test_what_was_answered_stays_and_the_rest_goes_on_elsewhere() -> None:
-    async def turns(group: Group, lane: Lane) -> None:
+    async def turns(group: Group, lane: ResumableEngine) -> None:
         (first,) = await lane.generate(PROMPT, [7], Sampling(1.0, 5))
         assert first.versions == ((0, 5, 0),)
         answers = [asyncio.create_task(lane.generate(PROMPT, [seed], Sampling(1.0, 9))) for seed in (8, 9)]
@@ -61,7 +61,7 @@ def test_what_was_answered_stays_and_the_rest_goes_on_elsewhere() -> None:
 
 
 def test_what_an_answer_had_before_it_was_continued_stays() -> None:
-    async def turns(group: Group, lane: Lane) -> None:
+    async def turns(group: Group, lane: ResumableEngine) -> None:
         answer = asyncio.create_task(lane.generate(PROMPT, [8, 9], Sampling(1.0, 60)))
         engine = group.keepers[0].client
         while not all(len(r.spans) > 3 for r in engine._requests or [Request(0, 0, 0)]):
@@ -80,7 +80,7 @@ def test_what_an_answer_had_before_it_was_continued_stays() -> None:
 
 
 def test_scores_come_from_an_engine_that_serves() -> None:
-    async def turns(group: Group, lane: Lane) -> None:
+    async def turns(group: Group, lane: ResumableEngine) -> None:
         group.keepers[0].client.die()
         (scores,) = await lane.score([PROMPT], 1.0)
         assert scores.tolist() == PROMPT[1:].tolist()

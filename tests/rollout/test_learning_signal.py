@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_like.data.overlong import Overlong
+from slime_like.data.overlong import OverlongPenalty
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import RunWarning, reduce_metrics
-from slime_like.rollout.learning_signal import LearningSignal
+from slime_like.rollout.collect.learning_signal import LearningSignal
 from slime_like.types import SampleGroup, Source, Span
 from tests.rollout.scored import group
 
@@ -82,6 +82,6 @@ def test_rewards_that_the_overlong_penalty_tells_apart_are_no_fault() -> None:
         spans=(*twin.spans, Span(n, n + 4, Source.MODEL, 0)),
     )
     apart = (replace(ZERO[0], samples=(short, longer)),)
-    penalty = Overlong(max_len=longer.num_response_tokens, buffer_len=4, factor=1.0)
+    penalty = OverlongPenalty(max_len=longer.num_response_tokens, buffer_len=4, factor=1.0)
     assert not any(observe(LearningSignal("group", penalty), *[apart] * 5))
     assert any(observe(LearningSignal("group"), *[apart] * 5))

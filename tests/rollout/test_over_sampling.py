@@ -15,21 +15,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.config.faults import HealthConfig
+from slime_like.config.schema.faults import HealthConfig
 from slime_like.data.dump import load_groups, save_groups
-from slime_like.deadline import Deadline
 from slime_like.errors import DataError, RewardError
 from slime_like.interfaces import Sampling
-from slime_like.rollout import lane
-from slime_like.rollout.fleet import Fleet
-from slime_like.rollout.generate import STATUS
-from slime_like.rollout.lane import Gate, Lane
-from slime_like.rollout.over_sampling import Hands, OverSampling, Partial, Work
-from slime_like.rollout.prompt_queue import PromptQueue
-from slime_like.rollout.refill import Filled, Refill
-from slime_like.rollout.state import RolloutState
-from slime_like.rollout.usage import Usage
+from slime_like.rollout.collect import resumable
+from slime_like.rollout.collect.over_sampling import GroupTask, OverSampling, OverSamplingCallbacks, Partial
+from slime_like.rollout.collect.prompt_queue import PromptQueue
+from slime_like.rollout.collect.refill import CollectedGroups, RefillPolicy
+from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
+from slime_like.rollout.collect.state import RolloutState
+from slime_like.rollout.collect.usage import Usage
+from slime_like.rollout.generate.single_turn import STATUS
+from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.types import Sample, SampleGroup, Source, Span
+from slime_like.util.deadline import Deadline
 from tests.rollout.counting import Counting
 from tests.rollout.slow_engine import SlowKeeper, token
 
@@ -38,7 +38,7 @@ N = 2  # samples per prompt
 
 @dataclass(frozen=True)
 class Setting:
-    how: Refill
+    how: RefillPolicy
     partial: Partial
     num_engines: int = 1
     passes: tuple[bool, ...] = (True,)  # prompt i passes the filters as entry i says, over and over
@@ -63,15 +63,15 @@ class Process:
         self.prompts = PromptQueue(Counting())
         names = [f"engine {i}" for i in range(self.setting.num_engines)]
         self.keepers = [SlowKeeper(self.rng, self.version, name, self.setting.dies) for name in names]
-        self.fleet = Fleet(self.keepers, HealthConfig(max_restarts=1000), pushed=False)  # pyright: ignore[reportArgumentType]
-        self.gate = Gate()
-        hands = Hands(self.answer, self.keep, self.gate.open, self.stop)
+        self.fleet = EnginePool(self.keepers, HealthConfig(max_restarts=1000), pushed=False)  # pyright: ignore[reportArgumentType]
+        self.gate = PauseGate()
+        hands = OverSamplingCallbacks(self.answer, self.keep, self.gate.open, self.stop)
         self.pool = OverSampling(self.setting.how, self.setting.partial, self.prompts, hands)
 
-    async def answer(self, work: Work) -> SampleGroup:
+    async def answer(self, work: GroupTask) -> SampleGroup:
         seeds = [work.group_id * N + i for i in range(N)]
         with self.fleet.router.lease(1) as lease:
-            engine = Lane(lease, work.journal, self.gate, Usage(len(self.keepers)))
+            engine = ResumableEngine(lease, work.journal, self.gate, Usage(len(self.keepers)))
             asked = [engine.generate(work.prompt.token_ids, [s], Sampling(1.0, length(s))) for s in seeds]
             found = [c for cs in await asyncio.gather(*asked) for c in cs]
         work.on_generated()
@@ -119,7 +119,7 @@ class Process:
 @contextmanager
 def no_waiting() -> Generator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane, "ABORT_AGAIN_S", 0.0)
+        patch.setattr(resumable, "ABORT_AGAIN_S", 0.0)
         yield
 
 
@@ -194,15 +194,15 @@ def test_every_prompt_is_in_one_place_and_every_token_is_sampled_once(
     dies: int,
     resumes: list[int],
 ) -> None:
-    setting = Setting(Refill(batch, batch + extra, 50), Partial(partial, bound), num_engines, tuple(passes), dies)
+    setting = Setting(RefillPolicy(batch, batch + extra, 50), Partial(partial, bound), num_engines, tuple(passes), dies)
     with no_waiting():
         asyncio.run(assert_history(setting, random.Random(seed), resumes, tmp_path_factory.getbasetemp()))
 
 
 def collect(
     setting: Setting, rollouts: int, seed: int = 0, *, pushes: bool = True
-) -> tuple[list[Filled], Process, dict[str, float]]:
-    async def run() -> tuple[list[Filled], Process, dict[str, float]]:
+) -> tuple[list[CollectedGroups], Process, dict[str, float]]:
+    async def run() -> tuple[list[CollectedGroups], Process, dict[str, float]]:
         process, made = Process(setting, random.Random(seed), 0), []
         for rollout_id in range(rollouts):
             made.append(await process.pool.make(rollout_id))
@@ -216,7 +216,7 @@ def collect(
 
 
 def test_long_answers_are_continued_until_they_end_and_none_is_left_out() -> None:
-    made, process, counts = collect(Setting(Refill(3, 6, 0), Partial(True, 2)), 20)
+    made, process, counts = collect(Setting(RefillPolicy(3, 6, 0), Partial(True, 2)), 20)
     used = [group for filled in made for group in filled.groups]
     long = [group for group in used if any(length(sample.seed) == 40 for sample in group.samples)]
     assert len(long) > 5
@@ -230,7 +230,7 @@ def test_long_answers_are_continued_until_they_end_and_none_is_left_out() -> Non
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_groups_of_engines_that_die_go_on_with_the_answers_they_had(num_engines: int) -> None:
     """Each group counts once per engine that it lost, however many of its requests were there."""
-    made, process, counts = collect(Setting(Refill(3, 6, 0), Partial(True, 2), num_engines, dies=25), 10)
+    made, process, counts = collect(Setting(RefillPolicy(3, 6, 0), Partial(True, 2), num_engines, dies=25), 10)
     for i, filled in enumerate(made):
         for group in filled.groups:
             check_tokens(group, i)
@@ -245,7 +245,7 @@ def test_groups_of_engines_that_die_go_on_with_the_answers_they_had(num_engines:
 
 
 def test_without_partial_rollouts_what_is_stopped_is_given_up_and_its_prompt_comes_first() -> None:
-    made, process, counts = collect(Setting(Refill(3, 5, 0), Partial(False, 9)), 2)
+    made, process, counts = collect(Setting(RefillPolicy(3, 5, 0), Partial(False, 9)), 2)
     assert all(group.oldest_version == i for i, filled in enumerate(made) for group in filled.groups)
     assert process.prompts.source.state() == {"taken": 2 * 3 + 2}
     assert len(process.prompts.returned) == 2
@@ -254,7 +254,7 @@ def test_without_partial_rollouts_what_is_stopped_is_given_up_and_its_prompt_com
 
 
 def test_a_prompt_that_was_given_up_three_times_is_waited_for() -> None:
-    made, process, _ = collect(Setting(Refill(2, 4, 0), Partial(False, 9)), 30)
+    made, process, _ = collect(Setting(RefillPolicy(2, 4, 0), Partial(False, 9)), 30)
     rollouts = {g.prompt.prompt_id: i for i, filled in enumerate(made) for g in filled.groups}
     assert max(waiting.given_up for waiting in process.prompts.returned) <= 3
     assert set(range(40)) <= set(rollouts)  # of some 60: none of the early ones was passed over for ever
@@ -262,7 +262,7 @@ def test_a_prompt_that_was_given_up_three_times_is_waited_for() -> None:
 
 def test_what_is_too_old_to_go_on_is_answered_anew() -> None:
     """More groups are due at once than a rollout holds: 1 is taken of 8, and none may wait longer than one version."""
-    made, process, counts = collect(Setting(Refill(1, 8, 0), Partial(True, 1)), 6)
+    made, process, counts = collect(Setting(RefillPolicy(1, 8, 0), Partial(True, 1)), 6)
     assert counts["rollout/restarted_groups"] > 0
     assert all(i - group.oldest_version <= 1 for i, filled in enumerate(made) for group in filled.groups)
     places = [g.prompt.prompt_id for filled in made for g in filled.groups]
@@ -273,31 +273,31 @@ def test_what_is_too_old_to_go_on_is_answered_anew() -> None:
 
 
 def test_where_nothing_is_pushed_nothing_grows_old() -> None:
-    made, _, counts = collect(Setting(Refill(1, 8, 0), Partial(True, math.inf)), 6, pushes=False)
+    made, _, counts = collect(Setting(RefillPolicy(1, 8, 0), Partial(True, math.inf)), 6, pushes=False)
     assert counts["rollout/restarted_groups"] == counts["rollout/wasted_tokens"] == 0
     assert all(group.oldest_version == 0 for filled in made for group in filled.groups)
 
 
 def test_filters_that_hardly_anything_passes_are_named() -> None:
     with pytest.raises(DataError, match=r"rollout 0: .*max_refills=2 .* 0 of 12 groups .*batch_size=3"):
-        collect(Setting(Refill(3, 4, 2), Partial(True, 2), passes=(False,)), 1)
+        collect(Setting(RefillPolicy(3, 4, 2), Partial(True, 2), passes=(False,)), 1)
 
 
 def test_without_refills_what_passes_is_all_there_is() -> None:
-    made, _, _ = collect(Setting(Refill(3, 4, 0), Partial(True, 2), passes=(True, False)), 1)
+    made, _, _ = collect(Setting(RefillPolicy(3, 4, 0), Partial(True, 2), passes=(True, False)), 1)
     assert [group.prompt.prompt_id for group in made[0].groups] == [0, 2]
 
 
 def test_a_group_that_fails_ends_the_rollout_and_leaves_no_task() -> None:
     async def run() -> int:
-        process = Process(Setting(Refill(2, 4, 0), Partial(True, 2)), random.Random(0), 0)
+        process = Process(Setting(RefillPolicy(2, 4, 0), Partial(True, 2)), random.Random(0), 0)
 
-        async def fail(work: Work) -> SampleGroup:
+        async def fail(work: GroupTask) -> SampleGroup:
             if work.group_id == 1:
                 raise RewardError("broken")
             return await process.answer(work)
 
-        hands = Hands(fail, process.keep, process.gate.open, process.stop)
+        hands = OverSamplingCallbacks(fail, process.keep, process.gate.open, process.stop)
         pool = OverSampling(process.setting.how, process.setting.partial, process.prompts, hands)
         with pytest.raises(RewardError, match="broken"):
             await pool.make(0)

@@ -5,7 +5,7 @@ import pytest
 
 from slime_like.errors import ConsistencyError
 from slime_like.metrics.types import reduce_metrics
-from slime_like.rollout import probe
+from slime_like.rollout.pool import probe
 from slime_like.types import F32, I32
 
 

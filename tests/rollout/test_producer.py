@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from slime_like.errors import SlimeLikeError
-from slime_like.rollout.producer import Produced, Producer
+from slime_like.rollout.collect.producer import Produced, Producer
 
 
 def produced(rollout_id: int) -> Produced:

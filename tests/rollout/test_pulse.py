@@ -11,12 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from slime_like.config.faults import HealthConfig
-from slime_like.deadline import scale
-from slime_like.rollout import fleet, pulse
-from slime_like.rollout.client import EngineClient
-from slime_like.rollout.fleet import Fleet
-from slime_like.rollout.pulse import Pulse
+from slime_like.config.schema.faults import HealthConfig
+from slime_like.rollout.engine.client import EngineClient
+from slime_like.rollout.pool import engine_pool, event_loop
+from slime_like.rollout.pool.engine_pool import EnginePool
+from slime_like.rollout.pool.event_loop import EventLoopMonitor
+from slime_like.util.deadline import scale
 
 TIMEOUT_S = 2.0
 
@@ -78,7 +78,7 @@ def check(server: Server, *, held_s: float) -> tuple[bool, tuple[str, ...]]:
     """What a check finds while the loop is held up once, from when the server has it; and what a user is told."""
 
     async def scene() -> tuple[bool, tuple[str, ...]]:
-        fleet = Fleet([Keeper(server.url)], HealthConfig(timeout_s=TIMEOUT_S), pushed=False)
+        fleet = EnginePool([Keeper(server.url)], HealthConfig(timeout_s=TIMEOUT_S), pushed=False)
 
         def hold() -> None:
             if server.num_checks == 0:  # nothing was asked yet
@@ -109,13 +109,13 @@ def test_an_engine_that_never_answers_is_excused_only_for_as_long_as_nothing_was
     """On an idle machine its second check is the last; another may be held up again, which this test did not make."""
     ran: list[float] = []
 
-    class Counted(Pulse):
+    class Counted(EventLoopMonitor):
         @property
         def ran_s(self) -> float:
             ran.append(super().ran_s)
             return ran[-1]
 
-    monkeypatch.setattr(fleet, "Pulse", Counted)
+    monkeypatch.setattr(engine_pool, "EventLoopMonitor", Counted)
     server.answers = False
     found, (told,) = check(server, held_s=TIMEOUT_S / 2)
     assert not found
@@ -132,7 +132,7 @@ def test_a_loop_that_runs_has_nothing_to_tell(server: Server) -> None:
 def test_an_engine_that_never_answers_a_loop_that_runs_fails_its_first_check(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulse, "LEAST_S", math.inf)  # but for a hold that this test did not make
+    monkeypatch.setattr(event_loop, "LEAST_S", math.inf)  # but for a hold that this test did not make
     server.answers = False
     assert check(server, held_s=0) == (False, ())
     assert server.num_checks == 1
@@ -142,7 +142,7 @@ def test_an_engine_that_was_replaced_meanwhile_is_not_asked_again(server: Server
     asked: list[bool] = []
 
     async def scene() -> bool:
-        fleet = Fleet([Keeper(server.url)], HealthConfig(timeout_s=TIMEOUT_S), pushed=False)
+        fleet = EnginePool([Keeper(server.url)], HealthConfig(timeout_s=TIMEOUT_S), pushed=False)
         seat, engine = fleet.seats[0], fleet.seats[0].client
 
         async def replaced(seconds: float | None = None, *, decodes: bool = False) -> bool:

@@ -15,10 +15,10 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
-from slime_like.rollout import router as router_module
-from slime_like.rollout.client import EngineClient
-from slime_like.rollout.router import Lease, Router
-from slime_like.rollout.usage import Usage
+from slime_like.rollout.collect.usage import Usage
+from slime_like.rollout.engine.client import EngineClient
+from slime_like.rollout.pool import router as router_module
+from slime_like.rollout.pool.router import EngineRouter, Lease
 
 
 def engines(n: int) -> list[EngineClient]:
@@ -37,7 +37,7 @@ async def let_run() -> None:
 
 @given(n=st.integers(1, 4), sizes=st.lists(st.tuples(st.integers(1, 100), st.integers(0, 100)), max_size=40))
 def test_no_engine_has_more_than_one_group_above_another(n: int, sizes: list[tuple[int, int]]) -> None:
-    router = Router(engines(n))
+    router = EngineRouter(engines(n))
     with ExitStack() as stack:
         leases: list[Lease] = []
         for size, _ in sizes:
@@ -57,7 +57,7 @@ def test_no_engine_has_more_than_one_group_above_another(n: int, sizes: list[tup
 def test_a_group_stays_where_it_is_until_its_engine_serves_no_more() -> None:
     async def scenario() -> None:
         a, b = engines(2)
-        router = Router([a, b])
+        router = EngineRouter([a, b])
         with router.lease(10) as first, router.lease(1) as second:
             assert (first.engine, second.engine) == (a, b)
             first.spend(10)
@@ -80,7 +80,7 @@ def test_a_group_stays_where_it_is_until_its_engine_serves_no_more() -> None:
 def test_a_group_waits_for_an_engine_to_come_back() -> None:
     async def scenario() -> None:
         a, again = engines(2)
-        router = Router([a])
+        router = EngineRouter([a])
         found: list[EngineClient | None] = []
 
         async def ask() -> None:
@@ -104,7 +104,7 @@ def test_a_group_waits_for_an_engine_to_come_back() -> None:
 
 def test_who_waits_is_told_that_none_comes_back() -> None:
     async def scenario() -> None:
-        router = Router([])
+        router = EngineRouter([])
 
         async def ask() -> None:
             with router.lease(1) as lease:
@@ -124,7 +124,7 @@ def test_the_time_in_which_no_engine_serves_is_known(monkeypatch: pytest.MonkeyP
     clock = iter([1.0, 4.0, 10.0, 10.5])
     monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     a, b = engines(2)
-    router = Router([a, b])
+    router = EngineRouter([a, b])
     found = [router.starved_s]
     for engine in (a, b, b):
         router.withdraw(engine)  # none is left at 1

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.rollout import segments
-from slime_like.rollout.segments import SHARED
+from slime_like.rollout.engine import segments
+from slime_like.rollout.engine.segments import SHARED
 
 MAP = "import mmap, os, sys; kept = [mmap.mmap(os.open(path, os.O_RDWR), 64) for path in sys.argv[1:]]; "
 
@@ -53,7 +53,7 @@ def test_only_segments_of_the_group_are_found_and_removed(names: list[Path]) -> 
 
 def test_a_child_whose_parent_is_gone_removes_its_own(names: list[Path]) -> None:
     program = (
-        "from slime_like.rollout.server import die_with_parent; die_with_parent(); "
+        "from slime_like.rollout.engine.server import die_with_parent; die_with_parent(); "
         "print('mapped', flush=True); import signal; signal.pause()"
     )
     child = start(program, names)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slime_like.config.rollout import DataConfig
+from slime_like.config.schema.rollout import DataConfig
 from slime_like.data.prompts import FileSource, SourceContext
 from tests.data.character_tokenizer import TEMPLATE, characters
 

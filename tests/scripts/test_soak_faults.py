@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.faults import FATAL, RECOVERED, WORKERS
+from slime_like.config.schema.faults import FATAL, RECOVERED, WORKERS
 
 soak_faults: Any = importlib.import_module("scripts.soak_faults")
 soak_draw: Any = importlib.import_module("scripts.soak_draw")
@@ -47,7 +47,7 @@ DRIVER, RAYLET = "ProcessLost: the driver (process 7) was killed", "ProcessLost:
 def test_a_part_is_clean_with_its_code_and_its_crash_bundle(
     end: str, code: int, causes: list[str], clean: bool
 ) -> None:
-    part = soak_faults.Part(0, "one engine", end, code, 1.0, False, 0, 1, [], [], "", causes)
+    part = soak_faults.SoakPart(0, "one engine", end, code, 1.0, False, 0, 1, [], [], "", causes)
     assert part.clean == clean
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime_like.config.algo import CispoConfig, DapoConfig, GrpoConfig, GspoConfig, RlooConfig
-from slime_like.config.names import LOSSES
-from slime_like.config.policy import AlgoConfig, PolicyConfig
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.algo import CispoConfig, DapoConfig, GrpoConfig, GspoConfig, RlooConfig
+from slime_like.config.schema.names import LOSSES
+from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
+from slime_like.config.schema.resolved import Layout
 from slime_like.metrics.types import reduce_metrics
 from slime_like.registry import resolve
 from tests.algo.reference import importance, is_kept, surrogate
@@ -43,7 +43,7 @@ def every_algorithm(
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Metrics of a step of each algorithm, and the losses that must come out, on the reporter; {} elsewhere. At lr 0 all
     meet the same weights. With ``fault`` a sequence is summed over what its rank holds of it."""
-    from slime_like.train.megatron.reduce import DifferentiableSum
+    from slime_like.train.megatron.step.reduce import DifferentiableSum
 
     actor = make_actor(world, shared.models["tied"], layout, optim={"lr": 0.0})
     scores = [actor.score(rows) for rows in batch(1)]

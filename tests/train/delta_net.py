@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime_like.config.gdn import GDNConfig
-from slime_like.config.resolved import Layout
-from slime_like.ports import Meeting
+from slime_like.config.schema.gdn import GDNConfig
+from slime_like.config.schema.resolved import Layout
 from slime_like.train.megatron.families.base import Weight
+from slime_like.util.ports import Meeting
 from tests.gdn.recurrence import Case, conv_reference, recurrence
 from tests.train.faults import FAULTS
 from tests.train.jobs import Shared
@@ -52,8 +52,8 @@ def errors(world: World, shared: Shared, cases: Sequence[LayerCase]) -> list[dic
 
 
 def _errors(world: World, case: LayerCase) -> dict[str, float]:
-    from slime_like.train.megatron import groups
-    from slime_like.train.megatron.forward import make_micro
+    from slime_like.train.megatron.model.forward import make_micro
+    from slime_like.train.megatron.platform import groups
 
     sizes = case.layout
     place = groups.enter(
@@ -96,7 +96,7 @@ def _layer(place: Any, case: LayerCase) -> tuple[Any, Mapping[str, Weight]]:
     from transformers import Qwen3_5TextConfig
 
     from slime_like.train.megatron.families.qwen3_5 import Qwen35
-    from slime_like.train.megatron.transformer_config import transformer_config
+    from slime_like.train.megatron.model.transformer_config import transformer_config
     from slime_like_plugins.qwen_gdn.spec import layer_spec
 
     hf = Qwen3_5TextConfig(

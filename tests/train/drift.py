@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from slime_like.batch import Rows
-from slime_like.config.algo import GrpoConfig
-from slime_like.config.resolved import Layout
+from slime_like.batch import PackedBatch
+from slime_like.config.schema.algo import GrpoConfig
+from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConsistencyError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.types import F32
@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 Columns = Sequence[F32]
 
 
-def sampled(rows: Sequence[Rows], columns: Columns, version: int) -> list[Rows]:
+def sampled(rows: Sequence[PackedBatch], columns: Columns, version: int) -> list[PackedBatch]:
     """``rows`` as if an engine had sampled them with these log-probabilities, with sample ids that name the micro-batch."""
     return [
         replace(
@@ -56,14 +56,18 @@ def gate(world: World, shared: Shared, layout: Layout, steps: int) -> dict[str, 
     def scores() -> list[Columns]:
         return [[_from_reporter(actor.score(row)) for row in rows] for rows in plan]
 
-    def train(columns: Sequence[Columns], version: int, change: Callable[[Rows], Rows] = lambda row: row) -> Any:
+    def train(
+        columns: Sequence[Columns], version: int, change: Callable[[PackedBatch], PackedBatch] = lambda row: row
+    ) -> Any:
         """A rollout of which ``change`` is made to the last micro-batch of the last step."""
         batches = [sampled(rows, column, version) for rows, column in zip(plan, columns, strict=True)]
         batches[-1][-1] = change(batches[-1][-1])
         shards = [batch[actor.dp_rank :: layout.dp] for batch in batches]
         return reduce_metrics(actor.step(shards, [count_tokens(batch) for batch in batches]))
 
-    def refused(columns: Sequence[Columns], change: Callable[[Rows], Rows] = lambda row: row) -> tuple[str, bool]:
+    def refused(
+        columns: Sequence[Columns], change: Callable[[PackedBatch], PackedBatch] = lambda row: row
+    ) -> tuple[str, bool]:
         before = digest(actor), actor.version
         try:
             train(columns, actor.version, change)
@@ -90,7 +94,7 @@ def gate(world: World, shared: Shared, layout: Layout, steps: int) -> dict[str, 
     return found
 
 
-def begun_by_another(row: Rows) -> Rows:
+def begun_by_another(row: PackedBatch) -> PackedBatch:
     """The first sampled token of each sequence is of an older version; the others' log-probabilities are a nat off."""
     versions = row.versions.copy()
     versions[[start + np.argmax(versions[start:] >= 0) for start in row.cu_seqlens[:-1]]] = 0

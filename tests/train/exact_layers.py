@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from tests.train.jobs import Shared, make_actor
 from tests.train.parity import TEMPERATURE, batch
 from tests.train.ranks import World
@@ -37,8 +37,8 @@ def plant(model: Any, fault: str, stack: ExitStack) -> None:
     """Make the layers of kind ``fault`` round until ``stack`` closes."""
     from megatron.core.ssm.mlp_layer import MLPLayer
 
-    from slime_like.train.megatron.exact_layers import replaced
-    from slime_like.train.megatron.layers import PackedAttention
+    from slime_like.train.megatron.model.exact_layers import replaced
+    from slime_like.train.megatron.model.layers import PackedAttention
 
     for layer in model.modules():
         module: Any = layer

@@ -27,7 +27,7 @@ def replaced(target: Any, name: str, value: Any) -> Generator[None]:
 
 def skipped_tp_reduction() -> Any:
     """The hidden states' gradient is not summed over the tensor parallel ranks, which hold parts of the vocabulary."""
-    from slime_like.train.megatron import model
+    from slime_like.train.megatron.model import model
 
     stock = model.gather_from_sequence_parallel_region
     return replaced(
@@ -37,7 +37,7 @@ def skipped_tp_reduction() -> Any:
 
 def shifted_positions() -> Any:
     """Every token gets its neighbour's position (a constant shift would change nothing: RoPE is relative)."""
-    from slime_like.train.megatron import forward
+    from slime_like.train.megatron.model import forward
 
     def shifted(*args: Any, **kwargs: Any) -> Any:
         layout = stock(*args, **kwargs)
@@ -49,7 +49,7 @@ def shifted_positions() -> Any:
 
 def denominator_per_micro_batch() -> Any:
     """Each micro-batch's loss is divided by its own weight."""
-    from slime_like.train.megatron.step import PolicyStep
+    from slime_like.train.megatron.step.step import PolicyStep
 
     def averaged(self: Any, micro: Any, *args: Any) -> Any:
         loss, count = stock(self, micro, *args)
@@ -74,7 +74,7 @@ def shuffled_biases() -> Any:
 
 def swapped_chunks() -> Any:
     """Under context parallelism a rank holds its two chunks of each sequence in the wrong order."""
-    from slime_like.train.megatron import forward
+    from slime_like.train.megatron.model import forward
 
     def swapped(*args: Any, **kwargs: Any) -> Any:
         layout = stock(*args, **kwargs)
@@ -95,14 +95,14 @@ def dropped_norm_reduction() -> Any:
 
 def columns_of_one_rank() -> Any:
     """Under context parallelism scores are those of each rank's own part of the sequences."""
-    from slime_like.train.megatron import forward
+    from slime_like.train.megatron.model import forward
 
     return replaced(forward, "sum_columns", lambda columns, group: list(columns))
 
 
 def swapped_experts() -> Any:
     """Each of two expert parallel ranks is given the other's experts."""
-    from slime_like.train.megatron import model
+    from slime_like.train.megatron.model import model
 
     stock = model.global_key
     return replaced(model, "global_key", lambda key, num_local, ep_rank: stock(key, num_local, 1 - ep_rank))
@@ -131,21 +131,21 @@ def unreduced_experts() -> Any:
 
 def balance_per_trained_token() -> Any:
     """The auxiliary loss is divided by the trained tokens, as the others, though it is a sum over all."""
-    from slime_like.train.megatron import balance
+    from slime_like.train.megatron.step import balance
 
     return replaced(balance.ExpertBalance, "open_step", lambda *_: None)
 
 
 def unsummed_head_norm() -> Any:
     """The norm of Gated DeltaNet's heads keeps the gradient of each tensor parallel rank's own heads, as in megatron-core."""
-    from slime_like.train.megatron import norms
+    from slime_like.train.megatron.model import norms
 
     return replaced(norms, "copy_to_tensor_model_parallel_region", lambda weight: weight)
 
 
 def unordered_ranks() -> Any:
     """Under context parallelism Gated DeltaNet takes tokens in the order of the ranks that hold them."""
-    from slime_like.train.megatron import forward
+    from slime_like.train.megatron.model import forward
 
     return replaced(forward, "tokens_by_rank", lambda bounds, cp: np.arange(bounds[-1]))
 

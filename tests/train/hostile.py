@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import torch
 
-from slime_like.checkpoint_files import MANIFEST, megatron_folder
-from slime_like.checkpoint_record import read_manifest, write_manifest
-from slime_like.config.algo import GrpoConfig, SftConfig
-from slime_like.config.resolved import Layout
+from slime_like.checkpoint.files import MANIFEST, megatron_folder
+from slime_like.checkpoint.record import read_manifest, write_manifest
+from slime_like.config.schema.algo import GrpoConfig, SftConfig
+from slime_like.config.schema.resolved import Layout
 from slime_like.errors import SlimeLikeError
 from tests.train.jobs import Shared, make_actor
 from tests.train.ranks import World
@@ -85,8 +85,8 @@ def _edit_metadata(folder: Path, edit: Callable[[Any], object]) -> None:
 
 def read_planted(world: World, shared: Shared, gpt: str, saved_by: str) -> dict[str, str]:
     """``<path>, <plant>`` -> error of the load, after the word ``ran`` where the planted code ran."""
-    from slime_like.train.megatron import checkpoint
-    from slime_like.train.megatron.convert import export_checkpoint
+    from slime_like.train.megatron.weights import checkpoint
+    from slime_like.train.megatron.weights.convert import export_checkpoint
 
     models = shared.models
     actor = make_actor(world, models["tied"], Layout(), algo=SftConfig())

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from slime_like.config.algo import SftConfig
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.resolved import Layout
 from tests.train import options
 from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
@@ -100,7 +100,7 @@ def upstream(world: World, shared: Shared, kind: str) -> dict[str, str]:
 
 def half_norms(world: World, shared: Shared) -> dict[str, dict[str, float]]:
     """Norms of bfloat16 values: relative errors of result and gradients against float64, and what stays for backward."""
-    from slime_like.train.megatron.norms import GatedHeadNorm, RMSNorm
+    from slime_like.train.megatron.model.norms import GatedHeadNorm, RMSNorm
 
     config: Any = SimpleNamespace(
         params_dtype=torch.bfloat16, layernorm_zero_centered_gamma=True, sequence_parallel=False

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_like.config.resolved import Layout
-from slime_like.imports import heavy_imports
-from slime_like.ports import Meeting
+from slime_like.config.schema.resolved import Layout
+from slime_like.util.imports import heavy_imports
+from slime_like.util.ports import Meeting
 from tests.train.models import make_spec
 from tests.train.ranks import World, fork_ranks
 
 if TYPE_CHECKING:
-    from slime_like.train.megatron.actor import MegatronActor
+    from slime_like.train.megatron.rank.actor import MegatronActor
 
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 
@@ -74,10 +74,14 @@ def run_pools(world: World, shared: Shared, by_size: dict[int, list[Job]]) -> di
 def prepare(jobs: Sequence[Job]) -> None:
     """Import what the jobs are going to."""
     with heavy_imports():  # as the trainer's ranks do: megatron collects garbage at every save and load
-        from slime_like.train.megatron import host
+        from slime_like.train.megatron.platform import host
 
         host.install("cpu")
-        used = ("slime_like.train.megatron.actor", "slime_like.train.megatron.trainer", "transformers.models.auto")
+        used = (
+            "slime_like.train.megatron.rank.actor",
+            "slime_like.train.megatron.rank.trainer",
+            "transformers.models.auto",
+        )
         for name in (*used, *sorted({job.target.partition(":")[0] for job in jobs})):
             importlib.import_module(name)
     reuse_groups()
@@ -117,7 +121,7 @@ def reuse_groups() -> None:
 
 def make_actor(world: World, folder: Path, layout: Layout, **spec: Any) -> MegatronActor:
     """A rank of a small trainer; keyword arguments as for ``make_spec``."""
-    from slime_like.train.megatron.actor import MegatronActor
+    from slime_like.train.megatron.rank.actor import MegatronActor
 
     return MegatronActor(
         make_spec(folder, layout, **spec),

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime_like.batch import Rows
-from slime_like.config.algo import AlgoConfig, GrpoConfig, SftConfig
-from slime_like.config.resolved import Layout
+from slime_like.batch import PackedBatch
+from slime_like.config.schema.algo import AlgoConfig, GrpoConfig, SftConfig
+from slime_like.config.schema.resolved import Layout
 from slime_like.errors import SlimeLikeError
 from slime_like.metrics.types import reduce_metrics
 from tests.train.jobs import Shared, make_actor
@@ -24,23 +24,23 @@ from tests.train.ranks import World
 from tests.unchanged import unchanged
 
 
-def batch(seed: int, version: int = 0) -> list[Rows]:
+def batch(seed: int, version: int = 0) -> list[PackedBatch]:
     """Two ragged micro-batches of unequal weight: many sequences, fewer tokens where ``seed`` is even, and one alone."""
     lengths = (23, 9, 14, 5, 2, 8, 6, 11, 17, 12) if seed % 2 else (7, 9, 3, 5, 2, 8, 6, 4, 10, 12)
     return _ragged([lengths, (31,)], seed, version)
 
 
-def four_micro_batches(seed: int) -> list[Rows]:
+def four_micro_batches(seed: int) -> list[PackedBatch]:
     """Enough for two on each of two data-parallel ranks."""
     return _ragged([(23, 9, 14), (31,), (5, 2, 8, 6, 11), (17, 12)], seed, 0)
 
 
-def _ragged(lengths: Sequence[tuple[int, ...]], seed: int, version: int) -> list[Rows]:
+def _ragged(lengths: Sequence[tuple[int, ...]], seed: int, version: int) -> list[PackedBatch]:
     return normalised([make_rows(row, 10 * seed + i, version=version) for i, row in enumerate(lengths)])
 
 
 def train(
-    actor: Any, layout: Layout, seed: int, steps: int = 1, make: Callable[[int], list[Rows]] = batch
+    actor: Any, layout: Layout, seed: int, steps: int = 1, make: Callable[[int], list[PackedBatch]] = batch
 ) -> dict[str, float]:
     """One rollout of ``steps`` optimizer steps; metrics on the reporter, {} elsewhere."""
     batches = [make(seed + k) for k in range(steps)]
@@ -194,7 +194,7 @@ class Exported:
     sent: list[list[tuple[str, tuple[int, ...], str]]]  # per bucket
     bucket_bytes: list[int]
     is_sender: bool
-    rows: Rows
+    rows: PackedBatch
     scores: np.ndarray | None
 
 
@@ -250,7 +250,7 @@ def off_policy(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Rows whose rollout logprobs are the trainer's own plus 0.25, of which one micro-batch has another version."""
     actor = make_actor(world, shared.models["tied"], layout)
     rows = batch(1)
-    scored: list[Rows] = []
+    scored: list[PackedBatch] = []
     for i, row in enumerate(rows):
         score = _from_reporter(actor.score(row))
         trained = row.loss_weight > 0
@@ -303,8 +303,8 @@ def rotary_frequencies(world: World, shared: Shared) -> dict[str, float | str]:
 
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-    from slime_like.train.megatron.hf import HFFolder
-    from slime_like.train.megatron.rotary import Rotary
+    from slime_like.train.megatron.families.hf import HFFolder
+    from slime_like.train.megatron.model.rotary import Rotary
 
     kinds: dict[str, dict[str, Any]] = {
         "default": {},

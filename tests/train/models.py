@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.batch import Rows
-from slime_like.config.algo import AlgoConfig, GrpoConfig
-from slime_like.config.model import ModelConfig, OptimConfig
-from slime_like.config.resolved import ActorSpec, Layout
+from slime_like.batch import PackedBatch
+from slime_like.config.schema.algo import AlgoConfig, GrpoConfig
+from slime_like.config.schema.model import ModelConfig, OptimConfig
+from slime_like.config.schema.resolved import ActorSpec, Layout
 
 VOCAB = 250  # not a multiple of anything: the padding is real
 
@@ -204,7 +204,7 @@ def make_spec(folder: Path, layout: Layout, **changes: Any) -> ActorSpec:
     return ActorSpec(model=model, optim=optim, algo=algo, layout=layout, **{**fields, **changes})
 
 
-def make_rows(lengths: Sequence[int], seed: int, *, version: int = 0) -> Rows:
+def make_rows(lengths: Sequence[int], seed: int, *, version: int = 0) -> PackedBatch:
     """Random sequences (or none); the first third of each is a prompt. Weights are positive and uneven, not yet normalised."""
     rng = np.random.default_rng(seed)
     total = sum(lengths)
@@ -213,7 +213,7 @@ def make_rows(lengths: Sequence[int], seed: int, *, version: int = 0) -> Rows:
     for start, stop in itertools.pairwise(bounds):
         trained[start + max(1, (stop - start) // 3) : stop] = True
     weight = np.where(trained, rng.uniform(0.5, 1.5, total), 0).astype(np.float32)
-    return Rows(
+    return PackedBatch(
         token_ids=rng.integers(0, VOCAB, total).astype(np.int32),
         cu_seqlens=bounds,
         loss_weight=weight,
@@ -225,17 +225,17 @@ def make_rows(lengths: Sequence[int], seed: int, *, version: int = 0) -> Rows:
     )
 
 
-def joined(first: Rows, second: Rows) -> Rows:
+def joined(first: PackedBatch, second: PackedBatch) -> PackedBatch:
     """Both micro-batches as one."""
     assert first.advantages is not None and second.advantages is not None
     join = lambda name: np.concatenate([getattr(first, name), getattr(second, name)])  # noqa: E731
     bounds = np.concatenate([first.cu_seqlens, first.cu_seqlens[-1] + second.cu_seqlens[1:]]).astype(np.int32)
     names = ("token_ids", "loss_weight", "versions", "rollout_logprobs", "rewards", "advantages", "sample_ids")
     columns: dict[str, Any] = {name: join(name) for name in names}
-    return Rows(cu_seqlens=bounds, **columns)
+    return PackedBatch(cu_seqlens=bounds, **columns)
 
 
-def normalised(rows: Sequence[Rows]) -> list[Rows]:
+def normalised(rows: Sequence[PackedBatch]) -> list[PackedBatch]:
     """The same rows with loss weights that sum to 1 over all of them."""
     import dataclasses
 
@@ -243,11 +243,11 @@ def normalised(rows: Sequence[Rows]) -> list[Rows]:
     return [dataclasses.replace(r, loss_weight=r.loss_weight / total) for r in rows]
 
 
-def shard(rows: Sequence[Rows], dp: int) -> list[list[Rows]]:
+def shard(rows: Sequence[PackedBatch], dp: int) -> list[list[PackedBatch]]:
     """Micro-batches dealt to dp ranks in turn."""
     return [list(rows[rank::dp]) for rank in range(dp)]
 
 
-def count_tokens(rows: Sequence[Rows]) -> int:
+def count_tokens(rows: Sequence[PackedBatch]) -> int:
     """Trained tokens."""
     return sum(int((r.loss_weight > 0).sum()) for r in rows)

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.config.algo import SftConfig
-from slime_like.config.model import OptimConfig
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.model import OptimConfig
+from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
 from slime_like.metrics.types import reduce_metrics
 from tests.train.faults import replaced
@@ -55,8 +55,8 @@ def recompute(
 
 def gradients(actor: Any) -> dict[str, Tensor]:
     """This rank's reduced gradients of one step."""
-    from slime_like.train.megatron.forward import make_micro
-    from slime_like.train.megatron.model import named_weights
+    from slime_like.train.megatron.model.forward import make_micro
+    from slime_like.train.megatron.model.model import named_weights
 
     rows = pairs(parity_batch())[actor.dp_rank :: actor.trainer.place.layout.dp]
     micros = [make_micro(r, actor.trainer.place) for r in rows]
@@ -70,7 +70,7 @@ def _counted() -> Generator[dict[str, int]]:
     """Forward calls per part of a layer."""
     from megatron.core.transformer.mlp import MLP
 
-    from slime_like.train.megatron.layers import PackedAttention, RMSNorm
+    from slime_like.train.megatron.model.layers import PackedAttention, RMSNorm
 
     calls: dict[str, int] = {}
 
@@ -104,7 +104,7 @@ OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": 
 
 def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: str | None) -> Overlapped:
     """Two rollouts of two optimizer steps each in ``layout``."""
-    from slime_like.train.megatron import trainer as trainer_module
+    from slime_like.train.megatron.rank import trainer as trainer_module
 
     # Without clipping: the norm's last bit depends on how the sum over ranks is divided.
     actor = make_actor(world, shared.models[kind], layout, steps_per_rollout=2, optim={"clip_grad": 0.0})
@@ -161,7 +161,7 @@ def near(
     world: World, shared: Shared, layout: Layout, kind: str = "tied", model: dict[str, Any] | None = None
 ) -> Rounded:
     """One backward pass and the scores of a bfloat16 model."""
-    from slime_like.train.megatron.forward import make_micro
+    from slime_like.train.megatron.model.forward import make_micro
 
     ref = shared.references[kind]
     actor = make_actor(world, shared.models[kind], layout, **HALF, model=model or {})
@@ -179,7 +179,7 @@ def near(
 
 def bfloat16(world: World, shared: Shared, layout: Layout, kind: str = "tied") -> dict[str, Any]:
     """What of a bfloat16 model is kept in float32, and a resume of it."""
-    from slime_like.train.megatron.model import named_weights
+    from slime_like.train.megatron.model.model import named_weights
 
     out: dict[str, Any] = {}
     tiny = make_actor(world, shared.models[kind], layout, **HALF, optim={"lr": 1e-6, "weight_decay": 0.0})
@@ -207,7 +207,7 @@ def _main_weights(actor: Any) -> list[Tensor]:
 # ---- schedules -------------------------------------------------------------------------------------------------------
 def schedules(world: World, shared: Shared, cases: dict[str, dict[str, Any]], num_steps: int) -> dict[str, list[float]]:
     """Learning rate of every optimizer step under each schedule."""
-    from slime_like.train.megatron.optim import make_schedule
+    from slime_like.train.megatron.step.optim import make_schedule
 
     actor = make_actor(world, shared.models["tied"], Layout())
     optimizer, out = actor.trainer.optimizer, dict[str, list[float]]()
@@ -240,7 +240,7 @@ ADAMW: dict[str, Any] = {
 
 def adamw(world: World, shared: Shared) -> dict[str, float]:
     """Four optimizer steps of a model with biases beside AdamW in float64 on the same gradients: largest errors."""
-    from slime_like.train.megatron.model import named_weights
+    from slime_like.train.megatron.model.model import named_weights
 
     actor = make_actor(world, shared.models["qwen2"], Layout(), optim=ADAMW, num_steps=4, algo=SftConfig())
     weights = {key: p.detach().double() for key, p in named_weights(actor.trainer.model)}
@@ -327,7 +327,7 @@ def pretended_offload(fraction: float) -> Generator[None]:
     """megatron's offload where there is no GPU: parameters that are not offloaded are said to be on one."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    from slime_like.train.megatron import optim
+    from slime_like.train.megatron.step import optim
 
     def divide(self: Any, offload_fraction: float) -> tuple[Any, ...]:
         on_host, on_device, copies, originals, masters = [], [], {}, {}, {}
@@ -358,8 +358,8 @@ def pretended_offload(fraction: float) -> Generator[None]:
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 def cpu_kernels(world: World, shared: Shared) -> dict[str, str]:
     """The norm that layers are made of per (compiler or none, model.cpu_kernels), or why they are not."""
-    from slime_like.train.megatron.layers import LayerParts
-    from slime_like.train.megatron.model import _on_cpu_kernels
+    from slime_like.train.megatron.model.layers import LayerParts
+    from slime_like.train.megatron.model.model import _on_cpu_kernels
     from slime_like_plugins.megatron_cpu import layer
 
     def chosen(wanted: str) -> str:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.batch import Rows
-from slime_like.config.algo import GrpoConfig
-from slime_like.config.resolved import Layout
+from slime_like.batch import PackedBatch
+from slime_like.config.schema.algo import GrpoConfig
+from slime_like.config.schema.resolved import Layout
 from slime_like.metrics.types import reduce_metrics
 from tests.train.faults import FAULTS, replaced
 from tests.train.jobs import Results, Shared, make_actor
@@ -31,13 +31,13 @@ ALGO = GrpoConfig(entropy_coef=ENTROPY)
 DECAYS = ("A_log", "dt_bias")
 
 
-def batch() -> list[Rows]:
+def batch() -> list[PackedBatch]:
     """Four ragged micro-batches of unequal weight: one sequence, many, a very short one."""
     lengths = [(23, 9, 14), (31,), (5, 2, 8, 6, 11), (17, 12)]
     return normalised([make_rows(row, seed) for seed, row in enumerate(lengths)])
 
 
-def pairs(rows: Sequence[Rows]) -> list[Rows]:
+def pairs(rows: Sequence[PackedBatch]) -> list[PackedBatch]:
     """The same in half as many micro-batches: what a collective carries costs little, each costs its latency."""
     return [joined(first, second) for first, second in itertools.batched(rows, 2)]
 
@@ -211,20 +211,20 @@ def _compare(world: World, shared: Shared, kind: str, layout: Layout, model: dic
     )
 
 
-def _logits_error(actor: Any, rows: Rows, ref: Reference) -> float:
+def _logits_error(actor: Any, rows: PackedBatch, ref: Reference) -> float:
     found = logits_of(actor, rows)
     assert found.shape == ref.logits.shape
     return float(np.abs(found - ref.logits).max() / np.abs(ref.logits).max())
 
 
-def logits_of(actor: Any, rows: Rows) -> Any:
+def logits_of(actor: Any, rows: PackedBatch) -> Any:
     """[T, V] of the tokens in ``rows``, before the temperature, on the last pipeline stage."""
     from megatron.core.tensor_parallel import (
         gather_from_sequence_parallel_region,
         gather_from_tensor_model_parallel_region,
     )
 
-    from slime_like.train.megatron.forward import make_micro, run_schedule
+    from slime_like.train.megatron.model.forward import make_micro, run_schedule
 
     policy = actor.trainer.model.last
 
@@ -248,7 +248,7 @@ def _balance_error(metrics: dict[str, float], ref: Reference) -> float:
 
 def gradient_errors(trainer: Any, grads: dict[str, Tensor]) -> dict[str, float]:
     """Parameter key -> largest error of any rank's reduced gradient over the maximum of the whole HF tensor."""
-    from slime_like.train.megatron.model import named_weights
+    from slime_like.train.megatron.model.model import named_weights
 
     place = trainer.place
     if place.layout.distributed_optimizer:

@@ -25,9 +25,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from slime_like.deadline import Deadline
-from slime_like.leave import leave
-from slime_like.ports import PortLease
+from slime_like.util.deadline import Deadline
+from slime_like.util.leave import leave
+from slime_like.util.ports import PortLease
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime_like.batch import Columns, Rows
-from slime_like.config.policy import AlgoConfig
-from slime_like.config.resolved import CriticSpec, Layout, TeacherSpec
-from slime_like.config.role_algo import DistillConfig, PpoConfig
+from slime_like.batch import Columns, PackedBatch
+from slime_like.config.schema.policy import AlgoConfig
+from slime_like.config.schema.resolved import CriticSpec, Layout, TeacherSpec
+from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.metrics.types import reduce_metrics
-from slime_like.ports import Meeting
 from slime_like.types import F32
+from slime_like.util.ports import Meeting
 from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import batch
@@ -40,19 +40,19 @@ class Trained:
     advantages: dict[int, F32] = field(default_factory=dict[int, F32])  # sample id -> [L], of the last rollout
 
 
-def rollout(layout: Layout, rank: int) -> tuple[list[list[Rows]], list[int]]:
+def rollout(layout: Layout, rank: int) -> tuple[list[list[PackedBatch]], list[int]]:
     """This dp rank's rows of two optimizer steps, and the global counts of trained tokens."""
     steps = [[_named(rows, 100 * seed + 10 * i) for i, rows in enumerate(batch(seed))] for seed in range(STEPS)]
     return [rows[rank :: layout.dp] for rows in steps], [count_tokens(rows) for rows in steps]
 
 
-def _named(rows: Rows, first: int) -> Rows:
+def _named(rows: PackedBatch, first: int) -> PackedBatch:
     """The rows with sample ids that no other row has."""
     return replace(rows, sample_ids=first + np.arange(len(rows.sample_ids), dtype=np.int64))
 
 
 def make_role(world: World, spec: CriticSpec | TeacherSpec) -> Any:
-    from slime_like.train.megatron.role import MegatronRole
+    from slime_like.train.megatron.rank.role import MegatronRole
 
     return MegatronRole(spec, rank=world.rank, world_size=world.size, master=Meeting(world.host, world.port))
 
@@ -123,7 +123,7 @@ def ppo_rollout(actor: Any, critic: Any, layout: Layout, *, frozen: bool = False
 
 def _summed_twice() -> Any:
     """The planted fault: a tensor parallel rank's whole gradient taken for a part of it."""
-    from slime_like.train.megatron import value_model
+    from slime_like.train.megatron.model import value_model
 
     stock = value_model.gather_from_sequence_parallel_region
     return replaced(

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from slime_like.config.algo import SftConfig
-from slime_like.config.resolved import Layout
-from slime_like.config.run import RunConfig
+from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.resolved import Layout
+from slime_like.config.schema.run import RunConfig
 from slime_like.errors import CheckpointError
 from tests.train.disk import Disk, Killed
 from tests.train.jobs import Shared, make_actor
@@ -34,8 +34,8 @@ def disk() -> Disk:
 
 def _checkpoints(run_dir: Path, actor: Any, last: int, **run: Any) -> Any:
     """The driver's side of saving, over the ranks' side in the same process."""
-    from slime_like.cluster.checkpoints import Checkpoints
-    from slime_like.cluster.rollouts import DemonstrationRollout
+    from slime_like.cluster.run.checkpoints import Checkpoints
+    from slime_like.cluster.run.rollouts import DemonstrationRollout
 
     source: Any = SimpleNamespace(state=lambda: {"at": actor.version})
     return Checkpoints(
@@ -53,7 +53,7 @@ def _checkpoints(run_dir: Path, actor: Any, last: int, **run: Any) -> Any:
 @contextlib.contextmanager
 def held_writers() -> Generator[threading.Event]:
     """Threads that write checkpoints wait until the event is set."""
-    from slime_like.train.megatron.checkpoint import PendingSave
+    from slime_like.train.megatron.weights.checkpoint import PendingSave
 
     go = threading.Event()
     write = PendingSave._write
@@ -70,7 +70,7 @@ def held_writers() -> Generator[threading.Event]:
 @contextlib.contextmanager
 def hashing_threads() -> Generator[set[str]]:
     """Names of the threads in which the files that a rank wrote are read again."""
-    from slime_like.train.megatron import checkpoint
+    from slime_like.train.megatron.weights import checkpoint
 
     names: set[str] = set()
 
@@ -86,7 +86,7 @@ def hashing_threads() -> Generator[set[str]]:
 
 def save_beside_training(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Begin a save, train, and only then let the last rank write."""
-    from slime_like.checkpoint_record import read_record
+    from slime_like.checkpoint.record import read_record
 
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     train(actor, layout, 1)
@@ -120,10 +120,10 @@ def save_beside_training(world: World, shared: Shared, layout: Layout) -> dict[s
 # ---- dying -----------------------------------------------------------------------------------------------------------
 def die_everywhere(world: World, shared: Shared) -> dict[str, Any]:
     """Save iteration 2 over and over, each time dying one operation later; what a resume then finds, point by point."""
-    from slime_like.checkpoint_files import iteration_folder, latest_iteration
-    from slime_like.checkpoint_record import read_manifest
-    from slime_like.cluster.checkpoints import remove_leftovers
-    from slime_like.cluster.rollouts import read_state
+    from slime_like.checkpoint.files import iteration_folder, latest_iteration
+    from slime_like.checkpoint.record import read_manifest
+    from slime_like.cluster.run.checkpoints import remove_leftovers
+    from slime_like.cluster.run.rollouts import read_state
 
     base, run_dir = shared.scratch / "base", shared.scratch / "run"
     actor = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig())
@@ -176,8 +176,8 @@ FULL = ("iter_0000002.tmp", ".metadata.tmp", "metadata.json", "checkpoint.json.t
 
 def full_disks(world: World, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Saves on a disk that is full at one point of one rank, then one that goes well; what each says and leaves."""
-    from slime_like.checkpoint_files import latest_iteration
-    from slime_like.checkpoint_record import read_manifest
+    from slime_like.checkpoint.files import latest_iteration
+    from slime_like.checkpoint.record import read_manifest
 
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     folder = shared.scratch / "checkpoints"

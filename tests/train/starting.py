@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime_like.config.algo import GrpoConfig, SftConfig
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.algo import GrpoConfig, SftConfig
+from slime_like.config.schema.resolved import Layout
 from slime_like.errors import SlimeLikeError
 from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
@@ -37,7 +37,7 @@ def write_gpt(world: World, shared: Shared, fused_names: bool, kind: str = "unti
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from slime_like.train.megatron.initial import FUSED_NORMS
+    from slime_like.train.megatron.weights.initial import FUSED_NORMS
 
     actor = make_actor(world, shared.models[kind], Layout(), algo=SftConfig())
     config = _gpt_config(actor)
@@ -145,8 +145,8 @@ def bad_starts(world: World, shared: Shared, gpt: str) -> dict[str, str]:
 
 def export_each(world: World, shared: Shared, sources: Sequence[str], kind: str = "tied") -> dict[str, Path]:
     """What the export script makes, in a process group of one, of checkpoints that other layouts have saved."""
-    from slime_like.checkpoint_files import megatron_folder
-    from slime_like.train.megatron.convert import export_checkpoint as export
+    from slime_like.checkpoint.files import megatron_folder
+    from slime_like.train.megatron.weights.convert import export_checkpoint as export
 
     assert dist.get_world_size() == 1
     for name in sources:
@@ -158,8 +158,8 @@ def export_each(world: World, shared: Shared, sources: Sequence[str], kind: str 
 
 def export_checkpoint(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:
     """The export script's work in a process group of one: float32 and bfloat16, in several files."""
-    from slime_like.checkpoint_files import megatron_folder
-    from slime_like.train.megatron.convert import export_checkpoint as export
+    from slime_like.checkpoint.files import megatron_folder
+    from slime_like.train.megatron.weights.convert import export_checkpoint as export
 
     assert dist.get_world_size() == 1
     source = megatron_folder(shared.scratch.with_name(saved_by))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.train.megatron.layout import token_layout
+from slime_like.train.megatron.model.layout import token_layout
 from tests.train.jobs import Shared
 from tests.train.ranks import World
 
@@ -52,13 +52,13 @@ def meet(world: World, carrier: str = "gloo") -> None:
 
 def kept_bounds(world: World, shared: Shared) -> list[int]:
     """How many bounds of sequences a backend has been given after each of: two layers of a micro-batch, two of the next."""
-    from slime_like.train.megatron.layers import PackedRows
-    from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Heads
+    from slime_like.train.megatron.model.layers import PackedRows
+    from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads
     from slime_like_plugins.qwen_gdn.state_passing import StatePassing
 
     del shared
     meet(world)
-    backend, heads = _recording(), Heads(H, HV, K, V)
+    backend, heads = _recording(), MixingHeads(H, HV, K, V)
     counts: list[int] = []
     for bounds in ((0, 24, 64), (0, 40, 64)):
         packed = PackedRows(cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32))
@@ -75,12 +75,16 @@ def kept_bounds(world: World, shared: Shared) -> list[int]:
 def moved(world: World, shared: Shared) -> list[bool]:
     """Whether hidden states go to the range and not what is projected of them: Qwen3-Next's layer, and with parts of tokens,
     and with so many tensor parallel ranks that a rank's heads are narrower."""
-    from slime_like_plugins.qwen_gdn.mixing import Heads
+    from slime_like_plugins.qwen_gdn.mixing import MixingHeads
     from slime_like_plugins.qwen_gdn.state_passing import StatePassing
 
     del shared
     meet(world)
-    layers = (Heads(16, 32, 128, 128), 2048), (Heads(16, 32, 128, 128), 0), (Heads(4, 8, 128, 128), 2048)
+    layers = (
+        (MixingHeads(16, 32, 128, 128), 2048),
+        (MixingHeads(16, 32, 128, 128), 0),
+        (MixingHeads(4, 8, 128, 128), 2048),
+    )
     return [StatePassing(_backend(), heads, dist.group.WORLD, hidden).moves_hidden for heads, hidden in layers]
 
 

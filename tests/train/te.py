@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
-from slime_like.ports import Meeting
-from slime_like.train.megatron import host
+from slime_like.train.megatron.platform import host
+from slime_like.util.ports import Meeting
 from tests.train import parity
 from tests.train.jobs import Shared
 from tests.train.models import count_tokens, make_rows, make_spec
@@ -23,13 +23,13 @@ HALF: dict[str, Any] = {"dtype": "bfloat16", "algo": parity.ALGO, "temperature":
 
 def on_cpu(world: World, shared: Shared, sizes: tuple[int, ...], lengths: tuple[int, ...]) -> dict[str, Any]:
     """What TransformerEngine would be given per (cp, rank), and what its attention says where it is missing."""
-    from slime_like.train.megatron.forward import make_micro
-    from slime_like.train.megatron.groups import Place
-    from slime_like.train.megatron.model import _core_attention
+    from slime_like.train.megatron.model.forward import make_micro
+    from slime_like.train.megatron.model.model import _core_attention
+    from slime_like.train.megatron.platform.groups import RankInfo
 
     given: dict[tuple[int, int], dict[str, Any]] = {}
     for cp, rank in ((size, rank) for size in sizes for rank in range(size)):
-        place = Place(
+        place = RankInfo(
             Layout(cp=cp), torch.device("cpu"), 0, 0, rank, 0, *[None] * 5, ep_rank=0, expert_dp_rank=0, ep_group=None
         )
         micro = make_micro(make_rows(lengths, 0), place)
@@ -47,8 +47,8 @@ def on_cpu(world: World, shared: Shared, sizes: tuple[int, ...], lengths: tuple[
 def on_gpu(world: World, folder: Path, cp: int) -> dict[str, Any]:
     """Each provider in bfloat16 against HF in float32, and core attention of the two on the same random rows."""
     host.install("cuda")
-    from slime_like.train.megatron.actor import MegatronActor
-    from slime_like.train.megatron.forward import make_micro
+    from slime_like.train.megatron.model.forward import make_micro
+    from slime_like.train.megatron.rank.actor import MegatronActor
 
     ref, rows = parity.reference(folder), parity.batch()
     out: dict[str, Any] = {}

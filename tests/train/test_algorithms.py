@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from tests.train.algorithms import ALGORITHMS
 from tests.train.jobs import SP, Job, Results
 

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
+from slime_like.train.megatron.model.vocab import VocabularyPart, vocab_scores
 from slime_like_plugins.megatron_cpu.functions import (
     AttentionFunction,
     RMSNormFunction,
     SplitRotateFunction,
     SwiGLUFunction,
 )
-from slime_like_plugins.megatron_cpu.kernels import QUERIES, SOURCE, Heads, TrainKernels, make_kernels
+from slime_like_plugins.megatron_cpu.kernels import QUERIES, SOURCE, QkvHeads, TrainKernels, make_kernels
 from slime_like_plugins.megatron_cpu.scores import fused_vocab_scores
 from slime_like_plugins.sglang_cpu.build import COMPILERS, object_name
 
@@ -110,7 +110,7 @@ def test_swiglu_far_from_zero() -> None:
 def test_split_norm_rotate(
     rows: int, groups: int, queries: int, half: int, normed: bool, dtype: torch.dtype, seed: int
 ) -> None:
-    heads = Heads(groups, queries, 2 * half)
+    heads = QkvHeads(groups, queries, 2 * half)
     angles = torch.rand(rows, half, generator=torch.Generator().manual_seed(seed)) * 6
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
 

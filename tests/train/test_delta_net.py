@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from tests.train.delta_net import LayerCase
 from tests.train.jobs import SP, Job, Results
 

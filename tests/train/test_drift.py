@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from slime_like.metrics.dictionary import unknown
 from tests.train.drift import TOLERANCE
 from tests.train.jobs import SP, Job, Results

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron.families.experts import ExpertMatrix, global_key, keys_of_peers
-from slime_like.train.megatron.hf import HFFolder
+from slime_like.train.megatron.families.hf import HFFolder
 from tests.train.jobs import SP, Job, Results
 from tests.train.models import fused as joined_experts
 from tests.train.parity import comparison

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from tests.train.jobs import SP, Job, Results
 from tests.train.lifecycle import Exported
 from tests.train.parity import by_expert

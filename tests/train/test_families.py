@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from tests.train.jobs import SP, Job, Results
 from tests.train.parity import comparison
 from tests.train.weights import assert_refused, assert_same_tensors, assert_shards_merge, family_of

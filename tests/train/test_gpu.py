@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.config.algo import SftConfig
-from slime_like.config.gdn import GDNConfig
-from slime_like.config.gdn_rules import check_runtime
-from slime_like.config.gdn_runtime import runtime
-from slime_like.config.hf import GDNShape
-from slime_like.config.resolved import Layout
+from slime_like.config.rules.gdn import check_runtime
+from slime_like.config.rules.gdn_runtime import runtime
+from slime_like.config.rules.hf import GDNShape
+from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.gdn import GDNConfig
+from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
 from slime_like.metrics.types import reduce_metrics
-from slime_like.ports import Meeting
-from slime_like.train.megatron import host
+from slime_like.train.megatron.platform import host
+from slime_like.util.ports import Meeting
 from tests.train import parity
 from tests.train.lifecycle import batch, train
 from tests.train.models import count_tokens, make_model, make_spec
@@ -43,7 +43,7 @@ def actor_on_gpu(world: World, folder: Path, **spec: Any) -> Any:
 
 
 def actor_on(device: str, world: World, folder: Path, **spec: Any) -> Any:
-    from slime_like.train.megatron.actor import MegatronActor
+    from slime_like.train.megatron.rank.actor import MegatronActor
 
     return MegatronActor(
         make_spec(folder, Layout(), device=device, **spec),
@@ -56,7 +56,7 @@ def actor_on(device: str, world: World, folder: Path, **spec: Any) -> Any:
 def on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
     """float32 gradients against HF, bfloat16 scores, learning, a resumed run and an export."""
     host.install("cuda")
-    from slime_like.train.megatron.forward import make_micro
+    from slime_like.train.megatron.model.forward import make_micro
 
     ref = parity.reference(folder)
     rows = parity.batch()
@@ -145,7 +145,7 @@ def hybrid_on_gpu(
     Keys say which kernels ran.
     """
     host.install(device)
-    from slime_like.train.megatron.forward import make_micro
+    from slime_like.train.megatron.model.forward import make_micro
 
     ref, rows = parity.reference(folder), parity.batch()
     grads = {name: grad.to(device) for name, grad in ref.grads.items()}

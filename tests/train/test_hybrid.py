@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from tests.train.jobs import SP, Job, Results
 from tests.train.lifecycle import Exported
 from tests.train.options import OVERLAP

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.train.megatron.layout import TokenLayout, attention_pieces, token_layout, tokens_by_rank
+from slime_like.train.megatron.model.layout import TokenLayout, attention_pieces, token_layout, tokens_by_rank
 
 lengths = st.lists(st.integers(1, 23), max_size=6)
 sizes = st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (3, 2)])

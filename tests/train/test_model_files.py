@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from slime_like.errors import CheckpointError, ConfigError
+from slime_like.train.megatron.families.hf import HFFolder
 from slime_like.train.megatron.families.qwen3 import Qwen3
-from slime_like.train.megatron.groups import check_layout
-from slime_like.train.megatron.hf import HFFolder
-from slime_like.train.megatron.transformer_config import choose_family, pipeline_pattern
+from slime_like.train.megatron.model.transformer_config import choose_family, pipeline_pattern
+from slime_like.train.megatron.platform.groups import check_layout
 from tests.train.models import VOCAB, make_spec
 from tests.train.weights import assert_shards_merge, family_of
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from slime_like_plugins.sglang_cpu.build import COMPILERS
 from tests.train.jobs import SP, Job, Results
 from tests.train.options import ADAMW, OVERLAP, Overlapped, Recomputed, Rounded

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from tests.train.jobs import SP, Job, Results
 from tests.train.weights import assert_same_tensors
 

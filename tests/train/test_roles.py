@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from tests.train.jobs import SP, Job, Results
 from tests.train.lifecycle import batch
 from tests.train.roles import STEPS, Trained, head_weight

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from tests.train.disk import Operation
 from tests.train.jobs import Job, Results
 from tests.train.saving import EXPORT_FULL, FULL

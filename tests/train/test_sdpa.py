@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like.train.megatron.sdpa import attention_batches, in_batches, in_pieces
+from slime_like.train.megatron.model.sdpa import attention_batches, in_batches, in_pieces
 
 CPU = torch.device("cpu")
 RAGGED = [9, 3, 8, 1, 9, 16, 2]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.resolved import Layout
 from tests.train.hostile import PLANTS
 from tests.train.jobs import SP, Job, Results
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.gdn import GDNConfig
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.gdn import GDNConfig
+from slime_like.config.schema.resolved import Layout
 from tests.train.jobs import SP, Job, Results
 from tests.train.parity import comparison
 from tests.train.state_passing import Case

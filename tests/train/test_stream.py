@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.train.megatron.layout import token_layout
-from slime_like.train.megatron.stream import StreamPart, stream_part
+from slime_like.train.megatron.model.layout import token_layout
+from slime_like.train.megatron.model.stream import StreamPart, stream_part
 
 
 @st.composite

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
+from slime_like.train.megatron.model.vocab import VocabularyPart, vocab_scores
 
 
 def reference(hidden: Tensor, weight: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def test_equals_float64_autograd(
 
 
 def test_logits_exist_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slime_like.train.megatron import vocab
+    from slime_like.train.megatron.model import vocab
 
     seen: list[int] = []
     stock = vocab._logits

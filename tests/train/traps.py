@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime_like.config.algo import GrpoConfig, SftConfig
-from slime_like.config.resolved import Layout
+from slime_like.config.schema.algo import GrpoConfig, SftConfig
+from slime_like.config.schema.resolved import Layout
 from slime_like.errors import SlimeLikeError
 from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
@@ -23,7 +23,7 @@ from tests.train.ranks import World
 
 def stock(module: str, name: str) -> Any:
     """What a patch took the place of."""
-    from slime_like.train.megatron import patches
+    from slime_like.train.megatron.platform import patches
 
     return patches.STOCK[module, name]
 
@@ -112,7 +112,7 @@ def fused_cross_entropy(world: World, shared: Shared) -> dict[str, float]:
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
-    from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
+    from slime_like.train.megatron.model.vocab import VocabularyPart, vocab_scores
 
     make_actor(world, shared.models["tied"], Layout())  # for the process groups
     group = parallel_state.get_tensor_model_parallel_group()
@@ -137,7 +137,7 @@ def fused_cross_entropy(world: World, shared: Shared) -> dict[str, float]:
 
 def decay(world: World, shared: Shared) -> dict[str, tuple[float, float]]:
     """Smallest and largest factor by which a step without gradient changed norms and matrices."""
-    from slime_like.train.megatron.model import named_weights
+    from slime_like.train.megatron.model.model import named_weights
 
     actor = make_actor(world, shared.models["untied"], Layout(), optim={"lr": 0.01, "weight_decay": 0.5})
     before = {key: p.detach().clone() for key, p in named_weights(actor.trainer.model)}
@@ -170,7 +170,7 @@ def refused(world: World, shared: Shared) -> dict[str, str]:
 
 def unmarked_experts(world: World, shared: Shared) -> dict[str, str]:
     """What becomes of a checkpoint with experts over two ranks where each rank has all of them, with our mark and without."""
-    from slime_like.train.megatron import optim
+    from slime_like.train.megatron.step import optim
 
     layout, folder = Layout(dp=2), shared.scratch / "saved"
     saved = make_actor(world, shared.models["qwen3_moe"], Layout(dp=2, ep=2), algo=SftConfig())

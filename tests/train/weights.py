@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slime_like.config.names import FAMILIES
+from slime_like.config.schema.names import FAMILIES
 from slime_like.errors import ConfigError
 from slime_like.registry import resolve
 from slime_like.train.megatron.families.base import Family
-from slime_like.train.megatron.hf import HFFolder
+from slime_like.train.megatron.families.hf import HFFolder
 from tests.train.lifecycle import Exported
 from tests.train.parity import TEMPERATURE, by_expert, without_fla
 

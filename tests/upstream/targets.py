@@ -64,14 +64,14 @@ def hybrid() -> None:
 
 def patched_modules() -> list[str]:
     """Modules of megatron-core that are patched on a host."""
-    from slime_like.train.megatron import host, patches
+    from slime_like.train.megatron.platform import host, patches
 
     return sorted({*patches.table(), *host._HOST})
 
 
 def megatron() -> dict[str, str | None]:
     """Import each module that is patched: its patches run after its body."""
-    from slime_like.train.megatron import host
+    from slime_like.train.megatron.platform import host
 
     host.install("cpu")
     found = {name: problem(lambda n=name: importlib.import_module(n)) for name in patched_modules()}
@@ -80,8 +80,8 @@ def megatron() -> dict[str, str | None]:
 
 def of_torch() -> dict[str, str | None]:
     """Put the wrapper round torch's collectives, without and with communicators that come and go, and take it away."""
-    from slime_like.config.guard_policy import GuardSpec
-    from slime_like.distributed import install
+    from slime_like.config.schema.guard_policy import GuardSpec
+    from slime_like.distributed.wrapper import install
 
     def place(release: bool) -> None:
         install.install(GuardSpec(wrap=True, release=release), torch.device("cpu"), 0)

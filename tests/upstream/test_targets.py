@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.config.resolved import EngineSpec
-from slime_like.rollout import server
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.rollout.engine import server
 from tests.upstream import targets
 
 pytestmark = pytest.mark.upstream

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.config.resolved import TransportSpec
+from slime_like.config.schema.resolved import TransportSpec
 from slime_like.interfaces import Bucket, TensorMeta
 from slime_like.weights.bucket import buckets
 from slime_like.weights.shared import is_message, received

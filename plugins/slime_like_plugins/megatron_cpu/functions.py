@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like_plugins.megatron_cpu.kernels import Heads, TrainKernels
+from slime_like_plugins.megatron_cpu.kernels import QkvHeads, TrainKernels
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -57,7 +57,7 @@ class SplitRotateFunction(torch.autograd.Function):
         q_weight: Tensor | None,
         k_weight: Tensor | None,
         cos_sin_ND: Tensor,
-        heads: Heads,
+        heads: QkvHeads,
         eps: float,
         kernels: TrainKernels,
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -36,7 +36,7 @@ _SIGNATURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class QkvHeads:
     """How the output of the query, key and value projection is laid out: G groups of R queries, a key and a value."""
 
     groups: int
@@ -97,7 +97,7 @@ class TrainKernels:
         return grad_gate_up
 
     def split_rotate(
-        self, mixed: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: Heads, eps: float
+        self, mixed: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: QkvHeads, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """F32 queries [N, G R, D], keys and values [N, G, D] of ``mixed`` [N, G (R + 2) D]; and [N, G, R + 1] for the way back.
 
@@ -118,7 +118,7 @@ class TrainKernels:
         cos_sin_ND: Tensor,
         inverse: Tensor,
         grads: tuple[Tensor, Tensor, Tensor],
-        heads: Heads,
+        heads: QkvHeads,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of ``mixed`` [N, G (R + 2) D] and F32 [2, D] of the norms' weights (0 where there are none)."""
         n, g, r, d = len(mixed), heads.groups, heads.queries, heads.dim
@@ -223,7 +223,7 @@ def _check(dtype: torch.dtype, *pairs: tuple[Tensor, tuple[int, ...]]) -> None:
         assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{tensor.device}, strides {tensor.stride()}"
 
 
-def _check_mixed(mixed: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: Heads) -> None:
+def _check_mixed(mixed: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: QkvHeads) -> None:
     assert heads.dim % 2 == 0, f"no halves of {heads.dim}"
     _check(mixed.dtype, (mixed, (len(mixed), heads.width)), *((weight, (heads.dim,)) for weight in norms or ()))
     _check(torch.float32, (cos_sin_ND, (len(mixed), heads.dim)))

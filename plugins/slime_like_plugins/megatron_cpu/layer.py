@@ -11,15 +11,15 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from slime_like.errors import ConfigError
-from slime_like.train.megatron.layers import LayerParts, PackedAttention, PackedRows, Stack, announce_read
-from slime_like.train.megatron.norms import RMSNorm
+from slime_like.train.megatron.model.layers import LayerParts, PackedAttention, PackedRows, Stack, announce_read
+from slime_like.train.megatron.model.norms import RMSNorm
 from slime_like_plugins.megatron_cpu.functions import (
     AttentionFunction,
     RMSNormFunction,
     SplitRotateFunction,
     SwiGLUFunction,
 )
-from slime_like_plugins.megatron_cpu.kernels import LANES, SUFFIX, Heads, kernels
+from slime_like_plugins.megatron_cpu.kernels import LANES, SUFFIX, QkvHeads, kernels
 from slime_like_plugins.megatron_cpu.scores import fused_vocab_scores
 from slime_like_plugins.sglang_cpu.build import BuildError
 
@@ -128,7 +128,7 @@ class FusedAttention(SelfAttention):
         groups = self.num_query_groups_per_partition
         queries = self.num_attention_heads_per_partition // groups
         weights = (_weight(self.q_layernorm), _weight(self.k_layernorm))
-        heads = Heads(groups, queries, self.hidden_size_per_attention_head)
+        heads = QkvHeads(groups, queries, self.hidden_size_per_attention_head)
         eps, rows = self.config.layernorm_epsilon, mixed.flatten(0, 1)
         out: Any = SplitRotateFunction.apply(rows, *weights, self._cos_sin, heads, eps, kernels())
         return tuple(x[:, None] for x in out)

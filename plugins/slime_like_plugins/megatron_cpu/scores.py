@@ -1,7 +1,7 @@
 """Log-probability and entropy from hidden states over the C kernels: one pass over the logits of a chunk each way.
 
 Where one chunk holds all tokens its logits are kept for the way back, in the model's own precision; several are computed
-again there, as in ``slime_like.train.megatron.vocab``, which also has what these kernels do not do.
+again there, as in ``slime_like.train.megatron.model.vocab``, which also has what these kernels do not do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.train.megatron.vocab import VocabularyPart, vocab_scores
+from slime_like.train.megatron.model.vocab import VocabularyPart, vocab_scores
 from slime_like_plugins.megatron_cpu.kernels import SUFFIX, kernels
 
 

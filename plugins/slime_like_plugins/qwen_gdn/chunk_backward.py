@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_like_plugins.qwen_gdn.chunk_forward import MATRICES, Block, Inputs, grouped, masked_scores, scaled
+from slime_like_plugins.qwen_gdn.chunk_forward import MATRICES, ChunkBlock, ChunkInputs, grouped, masked_scores, scaled
 from slime_like_plugins.qwen_gdn.packing import ChunkOrder
 
 
@@ -40,7 +40,9 @@ class _Scan:
     dstates: Tensor  # [m, HV, K, V] gradient of the state after each chunk
 
 
-def backward(x: Inputs, blocks: tuple[Block, ...], dout: Tensor, dfinal: Tensor, order: ChunkOrder) -> Gradients:
+def backward(
+    x: ChunkInputs, blocks: tuple[ChunkBlock, ...], dout: Tensor, dfinal: Tensor, order: ChunkOrder
+) -> Gradients:
     """``dout`` [M, HV, C, V] and ``dfinal`` [N, HV, K, V], the gradients of the output and of the final states."""
     grads = Gradients(
         keys=torch.empty_like(x.keys),
@@ -68,7 +70,7 @@ def project(keys: Tensor, dkeys: Tensor, rstd: Tensor, scale: float) -> Tensor:
     return dkeys
 
 
-def _walk(x: Inputs, block: Block, dout: Tensor, dstate: Tensor, steps: range, order: ChunkOrder) -> _Scan:
+def _walk(x: ChunkInputs, block: ChunkBlock, dout: Tensor, dstate: Tensor, steps: range, order: ChunkOrder) -> _Scan:
     """The recurrence of dS through a block; ``dstate`` [N, HV, K, V] goes from the block's end to its start."""
     m, heads, chunk, size = dout.shape
     within = order.within(steps)
@@ -94,7 +96,7 @@ def _walk(x: Inputs, block: Block, dout: Tensor, dstate: Tensor, steps: range, o
     return scan
 
 
-def _gradients(x: Inputs, block: Block, scan: _Scan, dout: Tensor, grads: Gradients, within: slice) -> None:
+def _gradients(x: ChunkInputs, block: ChunkBlock, scan: _Scan, dout: Tensor, grads: Gradients, within: slice) -> None:
     """Everything that needs no order in time, for a whole block at once; fills ``grads`` there."""
     m, heads, chunk, _ = dout.shape
     keys = grouped(x.keys[within], x)
@@ -131,7 +133,9 @@ def _gradients(x: Inputs, block: Block, scan: _Scan, dout: Tensor, grads: Gradie
     grads.gamma[within] = dgamma
 
 
-def _keys_gradient(x: Inputs, dgram: Tensor, from_read: Tensor, from_write: Tensor, out: Tensor, within: slice) -> None:
+def _keys_gradient(
+    x: ChunkInputs, dgram: Tensor, from_read: Tensor, from_write: Tensor, out: Tensor, within: slice
+) -> None:
     """``out`` [m, H, 2C, K]: both sides of the gram matrix and what went through the state, summed over value heads."""
     chunk = dgram.shape[-1]
     keys = x.keys[within].flatten(0, 1)

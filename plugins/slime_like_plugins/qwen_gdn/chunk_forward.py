@@ -26,7 +26,7 @@ MATRICES = 64  # (chunk, head) pairs per block
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class ChunkInputs:
     """What a call is given, cut into M chunks, in the dtype it is computed in."""
 
     keys: Tensor  # [M, H, 2C, K] keys of length 1, below them queries of length scale
@@ -50,7 +50,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ChunkBlock:
     """What backward needs of a block of m chunks."""
 
     gram: Tensor  # [m, H, 2C, C] keys and queries against keys
@@ -73,10 +73,10 @@ class Result:
 
     out: Tensor  # [M, HV, C, V]
     final: Tensor  # [N, HV, K, V] in the order's order of sequences
-    blocks: tuple[Block, ...]  # empty unless they were to be kept
+    blocks: tuple[ChunkBlock, ...]  # empty unless they were to be kept
 
 
-def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrder, scale: float) -> Inputs:
+def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrder, scale: float) -> ChunkInputs:
     """Cut q, k [T, H, K], v [T, HV, V], g and beta [T, HV] into chunks; gaps neither decay nor write."""
     q, k, v, g, beta = rows
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -88,7 +88,7 @@ def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrd
     keys *= rstd.unsqueeze(-1)
     keys[:, :, chunk:] *= scale
     gamma = order.pack(g.unsqueeze(-1)).squeeze(-1).to(dtype).cumsum(-1)
-    return Inputs(
+    return ChunkInputs(
         keys=keys,
         rstd=rstd,
         v=order.pack(v).to(dtype).contiguous(),
@@ -99,14 +99,14 @@ def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrd
     )
 
 
-def forward(x: Inputs, state: Tensor, order: ChunkOrder, *, keep: bool) -> Result:
+def forward(x: ChunkInputs, state: Tensor, order: ChunkOrder, *, keep: bool) -> Result:
     """``state`` [N, HV, K, V]: what each sequence starts from, in the order's order; ``keep`` for a later backward."""
     out, state = torch.empty_like(x.v), state.clone()
-    blocks: list[Block] = []
+    blocks: list[ChunkBlock] = []
     for steps in order.blocks(x.v.shape[1], MATRICES):
         within = order.within(steps)
         gram, pair_decay, solve = _pairs(x, within)
-        block = Block(
+        block = ChunkBlock(
             gram=gram,
             pair_decay=pair_decay,
             solve=solve,
@@ -124,7 +124,7 @@ def forward(x: Inputs, state: Tensor, order: ChunkOrder, *, keep: bool) -> Resul
     return Result(out, state, tuple(blocks))
 
 
-def grouped(part: Tensor, x: Inputs) -> Tensor:
+def grouped(part: Tensor, x: ChunkInputs) -> Tensor:
     """[m, H or HV, ...] -> [m, H, 1 or HV / H, ...]: key heads beside the value heads that read them."""
     heads = x.keys.shape[1]
     return part.view(part.shape[0], heads, part.shape[1] // heads, *part.shape[2:])
@@ -137,13 +137,13 @@ def scaled(keys: Tensor, factor: Tensor) -> Tensor:
     return (keys.unsqueeze(2) * factor).view(-1, chunk, size)
 
 
-def masked_scores(x: Inputs, block: Block) -> Tensor:
+def masked_scores(x: ChunkInputs, block: ChunkBlock) -> Tensor:
     """[m * HV, C, C]: queries against keys, decayed, the future masked."""
     chunk = block.solve.shape[-1]
     return (grouped(block.gram, x)[..., chunk:, :] * grouped(block.pair_decay, x)).view(-1, chunk, chunk)
 
 
-def _pairs(x: Inputs, within: slice) -> tuple[Tensor, Tensor, Tensor]:
+def _pairs(x: ChunkInputs, within: slice) -> tuple[Tensor, Tensor, Tensor]:
     """``gram``, ``pair_decay`` and ``solve`` of the chunks ``within``."""
     keys, gamma = x.keys[within], x.gamma[within]
     chunk = gamma.shape[-1]
@@ -157,7 +157,7 @@ def _pairs(x: Inputs, within: slice) -> tuple[Tensor, Tensor, Tensor]:
     return gram, pair_decay, unit_lower_inverse(lower.view(-1, chunk, chunk)).view_as(pair_decay)
 
 
-def _scan(x: Inputs, block: Block, state: Tensor, steps: range, order: ChunkOrder) -> None:
+def _scan(x: ChunkInputs, block: ChunkBlock, state: Tensor, steps: range, order: ChunkOrder) -> None:
     """The recurrence through a block: fills ``delta``, ``written`` and ``states``; ``state`` [N, HV, K, V] moves on."""
     within = order.within(steps)
     heads = state.shape[1]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slime_like.train.megatron.exact_layers import converted, replaced
-from slime_like.train.megatron.layers import PackedRows
+from slime_like.train.megatron.model.exact_layers import converted, replaced
+from slime_like.train.megatron.model.layers import PackedRows
 from slime_like_plugins.qwen_gdn.layer import GatedDeltaNetLayer
 from slime_like_plugins.qwen_gdn.mixing import DeltaInputs
 from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime_like.config.gdn import GDNConfig
+from slime_like.config.schema.gdn import GDNConfig
 from slime_like.errors import ConfigError
 from slime_like_plugins.qwen_gdn.backend import RangeRule
 from slime_like_plugins.qwen_gdn.packing import num_tokens, padded

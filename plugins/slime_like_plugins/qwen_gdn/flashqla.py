@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slime_like.config.gdn import GDNConfig
+from slime_like.config.schema.gdn import GDNConfig
 from slime_like_plugins.qwen_gdn.backend import RangeRule
 from slime_like_plugins.qwen_gdn.fla import FlaGDN
 

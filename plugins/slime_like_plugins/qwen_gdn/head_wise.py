@@ -14,15 +14,15 @@ import torch
 from megatron.core.tensor_parallel import all_to_all
 from torch import Tensor
 
-from slime_like.train.megatron.layers import PackedRows
+from slime_like.train.megatron.model.layers import PackedRows
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
-from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Heads, delta_rule
+from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads, delta_rule
 
 
 class HeadWise:
     """``Mixing`` for head counts that the ranks of ``group`` divide; of one rank it is the rule and nothing else."""
 
-    def __init__(self, backend: GDNBackend, heads: Heads, group: Any, hidden: int = 0) -> None:
+    def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:
         del hidden  # projections are of attention's tokens
         self.backend = backend
         self.group = group

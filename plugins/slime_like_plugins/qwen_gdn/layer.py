@@ -19,13 +19,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from slime_like.train.megatron.layers import PackedRows, announce_read
-from slime_like.train.megatron.norms import GatedHeadNorm, RMSNorm
+from slime_like.train.megatron.model.layers import PackedRows, announce_read
+from slime_like.train.megatron.model.norms import GatedHeadNorm, RMSNorm
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
 from slime_like_plugins.qwen_gdn.head_wise import HeadWise
-from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Heads, Mixing
+from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Mixing, MixingHeads
 
-MakeMixing = Callable[[GDNBackend, Heads, Any, int], Mixing]
+MakeMixing = Callable[[GDNBackend, MixingHeads, Any, int], Mixing]
 """(backend, this tensor parallel rank's heads, context parallel group, channels of the hidden states, 0 where sequence
 parallelism gives a rank a part of its tokens) -> how they are mixed."""
 
@@ -87,10 +87,10 @@ class GatedDeltaNetLayer(GatedDeltaNet):
         return self.conv1d.weight[:, 0]
 
 
-def _heads(config: TransformerConfig, tp: int) -> Heads:
+def _heads(config: TransformerConfig, tp: int) -> MixingHeads:
     """Those of one of ``tp`` ranks."""
     sizes: Any = config  # megatron declares them optional
-    whole = Heads(
+    whole = MixingHeads(
         sizes.linear_num_key_heads,
         sizes.linear_num_value_heads,
         sizes.linear_key_head_dim,

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime_like.train.megatron.layers import PackedRows
+from slime_like.train.megatron.model.layers import PackedRows
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class MixingHeads:
     """Heads of one rank: H key heads of K channels, HV value heads of V, HV a multiple of H."""
 
     keys: int
@@ -31,9 +31,9 @@ class Heads:
         """Channels of query, key and value."""
         return self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim
 
-    def shared_by(self, ranks: int) -> Heads:
+    def shared_by(self, ranks: int) -> MixingHeads:
         """Those of one of ``ranks`` that share these."""
-        return Heads(self.keys // ranks, self.values // ranks, self.key_dim, self.value_dim)
+        return MixingHeads(self.keys // ranks, self.values // ranks, self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def at_least_f32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def rule_inputs(convolved_TC: Tensor, inputs: DeltaInputs, heads: Heads) -> RuleInputs:
+def rule_inputs(convolved_TC: Tensor, inputs: DeltaInputs, heads: MixingHeads) -> RuleInputs:
     """Convolved channels of T tokens, by head."""
     q, k, v = convolved_TC.split(heads.channels, -1)
     g, beta = decay_and_strength(inputs)
@@ -106,7 +106,7 @@ def rule_inputs(convolved_TC: Tensor, inputs: DeltaInputs, heads: Heads) -> Rule
 
 
 def delta_rule(
-    backend: GDNBackend, inputs: DeltaInputs, heads: Heads, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor
+    backend: GDNBackend, inputs: DeltaInputs, heads: MixingHeads, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor
 ) -> Tensor:
     """Whole sequences on one rank: T tokens and H heads -> [T, HV, V]."""
     convolved = backend.causal_conv(

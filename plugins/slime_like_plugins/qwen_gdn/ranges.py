@@ -12,7 +12,7 @@ import torch
 from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 
-from slime_like.train.megatron.stream import StreamPart, stream_part
+from slime_like.train.megatron.model.stream import StreamPart, stream_part
 from slime_like_plugins.qwen_gdn.backend import GDNBackend, RangeRule
 
 

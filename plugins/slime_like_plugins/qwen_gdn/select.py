@@ -7,11 +7,11 @@ from typing import cast
 
 import torch
 
-from slime_like.config.gdn import GDNConfig, gdn_backend
-from slime_like.config.gdn_rules import check_runtime
-from slime_like.config.gdn_runtime import runtime
-from slime_like.config.hf import GDNShape
-from slime_like.config.names import GDN_BACKENDS
+from slime_like.config.rules.gdn import check_runtime
+from slime_like.config.rules.gdn_runtime import runtime
+from slime_like.config.rules.hf import GDNShape
+from slime_like.config.schema.gdn import GDNConfig, gdn_backend
+from slime_like.config.schema.names import GDN_BACKENDS
 from slime_like.errors import ConfigError
 from slime_like.registry import check
 from slime_like.registry import resolve as resolve_name

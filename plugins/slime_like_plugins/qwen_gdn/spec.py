@@ -7,16 +7,16 @@ from typing import Any
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from slime_like.config.gdn import gdn_cp_mode
-from slime_like.config.hf import GDNShape
-from slime_like.config.model import ModelConfig
-from slime_like.train.megatron.groups import Place
+from slime_like.config.rules.hf import GDNShape
+from slime_like.config.schema.gdn import gdn_cp_mode
+from slime_like.config.schema.model import ModelConfig
+from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like_plugins.qwen_gdn import layer, select
 from slime_like_plugins.qwen_gdn.head_wise import HeadWise
 from slime_like_plugins.qwen_gdn.state_passing import StatePassing
 
 
-def layer_spec(config: TransformerConfig, model: ModelConfig, place: Place) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, model: ModelConfig, place: RankInfo) -> ModuleSpec:
     """A layer of the hybrid stack. Raises ``ConfigError`` where the backend cannot run here."""
     sizes: Any = config  # megatron declares them optional
     shape = GDNShape(

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.train.megatron.layers import PackedRows
+from slime_like.train.megatron.model.layers import PackedRows
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
-from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Heads, rule_inputs
+from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads, rule_inputs
 from slime_like_plugins.qwen_gdn.ranges import Bounds, Range, range_of
 
 
@@ -35,7 +35,7 @@ class StatePassing:
     ``hidden``: channels of the layer's input where a rank has whole tokens of it, 0 where it does not.
     """
 
-    def __init__(self, backend: GDNBackend, heads: Heads, group: Any, hidden: int = 0) -> None:
+    def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:
         self.backend, self.heads, self.group = backend, heads, group
         inside = sum(heads.channels) + 2 * heads.values + heads.channels[2]  # projected, and read out
         self.moves_hidden = 0 < 2 * hidden < inside

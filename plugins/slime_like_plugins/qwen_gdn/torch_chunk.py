@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slime_like.config.gdn import GDNConfig
+from slime_like.config.schema.gdn import GDNConfig
 from slime_like_plugins.qwen_gdn import causal_conv
 from slime_like_plugins.qwen_gdn.chunk_backward import backward, project
-from slime_like_plugins.qwen_gdn.chunk_forward import Block, Inputs, forward, prepare
+from slime_like_plugins.qwen_gdn.chunk_forward import ChunkBlock, ChunkInputs, forward, prepare
 from slime_like_plugins.qwen_gdn.packing import ChunkOrder, chunk_order
 
 CHUNK = 32
@@ -120,10 +120,10 @@ class _ChunkRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved, order = list(ctx.saved_tensors), ctx.order
-        x = Inputs(*saved[: Inputs.NUM_TENSORS])
-        sequences, kept = saved[Inputs.NUM_TENSORS], saved[Inputs.NUM_TENSORS + 1 :]
-        size = Block.NUM_TENSORS
-        blocks = tuple(Block(*kept[first : first + size]) for first in range(0, len(kept), size))
+        x = ChunkInputs(*saved[: ChunkInputs.NUM_TENSORS])
+        sequences, kept = saved[ChunkInputs.NUM_TENSORS], saved[ChunkInputs.NUM_TENSORS + 1 :]
+        size = ChunkBlock.NUM_TENSORS
+        blocks = tuple(ChunkBlock(*kept[first : first + size]) for first in range(0, len(kept), size))
         dout = order.pack(grads[0]).to(x.v.dtype).contiguous()
         found = backward(x, blocks, dout, grads[1].index_select(0, sequences).to(x.v.dtype), order)
         dkeys = project(x.keys, found.keys, x.rstd, ctx.scale)

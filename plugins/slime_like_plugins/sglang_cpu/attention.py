@@ -31,7 +31,7 @@ MERGE_TOKENS = 2048
 
 
 @dataclass(slots=True)
-class Bucket:
+class LengthBucket:
     """Requests attended together."""
 
     tokens_bQ: Tensor | None  # rows of the packed batch; None: all rows in order, one per request
@@ -67,7 +67,7 @@ def padded_slots(table: Tensor, kv_lens: Sequence[int]) -> tuple[Tensor, Tensor]
     return torch.where(exists_bL, slots_bL, slots_bL[:, :1]), exists_bL
 
 
-def decode_buckets(table: Tensor, kv_lens: Sequence[int]) -> list[Bucket]:
+def decode_buckets(table: Tensor, kv_lens: Sequence[int]) -> list[LengthBucket]:
     """One query per request. ``table`` [B, max_len] are the page-table rows of the batch."""
     groups: dict[int, list[int]] = {}
     for row, length in enumerate(kv_lens):
@@ -76,16 +76,16 @@ def decode_buckets(table: Tensor, kv_lens: Sequence[int]) -> list[Bucket]:
     if len(groups) == 1 or together:
         slots_bL, exists_bL = padded_slots(table, kv_lens)
         ragged = min(kv_lens) < max(kv_lens)
-        return [Bucket(None, None, slots_bL, exists_bL[:, None] if ragged else None)]
-    buckets: list[Bucket] = []
+        return [LengthBucket(None, None, slots_bL, exists_bL[:, None] if ragged else None)]
+    buckets: list[LengthBucket] = []
     for members in groups.values():
         rows = torch.tensor(members)
         slots_bL, exists_bL = padded_slots(table[rows], [kv_lens[row] for row in members])
-        buckets.append(Bucket(rows[:, None], None, slots_bL, exists_bL[:, None]))
+        buckets.append(LengthBucket(rows[:, None], None, slots_bL, exists_bL[:, None]))
     return buckets
 
 
-def extend_bucket(table: Tensor, starts: Sequence[int], new: Sequence[int], prefix: Sequence[int]) -> Bucket:
+def extend_bucket(table: Tensor, starts: Sequence[int], new: Sequence[int], prefix: Sequence[int]) -> LengthBucket:
     """Requests whose ``new`` tokens, packed from row ``starts``, follow ``prefix`` cached ones."""
     q = torch.arange(max(new))[None]
     new_b1, prefix_b1 = torch.tensor(new)[:, None], torch.tensor(prefix)[:, None]
@@ -94,17 +94,17 @@ def extend_bucket(table: Tensor, starts: Sequence[int], new: Sequence[int], pref
     slots_bL, _ = padded_slots(table, [n + p for n, p in zip(new, prefix, strict=True)])
     last_bQ = prefix_b1 + torch.minimum(q, new_b1 - 1)  # padded queries see what the last one sees, so stay finite
     visible_bQL = torch.arange(slots_bL.shape[1])[None, None] <= last_bQ[:, :, None]
-    return Bucket(tokens_bQ, valid_bQ, slots_bL, visible_bQL)
+    return LengthBucket(tokens_bQ, valid_bQ, slots_bL, visible_bQL)
 
 
-def extend_buckets(table: Tensor, new: Sequence[int], prefix: Sequence[int]) -> list[Bucket]:
+def extend_buckets(table: Tensor, new: Sequence[int], prefix: Sequence[int]) -> list[LengthBucket]:
     """Prefill: ``new[i]`` packed tokens of request i after ``prefix[i]`` cached ones."""
     starts = [0, *torch.tensor(new).cumsum(0).tolist()]
     groups: dict[tuple[int, int], list[int]] = {}
     for row, count in enumerate(new):
         if count > 0:
             groups.setdefault((power_of_two(count), power_of_two(count + prefix[row])), []).append(row)
-    buckets: list[Bucket] = []
+    buckets: list[LengthBucket] = []
     for members in groups.values():
         area = max(new[row] for row in members) * max(new[row] + prefix[row] for row in members)
         at_once = max(1, MASK_ELEMENTS // area)
@@ -124,7 +124,7 @@ class BatchedAttention(AttentionBackend):
         super().__init__()
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self.buckets: list[Bucket] = []
+        self.buckets: list[LengthBucket] = []
         self._workspace: dict[tuple[str, torch.dtype], Tensor] = {}
         self._c = kernels
 
@@ -187,7 +187,7 @@ class BatchedAttention(AttentionBackend):
                 out_THD[bucket.tokens_bQ[bucket.valid_bQ]] = o_bQHD[bucket.valid_bQ]
         return out_THD
 
-    def _attend(self, bucket: Bucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def _attend(self, bucket: LengthBucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """q [b, Q, H, D], KV pool [slots, K, D] -> [b, Q, H, D]."""
         b, q, heads, dim = q_bQHD.shape
         kv_heads = keys.shape[1]

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from slime_like import c_build
-from slime_like.c_build import COMPILERS, BuildError, Built, Recipe, cache_folder
 from slime_like.printable import visible
+from slime_like.util import c_build
+from slime_like.util.c_build import COMPILERS, BuildError, Built, Recipe, cache_folder
 
 __all__ = ("COMPILERS", "BuildError", "Built", "build", "cache_folder", "object_name", "run_compiler")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slime_like_plugins.sglang_cpu.kernels import CKernels
 from slime_like_plugins.sglang_cpu.products import Products
-from slime_like_plugins.sglang_cpu.structure import Block
+from slime_like_plugins.sglang_cpu.structure import DecoderBlock
 from slime_like_plugins.sglang_cpu.workspace import Workspace
 
 CACHED_BYTES = 1 << 21  # of weights, that a core reads from a cache of its own
@@ -26,7 +26,7 @@ ROWS_EACH = 4  # that a thread must have where it reads more than that: each rea
 class DecodeStep:
     """The layers, the last norm and the head of one model, whose layers are of one shape."""
 
-    def __init__(self, model: Any, blocks: Sequence[Block], product: Products, kernels: CKernels) -> None:
+    def __init__(self, model: Any, blocks: Sequence[DecoderBlock], product: Products, kernels: CKernels) -> None:
         self._model, self._blocks, self._product, self._c = model, blocks, product, kernels
         attention = model.model.layers[0].self_attn
         self._heads, self._kv_heads, self._dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
@@ -92,7 +92,7 @@ class DecodeStep:
         return self._product.packed(linear), getattr(linear, "bias", None)
 
 
-def _shape(block: Block) -> tuple[object, ...]:
+def _shape(block: DecoderBlock) -> tuple[object, ...]:
     """What C takes to be the same in every layer."""
     linears = (block.qkv, block.out, block.gate_up, block.down)
     return (block.attention.scaling, *(tuple(linear.weight.shape) for linear in linears))

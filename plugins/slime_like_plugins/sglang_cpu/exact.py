@@ -1,7 +1,7 @@
 """An engine whose bits do not depend on the batch: prefill, decode and prefix-cache hits give a token the same logits.
 
 On with ``exact`` in ``SLIME_LIKE_SGLANG`` beside ``cpu`` (``run.deterministic=true``). The arithmetic is that of
-``slime_like.exact``, which the trainer uses as well. Shortcuts of this package must not replace a hooked function
+``slime_like.util.exact``, which the trainer uses as well. Shortcuts of this package must not replace a hooked function
 while ``enabled("exact")``.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slime_like import exact
+from slime_like.util import exact
 from slime_like_plugins.sglang_cpu import EXACT
 from slime_like_plugins.sglang_hooks import Hook, stop_on
 from slime_like_plugins.sglang_hooks import install as install_hooks

@@ -6,15 +6,15 @@ import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from torch import Tensor
 
-from slime_like import exact
-from slime_like_plugins.sglang_cpu.attention import BatchedAttention, Bucket
+from slime_like.util import exact
+from slime_like_plugins.sglang_cpu.attention import BatchedAttention, LengthBucket
 from slime_like_plugins.sglang_cpu.exact import EXACT_ATTENTION
 
 
-class ExactAttention(BatchedAttention):
+class ExactDecodeAttention(BatchedAttention):
     """The batched backend with sums of fixed order."""
 
-    def _attend(self, bucket: Bucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def _attend(self, bucket: LengthBucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """q [b, Q, H, D], KV pool [slots, K, D] -> [b, Q, H, D]."""
         b, q, heads, dim = q_bQHD.shape
         kv_heads = keys.shape[1]
@@ -33,4 +33,4 @@ class ExactAttention(BatchedAttention):
 
 def register() -> None:
     """Make the backend known to SGLang."""
-    register_attention_backend(EXACT_ATTENTION)(ExactAttention)
+    register_attention_backend(EXACT_ATTENTION)(ExactDecodeAttention)

@@ -21,7 +21,7 @@ from slime_like_plugins.sglang_cpu.attention import BatchedAttention
 from slime_like_plugins.sglang_cpu.decode import DecodeStep
 from slime_like_plugins.sglang_cpu.kernels import CKernels, Kernels
 from slime_like_plugins.sglang_cpu.products import Products
-from slime_like_plugins.sglang_cpu.structure import Block, blocks, obstacle
+from slime_like_plugins.sglang_cpu.structure import DecoderBlock, blocks, obstacle
 from slime_like_plugins.sglang_cpu.workspace import Workspace
 
 
@@ -120,7 +120,7 @@ class FusedForward:
         return self._cos_sin
 
 
-def head_norms(block: Block) -> tuple[Tensor, Tensor] | None:
+def head_norms(block: DecoderBlock) -> tuple[Tensor, Tensor] | None:
     """Weights of the norms of queries and keys, where the family has them."""
     return None if block.q_norm is None or block.k_norm is None else (block.q_norm.weight, block.k_norm.weight)
 

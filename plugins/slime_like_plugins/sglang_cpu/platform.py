@@ -17,7 +17,7 @@ from slime_like_plugins.sglang_hooks import enabled
 KV_TOKENS = 65_536  # KV slots unless max_total_tokens says otherwise: SGLang would take a share of the machine's memory
 MEMORY_FRACTION = 0.3
 THREADS = "SLIME_LIKE_ENGINE_THREADS"
-DECODE_LINE = "slime_like decodes with "  # slime_like.rollout.server looks for it in the log
+DECODE_LINE = "slime_like decodes with "  # slime_like.rollout.engine.server looks for it in the log
 
 logger = logging.getLogger(__name__)
 

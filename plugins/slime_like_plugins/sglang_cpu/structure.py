@@ -13,7 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class DecoderBlock:
     """The modules of one layer. Their weights are read anew at every forward: a push writes them in place."""
 
     attention_norm: Any
@@ -27,13 +27,13 @@ class Block:
     attention: Any
 
 
-def blocks(model: Any) -> list[Block]:
+def blocks(model: Any) -> list[DecoderBlock]:
     """The layers of a model whose class is one of ``MODELS``."""
-    found: list[Block] = []
+    found: list[DecoderBlock] = []
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        block = Block(
+        block = DecoderBlock(
             layer.input_layernorm,
             attention.qkv_proj,
             *norms,

@@ -9,11 +9,11 @@ from typing import Any
 
 from aiohttp import web
 
-from slime_like.deadline import Deadline
-from slime_like.rollout.agent.replies import Answer
+from slime_like.rollout.agent.replies import AgentReply
 from slime_like.rollout.agent.requests import ApiError, ChatRequest, parse_request
 from slime_like.rollout.agent.session import Session
-from slime_like.together import being_cancelled
+from slime_like.util.deadline import Deadline
+from slime_like.util.together import being_cancelled
 
 HOST = "127.0.0.1"
 LARGEST = 16 * 2**20  # bytes of a request's body, whatever its session would take
@@ -23,11 +23,11 @@ MODEL = "policy"
 
 
 @dataclass(slots=True, eq=False)
-class Guest:
+class AgentConnection:
     """A session that has a key, and what is being answered of it."""
 
     session: Session
-    calls: set[asyncio.Task[Answer]] = field(default_factory=set[asyncio.Task[Answer]])
+    calls: set[asyncio.Task[AgentReply]] = field(default_factory=set[asyncio.Task[AgentReply]])
     gone: bool = False
 
 
@@ -35,7 +35,7 @@ class Endpoint:
     """``open`` it in the event loop that the engines' clients live in. Keys are random, and end with their session."""
 
     def __init__(self) -> None:
-        self._guests: dict[str, Guest] = {}
+        self._guests: dict[str, AgentConnection] = {}
         self._runner: web.AppRunner | None = None
         self._opening = asyncio.Lock()
         self.base_url = ""
@@ -58,7 +58,7 @@ class Endpoint:
     def admit(self, session: Session) -> str:
         """The key of calls that belong to ``session``."""
         key = f"sk-{secrets.token_urlsafe(24)}"
-        self._guests[key] = Guest(session)
+        self._guests[key] = AgentConnection(session)
         return key
 
     def dismiss(self, key: str) -> None:
@@ -74,7 +74,7 @@ class Endpoint:
             await self._runner.cleanup()
             self._runner = None
 
-    def _guest(self, request: web.Request) -> Guest:
+    def _guest(self, request: web.Request) -> AgentConnection:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         guest = self._guests.get(key.strip()) if scheme.lower() == "bearer" else None
         if guest is None:
@@ -114,7 +114,7 @@ async def _read(request: web.Request, most: int) -> ChatRequest:
     return parse_request(body)
 
 
-async def _answered(guest: Guest, asked: ChatRequest) -> Answer:
+async def _answered(guest: AgentConnection, asked: ChatRequest) -> AgentReply:
     if guest.gone:
         raise _no_key()
     if guest.session.failure is not None:

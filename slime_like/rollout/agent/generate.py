@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
-from slime_like.config.agent_rules import agent_function
-from slime_like.config.rollout import RolloutConfig
-from slime_like.deadline import Deadline
+from slime_like.config.rules.agents import agent_function
+from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import AgentError
 from slime_like.interfaces import Engine, GenerateContext
 from slime_like.metrics.types import Metric, Sum
@@ -24,9 +23,10 @@ from slime_like.rollout.agent.endpoint import Endpoint
 from slime_like.rollout.agent.loop import AgentLoop, TooLate
 from slime_like.rollout.agent.render import Renderer
 from slime_like.rollout.agent.session import Session
-from slime_like.rollout.lane import Lane
-from slime_like.together import being_cancelled, together
+from slime_like.rollout.collect.resumable import ResumableEngine
 from slime_like.types import Prompt, Reward, Sample, Status
+from slime_like.util.deadline import Deadline
+from slime_like.util.together import being_cancelled, together
 
 COUNTS = ("runs", "calls", "further_samples", "failures", "timeouts")
 FIRST_IN_A_ROW, MOST_IN_A_ROW = 8, 32  # failures after which the run ends: before any agent ended well, and later
@@ -106,7 +106,9 @@ class OpenAIAgent:
         limit = Deadline("rollout", f"agent, prompt {prompt.prompt_id}", self._seconds).limit
         try:
             work = self._agent(self._endpoint.base_url, key, asked, metadata)
-            value = await self._loop.run(work, limit, lambda: engine.held_s if isinstance(engine, Lane) else 0.0)
+            value = await self._loop.run(
+                work, limit, lambda: engine.held_s if isinstance(engine, ResumableEngine) else 0.0
+            )
         except TooLate:
             return None, self._late(session)
         except asyncio.CancelledError as error:

@@ -12,7 +12,7 @@ from slime_like.rollout.agent.requests import ChatRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AgentReply:
     """What a call came to."""
 
     answer_id: str

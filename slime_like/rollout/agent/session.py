@@ -14,12 +14,12 @@ import numpy as np
 
 from slime_like.interfaces import Completion, Engine, GenerateContext, Sampling
 from slime_like.rollout.agent.render import Renderer
-from slime_like.rollout.agent.replies import Answer
+from slime_like.rollout.agent.replies import AgentReply
 from slime_like.rollout.agent.requests import ApiError, ChatRequest, identity, read_messages
 from slime_like.rollout.agent.tool_calls import find_calls
-from slime_like.rollout.episode import Episode
-from slime_like.rollout.seeds import turn_seed
-from slime_like.rollout.trained_sampling import deviations
+from slime_like.rollout.collect.seeds import turn_seed
+from slime_like.rollout.generate.episode import Episode
+from slime_like.rollout.generate.trained_sampling import deviations
 from slime_like.types import I32, Prompt, Reward, Sample, Status
 
 MOST_SAMPLES = 1024  # of one run of an agent
@@ -66,7 +66,7 @@ class Session:
         """Largest body of a call: what is longer could not be a conversation of ``rollout.max_context_len`` tokens."""
         return max(BODY_FLOOR, BYTES_PER_TOKEN * self._context.max_context_len)
 
-    async def answer(self, request: ChatRequest) -> Answer:
+    async def answer(self, request: ChatRequest) -> AgentReply:
         """Sample an answer and record it. Raises ``ApiError`` on what cannot be served, ``EngineError`` as it comes."""
         self._refuse_aborted()
         self.ended = None  # there was no room, and it goes on elsewhere
@@ -164,10 +164,10 @@ class Session:
         episode.sampled(completion)
         return episode
 
-    def _answered(self, request: ChatRequest, completion: Completion, episode: Episode, number: int) -> Answer:
+    def _answered(self, request: ChatRequest, completion: Completion, episode: Episode, number: int) -> AgentReply:
         token_ids = completion.token_ids.tolist()
         called = find_calls(self._text) if request.tools else find_calls("")
-        answer = Answer(
+        answer = AgentReply(
             answer_id=f"chatcmpl-{self._context.first_sample_id + self._index}-{number}",
             created=int(time.time()),
             request=request,

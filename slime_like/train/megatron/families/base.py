@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from slime_like.config.hf import padded_vocabulary
+from slime_like.config.rules.hf import padded_vocabulary
 from slime_like.errors import ConfigError
-from slime_like.train.megatron.hf import HFFolder
+from slime_like.train.megatron.families.hf import HFFolder
 
 Shape = tuple[int, ...]
 
@@ -62,7 +62,7 @@ class Replicated(Weight):
 
 
 @dataclass(frozen=True, slots=True)
-class Row(Weight):
+class RowParallel(Weight):
     """Split along the input dimension: output projections."""
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:

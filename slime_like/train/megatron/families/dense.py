@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch.nn.functional as F
 
-from slime_like.train.megatron.families.base import QKV, Family, Replicated, Row, Stacked, Vocabulary, Weight
+from slime_like.train.megatron.families.base import QKV, Family, Replicated, RowParallel, Stacked, Vocabulary, Weight
 
 
 class DenseDecoder(Family):
@@ -86,7 +86,7 @@ class DenseDecoder(Family):
         out: dict[str, Weight] = {
             "input_layernorm.weight": _norm(f"{prefix}.input_layernorm.weight", hidden),
             "self_attention.linear_qkv.weight": QKV(weights, ((q, hidden), (kv, hidden), (kv, hidden)), groups),
-            "self_attention.linear_proj.weight": Row((f"{attention}.o_proj.weight",), ((hidden, q),)),
+            "self_attention.linear_proj.weight": RowParallel((f"{attention}.o_proj.weight",), ((hidden, q),)),
         }
         if self.qkv_bias:
             out["self_attention.linear_qkv.bias"] = QKV(biases, ((q,), (kv,), (kv,)), groups)
@@ -102,7 +102,7 @@ class DenseDecoder(Family):
         return {
             "pre_mlp_layernorm.weight": _norm(f"{prefix}.post_attention_layernorm.weight", hidden),
             "mlp.linear_fc1.weight": Stacked(gate_up, ((ffn, hidden),) * 2),
-            "mlp.linear_fc2.weight": Row((f"{mlp}.down_proj.weight",), ((hidden, ffn),)),
+            "mlp.linear_fc2.weight": RowParallel((f"{mlp}.down_proj.weight",), ((hidden, ffn),)),
         }
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from slime_like.errors import ConfigError
-from slime_like.train.megatron.families.base import Replicated, Row, Shape, Stacked, Weight
+from slime_like.train.megatron.families.base import Replicated, RowParallel, Shape, Stacked, Weight
 from slime_like.train.megatron.families.dense import DenseDecoder
-from slime_like.train.megatron.hf import HFFolder
+from slime_like.train.megatron.families.hf import HFFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Experts(DenseDecoder):
         gate_up = (f"{own}.gate_proj.weight", f"{own}.up_proj.weight")
         return {
             "mlp.shared_experts.linear_fc1.weight": Stacked(gate_up, ((size, hidden),) * 2),
-            "mlp.shared_experts.linear_fc2.weight": Row((f"{own}.down_proj.weight",), ((hidden, size),)),
+            "mlp.shared_experts.linear_fc2.weight": RowParallel((f"{own}.down_proj.weight",), ((hidden, size),)),
             "mlp.shared_experts.gate_weight": Replicated((f"{mlp}.shared_expert_gate.weight",), ((1, hidden),)),
         }
 

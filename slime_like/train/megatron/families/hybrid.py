@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from typing import Any
 
-from slime_like.train.megatron.families.base import Replicated, Row, Stacked, Weight
+from slime_like.train.megatron.families.base import Replicated, RowParallel, Stacked, Weight
 from slime_like.train.megatron.families.dense import DenseDecoder
 from slime_like.train.megatron.families.sections import GatedQKV, Sections
 
@@ -83,7 +83,7 @@ class HybridDecoder(DenseDecoder):
             "self_attention.A_log": Stacked((f"{net}.A_log",), ((heads,),)),
             "self_attention.dt_bias": Stacked((f"{net}.dt_bias",), ((heads,),)),
             "self_attention.out_norm.weight": Replicated((f"{net}.norm.weight",), ((size,),)),
-            "self_attention.out_proj.weight": Row((f"{net}.out_proj.weight",), ((hf.hidden_size, value),)),
+            "self_attention.out_proj.weight": RowParallel((f"{net}.out_proj.weight",), ((hf.hidden_size, value),)),
         }
 
     @property

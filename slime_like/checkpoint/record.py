@@ -1,0 +1,232 @@
+"""checkpoint.json of a checkpoint's folder: written with the files, compared with them when they are read. No torch.
+
+format, iteration, version, ...   fields of ``Manifest``
+files, rollout                    size and SHA-256 of every file of the folder, and of the rollout side's of this iteration
+run                               settings and inputs of the run (``cluster.identity``)
+sha256                            of all of the above
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_like.checkpoint.files import (
+    CRITIC,
+    LATEST,
+    MANIFEST,
+    ROLLOUT,
+    iteration_folder,
+    iterations,
+    latest_iteration,
+    other_iterations,
+    write_text,
+)
+from slime_like.checkpoint.hashes import Written, changed_files, hash_files, text_hash
+from slime_like.errors import CheckpointError
+from slime_like.util.reading import Count, InputFile, reason, shown
+
+FORMAT = 2
+FORMATS = (1, FORMAT)  # 1: sizes without hashes, and nothing of the run
+SEAL = "sha256"
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Contents of a checkpoint. ``model`` and ``layout`` are compared key by key with those of the run that reads it."""
+
+    iteration: Count
+    version: Count
+    schedule_steps: Count
+    max_lr: float
+    min_lr: float
+    distributed_optimizer: bool
+    layout: Mapping[str, Count]
+    model: Mapping[str, Scalar]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+def write_manifest(
+    folder: Path,
+    manifest: Manifest,
+    *,
+    hashes: Mapping[str, str] | None = None,
+    rollout: Mapping[str, Written] | None = None,
+) -> None:
+    """Describe ``folder``, whose other files are all there, and the files of the ``rollout`` side.
+
+    ``hashes`` holds the SHA-256 of files that need not be read for it again.
+    """
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    files = written_files(folder, [name for name in names if name != MANIFEST], hashes or {})
+    _write_values(
+        folder / MANIFEST,
+        {
+            "format": FORMAT,
+            **asdict(manifest),
+            "files": {name: asdict(file) for name, file in files.items()},
+            ROLLOUT: {name: asdict(file) for name, file in (rollout or {}).items()},
+        },
+    )
+
+
+def add_run(folder: Path, run: Mapping[str, Any]) -> None:
+    """Add the settings and inputs of the run to the description of ``folder``."""
+    _, values = _read_values(folder / MANIFEST)
+    _write_values(folder / MANIFEST, {**values, "run": run})
+
+
+def written_files(folder: Path, names: Sequence[str], hashes: Mapping[str, str] | None = None) -> dict[str, Written]:
+    """Return size and SHA-256 of files of ``folder``; those that ``hashes`` lacks are read."""
+    known = dict(hashes or {})
+    unknown = [name for name in names if name not in known]
+    known |= zip(unknown, hash_files([folder / name for name in unknown]), strict=True)
+    return {name: Written((folder / name).stat().st_size, known[name]) for name in names}
+
+
+def _write_values(path: Path, values: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps({**values, SEAL: _seal(values)}, indent=2) + "\n")
+
+
+def _seal(values: Mapping[str, Any]) -> str:
+    unsealed = {name: value for name, value in values.items() if name != SEAL}
+    return text_hash(json.dumps(unsealed, sort_keys=True))
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class CheckpointRecord:
+    """The description of a checkpoint: a checkpoint.json."""
+
+    manifest: Manifest
+    files: Mapping[str, Written]
+    rollout: Mapping[str, Written]  # of the folder's ../rollout; empty where nothing recorded them
+    run: Mapping[str, Any] | None  # settings and inputs (cluster.identity); None where nothing recorded them
+    hashed: bool  # False: by a version that recorded sizes only
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(file.size for file in (*self.files.values(), *self.rollout.values()))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the ``Manifest`` of ``folder``; errors as ``read_record``."""
+    return read_record(folder).manifest
+
+
+def read_record(folder: Path) -> CheckpointRecord:
+    """Return the description of ``folder``, after a look at the size of each of its files.
+
+    Raises ``CheckpointError`` naming the folder or file that is missing, cut short, garbled or of another format.
+    """
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: missing, though {folder.parent / LATEST} names it; {other_iterations(folder)}"
+        )
+    if not path.exists():
+        raise CheckpointError(_not_ours(folder))
+    file, values = _read_values(path)
+    record = _record(file, values)
+    iteration = record.manifest.iteration
+    if folder.name.startswith("iter_") and folder.name != iteration_folder(folder, iteration).name:
+        raise file.refused(f"is of iteration {iteration}, not of {folder.name}")
+    for name, written in record.files.items():
+        _check_size(folder / name, written.size, folder)
+    return record
+
+
+def check_content(folder: Path, record: CheckpointRecord, names: Iterable[str], *, rollout: bool) -> None:
+    """Read the files of ``folder`` that ``names`` lists, and those of the rollout side, and compare their hashes.
+
+    Raises ``CheckpointError`` naming each file that is not as it was written.
+    """
+    files = {name: record.files[name] for name in names}
+    side = record.rollout if rollout else {}
+    beside = folder.parent / ROLLOUT
+    for name, file in side.items():
+        _check_size(beside / name, file.size, folder)
+    try:
+        changed = changed_files(folder, files) + changed_files(beside, side)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename}: cannot be read ({error.strerror}); {other_iterations(folder)}"
+        ) from error
+    if changed:
+        more = f" (and so are {', '.join(path.name for path in changed[1:4])})" if changed[1:] else ""
+        raise CheckpointError(
+            f"{changed[0]}: changed since it was written: its SHA-256 is not the one in {MANIFEST}{more}; {other_iterations(folder)}, or "
+            "load it as it is with run.verify_checkpoint=size"
+        )
+
+
+def _read_values(path: Path) -> tuple[InputFile, dict[str, Any]]:
+    file = InputFile(path, CheckpointError, other_iterations(path.parent))
+    values = file.json_object()
+    if (found := values.get("format")) not in FORMATS:
+        raise CheckpointError(
+            f"{path}: format {shown(found)}, this version reads {FORMAT}; resume with the version that wrote it"
+        )
+    if found == FORMAT and values.get(SEAL) != _seal(values):
+        raise CheckpointError(f"{path}: changed since it was written; {file.fix}")
+    return file, values
+
+
+def _record(file: InputFile, values: dict[str, Any]) -> CheckpointRecord:
+    rest = {name: value for name, value in values.items() if name not in ("format", "files", ROLLOUT, "run", SEAL)}
+    manifest = file.typed(rest, Manifest)
+    if values["format"] == 1:
+        sizes = file.typed(values.get("files"), dict[str, Count])
+        return CheckpointRecord(manifest, {name: Written(size) for name, size in sizes.items()}, {}, None, hashed=False)
+    files, rollout = (file.typed(values.get(key), dict[str, Written]) for key in ("files", ROLLOUT))
+    run = None if values.get("run") is None else file.typed(values["run"], dict[str, Any])
+    return CheckpointRecord(manifest, files, rollout, run, hashed=True)
+
+
+def _check_size(path: Path, size: int, folder: Path) -> None:
+    try:
+        found = path.stat().st_size
+        if found == size:
+            path.open("rb").close()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in a damaged name
+        raise CheckpointError(
+            f"{path}: missing or not readable ({reason(error)}); {other_iterations(folder)}"
+        ) from error
+    if found != size:
+        raise CheckpointError(f"{path}: torn, {found} bytes where {size} were written; {other_iterations(folder)}")
+
+
+def _not_ours(folder: Path) -> str:
+    if (folder / "metadata.json").is_file():
+        return (
+            f"{folder}: a Megatron checkpoint of another trainer (no {MANIFEST}), which cannot be resumed; "
+            "start from its weights with model.megatron_checkpoint"
+        )
+    return f"{folder}: incomplete (no {MANIFEST}); {other_iterations(folder)}"
+
+
+def critic_source(folder: Path) -> Path:
+    """The iteration of a critic that ``folder`` is, or the newest one that it holds.
+
+    Raises ``CheckpointError`` where there is none, or where it is not a critic's: an actor's has no value head.
+    """
+    found = iterations(folder)
+    if not (folder / MANIFEST).is_file() and found:
+        newest = latest_iteration(folder) if (folder / LATEST).is_file() else found[-1]
+        folder = iteration_folder(folder, newest)
+    check_value_head(folder, read_manifest(folder))
+    return folder
+
+
+def check_value_head(folder: Path, manifest: Manifest) -> None:
+    """Raise ``CheckpointError`` unless ``folder`` is a critic's."""
+    if manifest.model.get("head") != "value":
+        raise CheckpointError(
+            f"{folder}: holds no value head, as it is an actor's and not a critic's; give critic.load the {CRITIC} folder "
+            "of a run with algo=ppo, or null for a fresh head on critic.hf_checkpoint"
+        )

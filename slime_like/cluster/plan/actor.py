@@ -1,0 +1,138 @@
+"""The plan's part for the trainer's ranks: layout, optimizer, schedule, with every ``auto`` settled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slime_like.cluster.plan.guard import guard_spec, releases
+from slime_like.cluster.plan.roles import teacher_swap
+from slime_like.cluster.plan.types import Notes
+from slime_like.cluster.plan.verify import on_ranks
+from slime_like.config.rules.attention import check_attention
+from slime_like.config.rules.deterministic import check_bits
+from slime_like.config.rules.experts import stage_ranks
+from slime_like.config.rules.files import family_of
+from slime_like.config.rules.hf import HfConfig
+from slime_like.config.rules.pipeline import segments
+from slime_like.config.rules.schedule import actor_steps, settle_schedule
+from slime_like.config.rules.tree import batch_identity, trainer_ranks
+from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.model import OptimConfig, ParallelConfig
+from slime_like.config.schema.resolved import ActorSpec, Layout
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+
+def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, notes: Notes) -> ActorSpec:
+    p, loop = cfg.parallel, cfg.loop
+    world = trainer_ranks(cfg)
+    if cfg.placement.actor_num_gpus_per_node is None:
+        per_node = world // cfg.placement.actor_num_nodes
+        notes.add("placement.actor_num_gpus_per_node", per_node, "tp * pp * cp: one copy of the model")
+    dp = world // (p.tp * p.pp * p.cp)
+    notes.add("data parallel size", dp, f"{world} ranks / (tp {p.tp} * pp {p.pp} * cp {p.cp})")
+    _note_experts(cfg, world, model, notes)
+    if loop.global_batch_size is None:
+        notes.add("loop.global_batch_size", batch_identity(cfg), "samples per rollout / loop.steps_per_rollout")
+    if p.sequence_parallel and p.tp == 1:
+        notes.add("parallel.sequence_parallel", "false", "parallel.tp is 1")
+    optim = _optim(cfg, device, dtype, dp, notes)
+    settled = replace(
+        cfg.model,
+        dtype=dtype,
+        family=cfg.model.family if model is None else family_of(cfg, model),
+        ref_checkpoint=cfg.model.ref_checkpoint or cfg.model.megatron_checkpoint or cfg.model.hf_checkpoint,
+    )
+    if cfg.model.family == "auto":
+        reason = "made by run.prepare" if model is None else f"model_type of {model.folder}"
+        notes.add("model.family", settled.family, reason)
+    for config in (settled, optim):
+        config.seal()
+    spec = ActorSpec(
+        model=settled,
+        optim=optim,
+        algo=cfg.algo,
+        layout=_layout(p, dp, model, notes),
+        device=device,
+        dtype=dtype,
+        temperature=1.0 if isinstance(cfg.algo, SftConfig) else cfg.rollout.temperature,
+        num_steps=actor_steps(cfg)[0],
+        steps_per_rollout=loop.steps_per_rollout,
+        max_tokens_per_rank=p.max_tokens_per_rank,
+        seed=cfg.run.seed,
+        deadline_s=loop.step_deadline_s,
+        deterministic=cfg.run.deterministic,
+        teacher_checkpoint=teacher_swap(cfg, notes.add),
+        guard=guard_spec(cfg, "trainer", release=releases(cfg, device, world, notes.add)),
+        verify=on_ranks(cfg),
+        tells_advantages=cfg.run.dump_rollouts,
+    )
+    check_attention(cfg, device, dtype)
+    if cfg.run.deterministic and device == "cpu":
+        check_bits(cfg, settled.family, dtype)
+    if spec.needs_reference and cfg.model.ref_checkpoint is None:
+        notes.add("model.ref_checkpoint", settled.ref_checkpoint, "the policy's own start")
+    return spec
+
+
+def _note_experts(cfg: TrainConfig, world: int, model: HfConfig | None, notes: Notes) -> None:
+    experts, ep = 0 if model is None else model.num_experts, cfg.parallel.ep
+    if experts:
+        copies = stage_ranks(cfg, world) // ep
+        notes.add("experts per rank", experts // ep, f"{experts} experts / parallel.ep {ep}; copies of each: {copies}")
+
+
+def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, notes: Notes) -> OptimConfig:
+    """The schedule in optimizer steps, and a note on every option that has no effect in this run."""
+    steps, formula = actor_steps(cfg)
+    if cfg.run.mode == "rollout_only":
+        return cfg.optim
+    optim, parallel = settle_schedule(cfg.optim, steps, formula), cfg.parallel
+    if cfg.optim.decay_steps is None and optim.schedule != "constant":
+        notes.add("optim.decay_steps", steps, formula)
+    if cfg.optim.wsd_decay_steps is None and optim.wsd_decay_steps is not None:
+        notes.add("optim.wsd_decay_steps", optim.wsd_decay_steps, "a tenth of optim.decay_steps")
+    if cfg.optim.warmup_fraction is not None:
+        notes.add("optim.warmup_steps", optim.warmup_steps, f"{cfg.optim.warmup_fraction:g} of {optim.decay_steps}")
+    if optim.cpu_offload and device == "cpu":
+        notes.add("optim.cpu_offload", "no effect", "placement.device is cpu: optimizer state is in host memory anyway")
+    if optim.cpu_offload and device == "cuda" and dtype == "float32":
+        raise ConfigError(
+            "optim.cpu_offload=true with model.dtype=float32: megatron's offload keeps main weights beside 16-bit ones; "
+            "set model.dtype=bfloat16, or optim.cpu_offload=false"
+        )
+    if parallel.overlap_grad_reduce and dp * parallel.cp == 1:
+        notes.add("parallel.overlap_grad_reduce", "no effect", "one data parallel rank: nothing is reduced")
+    elif parallel.overlap_param_gather and cfg.loop.steps_per_rollout == 1:
+        reason = "loop.steps_per_rollout is 1: the push reads all weights after every optimizer step"
+        notes.add("parallel.overlap_param_gather", "no effect", reason)
+    return optim
+
+
+def _layout(p: ParallelConfig, dp: int, model: HfConfig | None, notes: Notes) -> Layout:
+    """The trainer's layout; the pipeline's segments are open while ``run.prepare`` has yet to make the model."""
+    split = segments(p, model.num_layers) if model is not None else ()
+    if len(set(split)) > 1 or len(split) > p.pp:
+        given = {
+            "vpp": p.vpp if p.vpp > 1 else None,
+            "layers_per_virtual_stage": p.layers_per_virtual_stage,
+            "first_stage_layers": p.first_stage_layers,
+            "last_stage_layers": p.last_stage_layers,
+            "pipeline_layout": p.pipeline_layout,
+        }
+        keys = ", ".join(f"parallel.{key} {value}" for key, value in given.items() if value is not None)
+        notes.add("layers per pipeline segment", " ".join(map(str, split)), keys or f"parallel.pp {p.pp} leaves a rest")
+    return Layout(
+        tp=p.tp,
+        pp=p.pp,
+        cp=p.cp,
+        dp=dp,
+        ep=p.ep,
+        sequence_parallel=p.sequence_parallel and p.tp > 1,
+        distributed_optimizer=p.distributed_optimizer,
+        overlap_grad_reduce=p.overlap_grad_reduce,
+        overlap_param_gather=p.overlap_param_gather,
+        bucket_size=p.bucket_size,
+        vpp=len(split) // p.pp if split else p.vpp,
+        segments=split,
+    )

@@ -1,0 +1,65 @@
+"""Settings that are legal and probably not meant: idle devices, evaluations that say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.types import Role
+from slime_like.config.rules.tree import batch_identity
+from slime_like.config.schema.root import TrainConfig
+from slime_like.data.heldout import eval_sets
+
+
+def advice(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: str) -> tuple[str, ...]:
+    """Return one sentence per finding, each with the key to change. A joined Ray cluster's devices are not known here."""
+    known = device == "cuda" and cfg.placement.ray_address is None
+    return (*(_idle_gpus(cfg, machine, roles) if known else ()), *_evaluation(cfg))
+
+
+def _idle_gpus(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...]) -> Iterator[str]:
+    """GPUs without a process, and trainer GPUs that idle while rollouts are sampled."""
+    used = {role.name: {index for devices in role.devices for index in devices} for role in roles}
+    busy = set[int]().union(*used.values())
+    trainer, engines = used.get("trainer", set()), used.get("engine", set())
+    colocated = bool(trainer & engines)
+    idle = machine.num_gpus - len(busy)
+    if idle > 0:
+        fix = _use_all(cfg, machine.num_gpus, colocated, len(trainer))
+        yield f"{idle} of {machine.num_gpus} GPUs would idle: {fix}, or hide them with CUDA_VISIBLE_DEVICES"
+    if colocated and engines < trainer:
+        more = len(trainer) // cfg.rollout.tp
+        yield (
+            f"the engines serve on {len(engines)} of the trainer's {len(trainer)} GPUs, so that the others idle during "
+            f"rollouts: set rollout.num_engines={more}"
+        )
+
+
+def _use_all(cfg: TrainConfig, gpus: int, colocated: bool, trainers: int) -> str:
+    """Return the settings that put a process on every GPU, as far as they follow from the layout."""
+    if not trainers:
+        return f"set rollout.num_engines={gpus // cfg.rollout.tp}"
+    if not colocated:
+        return "raise rollout.num_engines or placement.actor_num_gpus_per_node"
+    model = cfg.parallel.tp * cfg.parallel.pp * cfg.parallel.cp
+    ranks = min(gpus // model, batch_identity(cfg)) * model
+    if ranks <= trainers:
+        return "raise rollout.batch_size (each data-parallel rank needs a sample per step) or parallel.*"
+    return f"set placement.actor_num_gpus_per_node={ranks} rollout.num_engines={max(1, ranks // cfg.rollout.tp)}"
+
+
+def _evaluation(cfg: TrainConfig) -> Iterator[str]:
+    """Samples that are copies of one another, and an interval that evaluates nothing."""
+    for heldout in eval_sets(cfg.evaluation):
+        n = heldout.n_samples_per_prompt
+        if n > 1 and (heldout.temperature == 0 or heldout.top_k == 1):
+            greedy = "temperature 0" if heldout.temperature == 0 else "top_k 1"
+            yield (
+                f"evaluation of {heldout.name} draws {n} samples per prompt at {greedy}: they are equal, and pass@{n} is "
+                "pass@1; set evaluation.temperature (1.0 is usual) or evaluation.n_samples_per_prompt=1"
+            )
+    if cfg.evaluation.interval is not None and not cfg.evaluation.datasets:
+        yield (
+            f"evaluation.interval={cfg.evaluation.interval} evaluates nothing, as evaluation.datasets is empty: name a "
+            "set, as evaluation.datasets.heldout=heldout.jsonl"
+        )

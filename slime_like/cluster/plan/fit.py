@@ -1,0 +1,104 @@
+"""The plan's part for the machine: which process has which GPU, and whether all of them have room."""
+
+from __future__ import annotations
+
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.roles import role_devices
+from slime_like.cluster.plan.types import Role
+from slime_like.config.rules.hf import HfConfig
+from slime_like.config.rules.weight_files import check_weights
+from slime_like.config.schema.resolved import ActorSpec, CriticSpec, EngineSpec, TeacherSpec
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+PROCESS_BYTES = 600 * 2**20  # resident memory of a process that has imported torch, before any weights
+
+
+def rank_roles(
+    cfg: TrainConfig,
+    actor: ActorSpec,
+    engines: tuple[EngineSpec, ...],
+    *,
+    needs_trainer: bool,
+    colocated: bool,
+    device: str,
+) -> tuple[Role, ...]:
+    """Trainer ranks take GPUs 0, 1, ...; engines the same ones when colocated, the following ones when split."""
+    world = actor.layout.world_size if needs_trainer else 0
+    ranks = tuple((rank,) for rank in range(world))
+    first = 0 if colocated else world
+    served = tuple(tuple(range(first + i * e.tp, first + (i + 1) * e.tp)) for i, e in enumerate(engines))
+    if device == "cuda" and colocated and world and engines and served[-1][-1] >= world:
+        raise ConfigError(
+            f"rollout.num_engines {len(engines)} * rollout.tp {cfg.rollout.tp} = {len(engines) * cfg.rollout.tp} GPUs, "
+            f"but the trainer they share has {world}: set rollout.num_engines={max(1, world // cfg.rollout.tp)}, "
+            f"placement.actor_num_gpus_per_node, or placement.mode=split"
+        )
+    if device == "cpu":
+        ranks, served = tuple(() for _ in ranks), tuple(() for _ in served)
+    roles = (Role("trainer", ranks, actor.layout), Role("engine", served))
+    return tuple(role for role in roles if role.devices)
+
+
+def roles_beside(
+    cfg: TrainConfig,
+    roles: tuple[Role, ...],
+    critic: CriticSpec | None,
+    teacher: TeacherSpec | None,
+    device: str,
+) -> tuple[Role, ...]:
+    """``roles`` with a critic and a teacher, if there are any; on devices of their own they follow the others."""
+    trainers = len(roles[0].devices)
+    for name, spec, placement in (
+        ("critic", critic, cfg.critic.placement),
+        ("teacher", teacher, cfg.teacher.placement),
+    ):
+        if spec is not None:
+            layout = spec.rank.layout
+            free = 1 + max((i for role in roles for devices in role.devices for i in devices), default=-1)
+            devices = role_devices(name, placement, layout, device=device, trainers=trainers, first_free=free)
+            roles = (*roles, Role(name, devices, layout))
+    return roles
+
+
+def check_fits(
+    cfg: TrainConfig,
+    machine: Machine,
+    model: HfConfig | None,
+    roles: tuple[Role, ...],
+    *,
+    device: str,
+    num_gpus: int,
+    beside: int,
+) -> None:
+    """Raise ``ConfigError`` where the machine is too small; a joined Ray cluster is known only when it answers."""
+    if cfg.placement.ray_address is not None:
+        return
+    if device == "cuda":
+        if num_gpus > machine.num_gpus:
+            needs = ", ".join(f"{role.name}s {sum(map(len, role.devices))}" for role in roles)
+            raise ConfigError(
+                f"the run needs {num_gpus} GPUs ({needs}; placement.mode={cfg.placement.mode}), {machine.num_gpus} are "
+                "visible: lower parallel.*, placement.actor_num_gpus_per_node or rollout.num_engines, "
+                "or set placement.mode=colocated"
+            )
+        return
+    needed = beside + _cpu_bytes(cfg, model, {role.name: len(role.devices) for role in roles})
+    if needed > machine.memory_bytes:
+        raise ConfigError(
+            f"the run needs about {needed / 2**30:.1f} GiB of memory (weights, gradients, optimizer, engines and "
+            f"{sum(len(role.devices) for role in roles)} processes), this machine has "
+            f"{machine.memory_bytes / 2**30:.1f} GiB: choose a smaller model or layout, or fewer engines"
+        )
+
+
+def _cpu_bytes(cfg: TrainConfig, model: HfConfig | None, processes: dict[str, int]) -> int:
+    """A lower bound: processes, float32 weights, gradients and two moments per copy of the model, engine weights."""
+    params = 0 if model is None else check_weights("model.hf_checkpoint", model.folder)
+    p = cfg.parallel
+    copies = processes.get("trainer", 0) // (p.pp * max(p.tp * p.cp, p.ep))
+    engines = processes.get("engine", 0)
+    optimizer = 8 if cfg.parallel.distributed_optimizer else 8 * copies
+    weights = params * ((8 * copies + optimizer if copies else 0) + 4 * engines)
+    ranks = processes.get("trainer", 0) + engines * cfg.rollout.tp
+    return weights + ranks * PROCESS_BYTES

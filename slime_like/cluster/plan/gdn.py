@@ -1,0 +1,51 @@
+"""The plan's part for Gated DeltaNet layers: which kernels, and whether they can run on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.types import Notes
+from slime_like.config.rules.gdn import check_optimizer, check_runtime
+from slime_like.config.rules.hf import HfConfig
+from slime_like.config.schema.gdn import gdn_backend, gdn_cp_mode
+from slime_like.config.schema.resolved import ActorSpec
+from slime_like.config.schema.root import TrainConfig
+
+
+def settle_gdn(cfg: TrainConfig, actor: ActorSpec, model: HfConfig | None, machine: Machine, notes: Notes) -> ActorSpec:
+    """``actor`` with every open value of ``model.gdn`` settled. Raises ``ConfigError`` where its kernels cannot run here."""
+    config = cfg.model.gdn
+    backend = gdn_backend(config.backend, actor.device)
+    auto_cp, why = _auto_cp(config.auto_cp, backend, actor)
+    if model is None or model.gdn is not None:
+        if config.backend == "auto":
+            notes.add("model.gdn.backend", backend, f"placement.device is {actor.device}")
+        if backend == "flashqla" and config.auto_cp is None:
+            notes.add("model.gdn.auto_cp", str(auto_cp).lower(), why)
+        if model is not None and model.gdn is not None and actor.layout.cp > 1:
+            sizes = {"tp": actor.layout.tp, "cp": actor.layout.cp}
+            mode, reason = gdn_cp_mode(config.cp_mode, model.gdn.key_heads, model.gdn.value_heads, **sizes)
+            if config.cp_mode == "auto":
+                notes.add("model.gdn.cp_mode", mode, reason)
+        if config.allow_unvalidated:
+            notes.add("model.gdn.allow_unvalidated", "true", "flashqla may run where it has not been validated")
+    if model is not None and cfg.run.mode != "rollout_only":
+        check_optimizer(cfg, model, actor.dtype)
+    local = cfg.placement.ray_address is None and machine.kernels is not None and cfg.run.mode != "rollout_only"
+    if model is not None and model.gdn is not None and local and machine.kernels is not None:
+        check_runtime(config, replace(machine.kernels, device=actor.device), actor.dtype, model.gdn)
+    settled = replace(actor.model, gdn=replace(config, backend=backend, auto_cp=auto_cp))
+    settled.seal()
+    return replace(actor, model=settled)
+
+
+def _auto_cp(asked: bool | None, backend: str, actor: ActorSpec) -> tuple[bool, str]:
+    """Whether FlashQLA may split sequences as it sees fit: then a pass without gradient has other bits than the update."""
+    if asked is not None or backend != "flashqla":
+        return bool(asked), ""
+    if actor.deterministic:
+        return False, "run.deterministic: the split depends on what is packed together"
+    if actor.needs_old_logprobs:
+        return False, "old log-probabilities come from a pass of their own and must agree with the update bit by bit"
+    return True, "the update's own forward gives the old log-probabilities"

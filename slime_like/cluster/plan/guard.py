@@ -1,0 +1,96 @@
+"""The plan's part for the wrapper round collectives."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy, Threshold, overrides, table
+from slime_like.config.schema.root import TrainConfig
+from slime_like.distributed.forensics.ring import PREFIX, SHARED
+
+WIDTH = 96
+_SECRET = secrets.token_bytes(16)  # of this process and its forks
+
+
+def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSpec:
+    """What the ranks of the role ``name`` receive."""
+    guard = cfg.guard
+    default = MemoryPolicy(
+        checks=guard.checks,
+        every=guard.every,
+        threshold=Threshold.parse("guard.threshold", guard.threshold),
+        hysteresis=guard.hysteresis,
+        action=guard.action,
+        budget=guard.budget,
+    )
+    never = MemoryPolicy(checks="never")  # what is measured must not be disturbed
+    return GuardSpec(
+        wrap=guard.wrap,
+        default=never if guard.profile else default,
+        overrides=() if guard.profile else overrides("guard.", default, guard.ops, guard.groups),
+        memory=guard.memory,
+        symmetric=guard.symmetric,
+        nodes=max(cfg.placement.actor_num_nodes, 2 if cfg.placement.ray_address else 1),  # Ray may spread a group
+        deadline_s=guard.deadline_s or cfg.loop.step_deadline_s,
+        ring=guard.ring,
+        release=release,
+        profile=str(profile_folder(cfg.run.dir)) if guard.profile else None,
+        folder=str(ring_folder(cfg.run.dir)),
+        name=name,
+    )
+
+
+def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str, object, str], None]) -> bool:
+    """Whether the trainer's communicators go while rollouts run; ``note`` hears what became of an open key, and why.
+
+    Never by itself: gloo's buffers are not worth it, and NCCL's, which are, have not been seen to go and come back.
+    """
+    asked = cfg.guard.release
+    if asked is not None or not cfg.guard.wrap or cfg.run.mode == "rollout_only":
+        return bool(asked)
+    shared = cfg.placement.mode == "colocated" and cfg.run.mode == "full" and not isinstance(cfg.algo, SftConfig)
+    reasons = {
+        "placement.device is cpu: gloo's buffers are small, and making them again takes longer": device == "cpu",
+        "no engine runs on the trainer's GPUs": not shared,
+        "one trainer rank": world_size == 1,
+    }
+    untried = "not yet measured with NCCL; engines share the trainer's GPUs, so guard.release=true may leave them more"
+    note("guard.release", "false", next((reason for reason, holds in reasons.items() if holds), untried))
+    return False
+
+
+def ring_folder(run_dir: str) -> Path:
+    """Return where the ranks of a run keep their last collectives: one folder of shared memory per run and node.
+
+    Its name cannot be told beforehand: another user can neither take it nor put a link in its place. The process that
+    supervises the driver is its parent, and knows the same name.
+    """
+    return SHARED / f"{PREFIX}{hashlib.sha256(_SECRET + str(Path(run_dir).resolve()).encode()).hexdigest()[:16]}"
+
+
+def profile_folder(run_dir: str) -> Path:
+    """Where ranks write what each op took of memory, under ``guard.profile``."""
+    return Path(run_dir).resolve() / "collectives"
+
+
+def guard_lines(spec: GuardSpec) -> Iterator[str]:
+    """Every op under the policy it has; then what groups have of their own."""
+    if not spec.wrap:
+        yield "guard      none: collectives are torch's own"
+        return
+    yield f"guard      {spec.memory} memory, deadline {spec.deadline_s:g} s{', as a group decision' * spec.symmetric}"
+    if spec.profile is not None:
+        yield f"  every op is measured, to {spec.profile}"
+    if spec.release:
+        yield "  communicators are destroyed while rollouts run, and made again for the next step"
+    ops: dict[str, list[str]] = {}
+    for op, policy in table(spec):
+        ops.setdefault(policy, []).append(op)
+    for policy, names in ops.items():
+        yield f"  {policy}"
+        yield from (f"    {line}" for line in textwrap.wrap(", ".join(names), WIDTH))

@@ -1,0 +1,71 @@
+"""What this machine has, asked without torch: GPUs from the driver, memory and cores from Linux and its cgroups."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_like.config.rules.gdn_runtime import Runtime, runtime
+from slime_like.errors import ConfigError
+from slime_like.util.gpus import visible_gpus
+
+CORES_PER_GPU = 8  # of a machine that is only described
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One machine, as far as a plan cares. Example: ``Machine(0, 2, 24 * 2**30, ())`` is a small laptop."""
+
+    num_gpus: int
+    cpu_count: int
+    memory_bytes: int
+    gpu_names: tuple[str, ...]
+    kernels: Runtime | None = None  # what it offers to Gated DeltaNet; None: not looked at
+    here: bool = True  # False: only described, so that memory_bytes bounds nothing
+
+
+def probe_machine() -> Machine:
+    """This machine, within ``CUDA_VISIBLE_DEVICES``, CPU affinity and cgroup limits."""
+    gpus = visible_gpus()
+    kernels = runtime("cuda" if gpus else "cpu", gpus[0].capability if gpus else None)
+    return Machine(len(gpus), cpu_count(), memory_bytes(), tuple(gpu.name for gpu in gpus), kernels)
+
+
+def described_machine(text: str) -> Machine:
+    """Another machine, as ``GPUS`` or ``GPUSxNAME`` says it, with 8 cores per GPU and memory without end.
+
+    Raises ``ConfigError`` where the text says none.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,4})(?:x(.+))?", text)
+    if found is None:
+        raise ConfigError(f"--plan-for {text}: write the number of GPUs, and their name if you like: --plan-for 8xH200")
+    count = int(found[1])
+    return Machine(count, CORES_PER_GPU * count, 2**62, (found[2] or "GPU",) * count, here=False)
+
+
+def cpu_count() -> int:
+    """Cores this process may use: its affinity, or the cgroup's quota where that is less."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _read("/sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit():
+        cores = min(cores, -(-int(quota[0]) // int(quota[1])))
+    return max(1, cores)
+
+
+def memory_bytes() -> int:
+    """Main memory, or the cgroup's limit where that is less."""
+    lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+    total = int(lines["MemTotal"].split()[0]) * 1024
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if (text := _read(path).strip()).isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

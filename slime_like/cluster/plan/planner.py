@@ -1,0 +1,195 @@
+"""Config and machine -> plan: every ``auto`` resolved, every process counted. Pure: it starts and imports nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from slime_like.cluster.plan.actor import actor_spec
+from slime_like.cluster.plan.advice import advice
+from slime_like.cluster.plan.fit import PROCESS_BYTES, check_fits, rank_roles, roles_beside
+from slime_like.cluster.plan.gate import Gates, gates
+from slime_like.cluster.plan.gdn import settle_gdn
+from slime_like.cluster.plan.machine import Machine, probe_machine
+from slime_like.cluster.plan.roles import critic_spec, role_bytes, teacher_spec
+from slime_like.cluster.plan.types import Decision, Notes, Role
+from slime_like.config.rules.hf import HfConfig, read_hf_config
+from slime_like.config.rules.tree import batch_identity, samples_per_rollout
+from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.resolved import ActorSpec, CriticSpec, EngineSpec, TeacherSpec, TransportSpec
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+__all__ = ["Decision", "Machine", "Plan", "Role", "make_plan", "probe_machine"]
+
+MAX_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What runs where, with every number settled."""
+
+    device: str  # cpu | cuda
+    actor: ActorSpec
+    critic: CriticSpec | None
+    teacher: TeacherSpec | None  # None also where it is scored on the actor's ranks
+    engines: tuple[EngineSpec, ...]  # empty where nothing is generated
+    transport: TransportSpec
+    needs_trainer: bool
+    colocated: bool  # trainer and engines on the same devices; also where only one of them runs
+    num_gpus: int
+    trainer_threads: int  # of each rank, of whatever role
+    engine_threads: int  # of each rank of an engine
+    max_context_len: int
+    samples_per_rollout: int
+    samples_per_step: int
+    gates: Gates
+    run_dir: str
+    roles: tuple[Role, ...]
+    decisions: tuple[Decision, ...]
+    advice: tuple[str, ...] = ()  # settings that are legal and probably not meant
+
+    @property
+    def summary(self) -> str:
+        """What is started, in one line."""
+        counts = {role.name: len(role.devices) for role in self.roles}
+        parts = [f"{n} {name if name == 'engine' else f'{name} rank'}{'s' * (n > 1)}" for name, n in counts.items()]
+        return f"starting {' and '.join(parts)} on {self.device}"
+
+    @property
+    def needs_engines(self) -> bool:
+        """Whether anything is generated."""
+        return bool(self.engines)
+
+
+def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
+    """Resolve ``cfg`` for ``machine``. Raises ``ConfigError`` where it cannot hold what the config asks for.
+
+    Reads config.json and weight headers of ``model.hf_checkpoint``; they may be missing when ``run.prepare`` makes them.
+    """
+    notes = Notes([])
+    model = _model(cfg)
+    device = _device(cfg, machine, notes)
+    dtype = cfg.model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+        notes.add("model.dtype", dtype, f"placement.device is {device}")
+    context = _context(cfg, model, notes)
+    gate = gates(cfg, device, dtype, notes)
+    actor = settle_gdn(cfg, actor_spec(cfg, model, device, dtype, notes), model, machine, notes)
+    supervised = isinstance(cfg.algo, SftConfig)
+    by_layer = cfg.weights.probe_layers and not supervised
+    actor = replace(actor, sample_tolerance=gate.samples, drift_by_layer=by_layer)
+    needs_trainer = cfg.run.mode != "rollout_only"
+    critic = critic_spec(cfg, actor, notes.add) if needs_trainer else None
+    teacher = teacher_spec(cfg, actor) if needs_trainer else None
+    needs_engines = cfg.run.mode != "train_only" and not supervised
+    engines = _engines(cfg, device, dtype, context) if needs_engines else ()
+    colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
+    roles = rank_roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)
+    roles = roles_beside(cfg, roles, critic, teacher, device)
+    num_gpus = len({index for role in roles for devices in role.devices for index in devices})
+    beside = role_bytes(critic, teacher, PROCESS_BYTES)
+    check_fits(cfg, machine, model, roles, device=device, num_gpus=num_gpus, beside=beside)
+    trainer_threads, engine_threads = _threads(cfg, machine, roles, device, notes)
+    return Plan(
+        device=device,
+        actor=actor,
+        critic=critic,
+        teacher=teacher,
+        engines=engines,
+        transport=_transport(cfg, device, notes),
+        needs_trainer=needs_trainer,
+        colocated=colocated,
+        num_gpus=num_gpus,
+        trainer_threads=trainer_threads,
+        engine_threads=engine_threads,
+        max_context_len=context,
+        samples_per_rollout=samples_per_rollout(cfg),
+        samples_per_step=batch_identity(cfg),
+        gates=gate,
+        run_dir=str(Path(cfg.run.dir).resolve()),
+        roles=roles,
+        decisions=tuple(notes.decisions),
+        advice=advice(cfg, machine, roles, device),
+    )
+
+
+def _model(cfg: TrainConfig) -> HfConfig | None:
+    if cfg.run.prepare is not None and not Path(cfg.model.hf_checkpoint).exists():
+        return None
+    return read_hf_config("model.hf_checkpoint", cfg.model.hf_checkpoint)
+
+
+def _device(cfg: TrainConfig, machine: Machine, notes: Notes) -> str:
+    device = cfg.placement.device
+    if device == "auto":
+        device = "cuda" if machine.num_gpus else "cpu"
+        notes.add("placement.device", device, f"{machine.num_gpus} GPUs are visible")
+    if device == "cuda" and not machine.num_gpus and cfg.placement.ray_address is None:
+        raise ConfigError(
+            "placement.device=cuda, but no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES): set placement.device=cpu"
+        )
+    return device
+
+
+def _context(cfg: TrainConfig, model: HfConfig | None, notes: Notes) -> int:
+    if cfg.rollout.max_context_len is not None:
+        return cfg.rollout.max_context_len
+    if model is None:
+        raise ConfigError(
+            f"rollout.max_context_len is open and model.hf_checkpoint={cfg.model.hf_checkpoint!r} does not exist yet: "
+            "set rollout.max_context_len"
+        )
+    notes.add("rollout.max_context_len", model.max_positions, f"max_position_embeddings of {model.folder}")
+    return model.max_positions
+
+
+def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[EngineSpec, ...]:
+    rollout, logs = cfg.rollout, Path(cfg.run.dir).resolve() / "logs"
+    return tuple(
+        EngineSpec(
+            model_path=cfg.model.hf_checkpoint,
+            device=device,
+            dtype=dtype,
+            tp=rollout.tp,
+            context_length=context,
+            seed=cfg.run.seed + index,
+            log_path=str(logs / f"engine_{index}.log"),
+            start_deadline_s=rollout.start_deadline_s,
+            request_deadline_s=rollout.request_deadline_s,
+            max_running_requests=rollout.max_running_requests,
+            deterministic=cfg.run.deterministic,
+            cpu_kernels=rollout.cpu_kernels,
+            trained_on=cfg.run.mode != "rollout_only",
+            sglang=dict(rollout.sglang),
+        )
+        for index in range(rollout.num_engines)
+    )
+
+
+def _transport(cfg: TrainConfig, device: str, notes: Notes) -> TransportSpec:
+    kind = cfg.weights.transport
+    if kind == "auto":
+        kind = "tensor" if cfg.placement.mode == "colocated" else "broadcast"
+        notes.add("weights.transport", kind, f"placement.mode is {cfg.placement.mode}")
+    backend = "nccl" if device == "cuda" else "gloo"
+    return TransportSpec(kind, backend, int(cfg.weights.bucket_mb * 2**20), cfg.weights.push_deadline_s)
+
+
+def _threads(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: str, notes: Notes) -> tuple[int, int]:
+    """Of each rank that trains, and of each rank of an engine."""
+    if cfg.run.deterministic and device == "cpu":
+        notes.add("threads per process", 1, "run.deterministic: threads share sums out by shape")
+        return 1, 1
+    engines = sum(len(role.devices) * cfg.rollout.tp for role in roles if role.name == "engine")
+    ranks = sum(len(role.devices) for role in roles if role.name != "engine")
+    if cfg.loop.max_staleness == 0:
+        how, busy = "engines and ranks take turns", (ranks, engines)
+    else:
+        how, busy = "all of them at once", (ranks + engines, ranks + engines)
+    threads = tuple(max(1, min(MAX_THREADS, machine.cpu_count // max(1, processes))) for processes in busy)
+    why = f"{machine.cpu_count} cores, {ranks} training ranks, {engines} engine ranks: {how}"
+    notes.add("threads per training rank", threads[0], why)
+    notes.add("threads per engine rank", threads[1], why)
+    return threads[0], threads[1]

@@ -1,0 +1,132 @@
+"""The plan's part for roles beside the actor: what a critic and a teacher are, and where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from slime_like.checkpoint.record import critic_source
+from slime_like.config.rules.hf import read_hf_config
+from slime_like.config.rules.roles import shape_difference
+from slime_like.config.rules.schedule import settle_schedule
+from slime_like.config.rules.weight_files import check_weights
+from slime_like.config.schema.resolved import ActorSpec, CriticSpec, Layout, TeacherSpec
+from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
+from slime_like.config.schema.roles import CriticConfig, TeacherConfig
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+Note = Callable[[str, object, str], None]  # key, value, reason
+
+
+def critic_spec(cfg: TrainConfig, actor: ActorSpec, note: Note) -> CriticSpec | None:
+    """The critic of algo=ppo; None elsewhere."""
+    if not isinstance(cfg.algo, PpoConfig):
+        return None
+    critic, loop = cfg.critic, cfg.loop
+    folder = critic.hf_checkpoint or actor.model.hf_checkpoint
+    key = "model.hf_checkpoint" if critic.hf_checkpoint is None else "critic.hf_checkpoint"
+    rate = actor.optim.lr if critic.lr is None else critic.lr
+    if critic.lr is None:
+        note("critic.lr", rate, "optim.lr")
+    if critic.load is None:
+        note("critic.load", "a fresh value head", f"on the body of {folder}")
+    steps = loop.num_rollout * loop.steps_per_rollout
+    optim = replace(
+        actor.optim,
+        lr=rate,
+        min_lr=min(actor.optim.min_lr, rate),
+        warmup_steps=critic.lr_warmup_steps,
+        decay_steps=cfg.optim.decay_steps,
+        wsd_decay_steps=cfg.optim.wsd_decay_steps,
+    )
+    optim = settle_schedule(optim, steps, warmup_key="critic.lr_warmup_steps")
+    optim.seal()
+    rank = replace(
+        _rank(actor, "critic", critic.hf_checkpoint, role_layout(cfg, critic, actor.layout, key, folder)),
+        optim=optim,
+        num_steps=steps,
+    )
+    source = None if critic.load is None else str(critic_source(Path(critic.load)).resolve())
+    return CriticSpec(rank, critic.value_clip, source, critic.warmup_rollouts)
+
+
+def teacher_swap(cfg: TrainConfig, note: Note) -> str | None:
+    """The teacher's checkpoint where it is scored by swapping weights on the actor's ranks."""
+    teacher = cfg.teacher
+    if not isinstance(cfg.algo, DistillConfig) or teacher.hf_checkpoint is None:
+        return None
+    if teacher.placement in ("swap", "colocated", "split"):
+        return teacher.hf_checkpoint if teacher.placement == "swap" else None
+    if not Path(cfg.model.hf_checkpoint).exists():
+        note("teacher.placement", "colocated", "model.hf_checkpoint does not exist yet to be compared with")
+        return None
+    difference = shape_difference(cfg.model.hf_checkpoint, teacher.hf_checkpoint)
+    if difference is None and all(getattr(teacher, name) is None for name in ("tp", "pp", "cp", "dp")):
+        note("teacher.placement", "swap", "the teacher has the policy's shape")
+        return teacher.hf_checkpoint
+    note("teacher.placement", "colocated", f"another {difference}" if difference else "it has a layout of its own")
+    return None
+
+
+def teacher_spec(cfg: TrainConfig, actor: ActorSpec) -> TeacherSpec | None:
+    """The teacher of algo=distill where it has ranks of its own; None elsewhere."""
+    teacher = cfg.teacher
+    if not isinstance(cfg.algo, DistillConfig) or teacher.hf_checkpoint is None or actor.swaps_teacher:
+        return None
+    folder = teacher.hf_checkpoint
+    layout = role_layout(cfg, teacher, actor.layout, "teacher.hf_checkpoint", folder)
+    return TeacherSpec(_rank(actor, "teacher", folder, layout))
+
+
+def _rank(actor: ActorSpec, role: str, folder: str | None, layout: Layout) -> ActorSpec:
+    """A rank of ``role``; its checkpoint is the actor's where ``folder`` is None."""
+    guard = replace(actor.guard, name=role)
+    if folder is None:
+        return replace(actor, layout=layout, guard=guard)
+    model = replace(actor.model, hf_checkpoint=folder, family="auto")
+    model.seal()
+    return replace(actor, model=model, model_key=f"{role}.hf_checkpoint", layout=layout, guard=guard)
+
+
+def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout, key: str, folder: str) -> Layout:
+    """The actor's layout with the sizes that the role has of its own, and an even pipeline without virtual stages.
+
+    Experts of the role's model in ``folder``, the value of ``key``, are distributed as the actor's where their number and
+    its ranks allow it.
+    """
+    tp, pp = role.tp or actor.tp, role.pp or actor.pp
+    cp, dp = role.cp or actor.cp, role.dp or actor.dp
+    sequence_parallel = cfg.parallel.sequence_parallel and tp > 1
+    experts = read_hf_config(key, folder).num_experts if Path(folder).exists() else actor.ep
+    ep = actor.ep if experts and experts % actor.ep == 0 and (tp * cp * dp) % actor.ep == 0 else 1
+    return replace(actor, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sequence_parallel=sequence_parallel, vpp=1, segments=())
+
+
+def role_devices(
+    name: str, placement: str, layout: Layout, *, device: str, trainers: int, first_free: int
+) -> tuple[tuple[int, ...], ...]:
+    """GPUs of each rank of a role: the trainer's, or those from ``first_free`` on; none on CPU."""
+    world = layout.world_size
+    if device == "cpu":
+        return tuple(() for _ in range(world))
+    if placement == "split":
+        return tuple((first_free + rank,) for rank in range(world))
+    if world > trainers:
+        raise ConfigError(
+            f"{name}.tp {layout.tp} * {name}.pp {layout.pp} * {name}.cp {layout.cp} * {name}.dp {layout.dp} = {world} "
+            f"ranks do not fit the trainer's {trainers} GPUs: lower them, or set {name}.placement=split"
+        )
+    return tuple((rank,) for rank in range(world))
+
+
+def role_bytes(critic: CriticSpec | None, teacher: TeacherSpec | None, process_bytes: int) -> int:
+    """A lower bound of the roles' memory on a CPU, as the plan counts the actor's."""
+    total = 0
+    for spec, per_parameter in ((critic, 16), (teacher, 4)):
+        if spec is not None:
+            layout, folder = spec.rank.layout, spec.rank.model.hf_checkpoint
+            parameters = check_weights(spec.rank.model_key, folder) if Path(folder).exists() else 0
+            total += layout.world_size * process_bytes + layout.dp * parameters * per_parameter
+    return total

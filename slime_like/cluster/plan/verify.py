@@ -1,0 +1,57 @@
+"""Checkpoints that a run is about to read, compared with what was recorded when they were written (``run.verify_checkpoint``)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from slime_like.checkpoint.files import MANIFEST, megatron_folder
+from slime_like.checkpoint.record import CheckpointRecord, check_content, critic_source, read_record
+from slime_like.config.schema.role_algo import PpoConfig
+from slime_like.config.schema.root import TrainConfig
+from slime_like.printable import visible
+
+SLOW_BYTES = 8e9  # from here on the comparison is announced
+SMALL_BYTES = 1 << 26
+
+
+def verify(cfg: TrainConfig, folder: Path, record: CheckpointRecord) -> None:
+    """Compare the files of a checkpoint with their hashes; a checkpoint without hashes is warned of.
+
+    Where the trainer has several nodes, its ranks read the large files side by side, each file once, and this process the
+    others. Raises ``CheckpointError`` naming each file that has changed.
+    """
+    if cfg.run.verify_checkpoint != "full":
+        return
+    if not record.hashed:
+        sys.stderr.write(
+            visible(
+                f"warning: {folder}: written by a version that recorded no hashes; only the sizes of its files are checked\n"
+            )
+        )
+        return
+    names = [name for name, file in record.files.items() if not on_ranks(cfg) or file.size < SMALL_BYTES]
+    if not on_ranks(cfg) and record.num_bytes > SLOW_BYTES:
+        sys.stdout.write(
+            visible(
+                f"{folder}: comparing {record.num_bytes / 1e9:.0f} GB with their hashes (run.verify_checkpoint=size does not)\n"
+            )
+        )
+        sys.stdout.flush()
+    check_content(folder, record, names, rollout=True)
+
+
+def on_ranks(cfg: TrainConfig) -> bool:
+    """Return whether the trainer's ranks compare the large files."""
+    return cfg.run.verify_checkpoint == "full" and cfg.placement.actor_num_nodes > 1
+
+
+def verify_starts(cfg: TrainConfig) -> None:
+    """Verify every checkpoint of this trainer that weights are read from without a resume."""
+    given = [cfg.model.megatron_checkpoint, cfg.model.ref_checkpoint, cfg.teacher.hf_checkpoint]
+    found = [megatron_folder(Path(path)) for path in given if path is not None]
+    if isinstance(cfg.algo, PpoConfig) and cfg.critic.load is not None:
+        found.append(critic_source(Path(cfg.critic.load)))
+    for source in dict.fromkeys(found):
+        if source is not None and (source / MANIFEST).is_file():
+            verify(cfg, source, read_record(source))

@@ -1,0 +1,107 @@
+"""What ``train.py`` prints without running anything: help, the composed configuration, the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from slime_like.cluster.plan.guard import guard_lines
+from slime_like.cluster.plan.machine import Machine, described_machine, probe_machine
+from slime_like.cluster.plan.planner import Plan, Role, make_plan
+from slime_like.config.load.help import render_help
+from slime_like.config.load.loader import load_config, show
+from slime_like.config.rules.files import check_files
+from slime_like.config.schema.resolved import Layout
+from slime_like.config.schema.root import TrainConfig
+from slime_like_compat.flags.translate import Command
+
+
+def describe(command: Command, argv: Sequence[str]) -> str:
+    """What --help, --cfg job and --plan print."""
+    match command.action:
+        case "help":
+            return render_help(command.topic)
+        case "show":
+            return show(argv)
+        case _:
+            return show_plan(argv, command.machine)
+
+
+def show_plan(argv: Sequence[str], elsewhere: str | None = None) -> str:
+    """The plan of a command line on this machine, or on the one that ``elsewhere`` describes (``8xH200``).
+
+    Files are checked unless ``run.prepare`` has yet to make them.
+    """
+    cfg = load_config(argv, files=False, machine=elsewhere is None)
+    machine = probe_machine() if elsewhere is None else described_machine(elsewhere)
+    if cfg.run.prepare is None or Path(cfg.model.hf_checkpoint).exists():
+        check_files(cfg)
+    return render_plan(cfg, make_plan(cfg, machine), machine)
+
+
+def render_plan(cfg: TrainConfig, plan: Plan, machine: Machine) -> str:
+    """Placement, batch identity and what each open value became, with the reason."""
+    return "\n".join(_lines(cfg, plan, machine)) + "\n"
+
+
+def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
+    loop, rollout = cfg.loop, cfg.rollout
+    gpus = ", ".join(sorted(set(machine.gpu_names))) or "no GPU"
+    yield f"run        {cfg.run.name} -> {plan.run_dir} (run.mode={cfg.run.mode}, algo={cfg.algo.name})"
+    rest = f"{machine.cpu_count} cores, {machine.memory_bytes / 2**30:.1f} GiB"
+    yield f"machine    {machine.num_gpus} GPUs ({gpus}), {rest if machine.here else 'of --plan-for: its memory is not looked at'}"
+    yield ""
+    yield f"placement  {cfg.placement.mode} on {plan.device}, {plan.num_gpus} GPUs"
+    for role in plan.roles:
+        detail = (
+            f"tp {rollout.tp} each, context {plan.max_context_len}"
+            if role.layout is None
+            else f"tp {role.layout.tp} * pp {role.layout.pp}{_virtual(role.layout)} * cp {role.layout.cp} * "
+            f"dp {role.layout.dp}{_experts(role.layout)}"
+        )
+        yield f"  {role.name:<9}{len(role.devices)} x ({detail}){_devices(role)}"
+    yield ""
+    yield (
+        f"batch      rollout.batch_size {rollout.batch_size} * n_samples_per_prompt {rollout.n_samples_per_prompt} = "
+        f"{plan.samples_per_rollout} = global_batch_size {plan.samples_per_step} * "
+        f"steps_per_rollout {loop.steps_per_rollout}"
+    )
+    epochs = f" ({loop.num_epoch} epochs)" if loop.num_epoch is not None else ""
+    yield (
+        f"           {loop.num_rollout} rollouts{epochs}, {plan.actor.num_steps} optimizer steps, "
+        f"max_staleness {loop.max_staleness}"
+    )
+    scores = ["rollout", *(["old"] if plan.actor.needs_old_logprobs else [])]
+    scores += ["reference"] if plan.actor.needs_reference else []
+    scores += ["teacher"] if plan.actor.swaps_teacher or plan.teacher is not None else []
+    yield f"           log-probabilities used: {', '.join(scores)}"
+    if plan.needs_trainer:
+        yield ""
+        yield from guard_lines(plan.actor.guard)
+    yield ""
+    yield "resolved"
+    yield from _table([(d.key, d.value, d.reason) for d in plan.decisions])
+    if plan.advice:
+        yield ""
+        yield "advice"
+        yield from (f"  {line}" for line in plan.advice)
+
+
+def _virtual(layout: Layout) -> str:
+    return f" of {layout.vpp} virtual stages" if layout.vpp > 1 else ""
+
+
+def _experts(layout: Layout) -> str:
+    return f", experts over {layout.ep}" if layout.ep > 1 else ""
+
+
+def _devices(role: Role) -> str:
+    if not any(role.devices):
+        return ""
+    return " on GPUs " + " ".join("+".join(map(str, devices)) for devices in role.devices)
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for key, value, reason in rows:
+        yield f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {reason}"

@@ -1,0 +1,174 @@
+"""chaos.*: faults planted while the loop goes on, each at its phase, and noted before it strikes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from slime_like.cluster.supervise import process_tree
+from slime_like.cluster.supervise.stacks import living
+from slime_like.config.schema.faults import FATAL, RECOVERED, REWARDS, WORKERS, ChaosConfig, Fault, parse_fault
+from slime_like.data import faults
+from slime_like.data.faults import REWARD_SERVER, InjectedFault, Recovery
+from slime_like.errors import DataError
+from slime_like.printable import visible
+
+DRAWN_PHASES = ("collect", "step", "push")
+SIGNALS = {
+    "slow_engine": "SIGSTOP",
+    "interrupt": "SIGINT",
+    "terminate": "SIGTERM",
+    "hangup": "SIGHUP",
+}
+VERBS = {"kill": "SIGKILL", "stop": "SIGSTOP"}  # by which the other kinds begin
+ENGINE_PARTS = {"kill_http_server": "http server", "kill_detokenizer": "detokenizer"}  # the others strike all of it
+RAY = ("raylet", "gcs", "dashboard_agent", "runtime_env_agent")
+NAMES = {"rank": "trainer_rank", "manager": "rollout_manager"}  # of the processes that register for stacks
+
+
+def planned(config: ChaosConfig, num_rollout: int) -> list[Fault]:
+    """What ``config`` plants in a run of ``num_rollout`` rollouts: always the same."""
+    rng = Random(f"chaos {config.seed}")
+    drawn = [
+        Fault(
+            rng.choice(config.kinds),
+            rng.choice(DRAWN_PHASES),
+            rng.randrange(num_rollout),
+            round(rng.uniform(0, config.within_s), 3),
+        )
+        for _ in range(config.random)
+    ]
+    return [*map(parse_fault, config.faults), *drawn]
+
+
+@dataclass(slots=True)
+class Chaos:
+    """Strikes while the loop is in the block that it names. A fault that struck in an earlier part of the run is over.
+
+    Ranks, manager and driver are found among the run's processes on the driver's node; an engine anywhere.
+    """
+
+    config: ChaosConfig
+    run_dir: Path
+    engines: Mapping[str, Any]  # name -> Ray handle of EngineActor
+    manager: Any = None  # Ray handle of RolloutActor
+    pending: list[Fault] = field(default_factory=list[Fault])
+    strikes: list[InjectedFault] = field(default_factory=list[InjectedFault])
+    recoveries: list[Recovery] = field(default_factory=list[Recovery])  # planted or not
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def plan(self, num_rollout: int) -> None:
+        """Take up every fault that has not struck yet."""
+        due = planned(self.config, num_rollout)
+        over = {strike.fault for strike in faults.read(self.run_dir)[0]} if due else set[str]()
+        self.pending = [fault for fault in due if str(fault) not in over]
+
+    @contextmanager
+    def __call__(self, phase: str, rollout_id: int) -> Generator[None]:
+        """A phase of the loop: its faults strike some seconds into it, or at its end when that comes first."""
+        due = [fault for fault in self.pending if (fault.phase, fault.rollout_id) == (phase, rollout_id)]
+        timers = [threading.Timer(fault.seconds, self._strike, (fault,)) for fault in due]
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.cancel()
+        for fault in due:
+            self._strike(fault)
+
+    def recovered(self, lost: Sequence[Recovery]) -> None:
+        """Note engines that were lost, and what became of them."""
+        self.recoveries = faults.newest([*self.recoveries, *lost])
+        try:
+            faults.append(self.run_dir, *lost)
+        except DataError as error:  # a full disk; the report at the end has them
+            sys.stderr.write(visible(f"warning: {error}\n"))
+
+    def _strike(self, fault: Fault) -> None:
+        """Once per fault, whichever thread is first; the other waits until it has struck, so that its phase does not end before."""
+        with self._lock:
+            if fault not in self.pending:
+                return
+            self.pending.remove(fault)
+            rng = Random(f"{self.config.seed} {fault}")
+            if fault.kind in RECOVERED:
+                self._hurt_engine(fault, rng)
+            elif fault.kind in REWARDS:
+                self._lose_reward_server(fault)
+            else:
+                self._signal(fault, rng)
+
+    def _hurt_engine(self, fault: Fault, rng: Random) -> None:
+        if not self.engines:
+            self._note(fault, "", "the run has no engine")
+            return
+        name = rng.choice(sorted(self.engines))
+        self._note(fault, name)
+        self.engines[name].hurt.remote(_signal_of(fault), ENGINE_PARTS.get(fault.kind, ""))
+        if fault.kind == "slow_engine":
+            goes_on = threading.Timer(self.config.slow_s, self.engines[name].hurt.remote, ("SIGCONT",))
+            goes_on.daemon = True
+            goes_on.start()
+
+    def _lose_reward_server(self, fault: Fault) -> None:
+        if self.manager is None:
+            self._note(fault, "", "the run asks no reward server")
+            return
+        self._note(fault, REWARD_SERVER)
+        self.manager.lose_reward_server.remote(self.config.slow_s)
+
+    def _signal(self, fault: Fault, rng: Random) -> None:
+        assert fault.kind in FATAL | WORKERS
+        victim = fault.kind.partition("_")[2]
+        found = {"driver": os.getpid()}
+        if victim in RAY:
+            wanted = victim.replace("_", " ").replace("gcs", "gcs_server")
+            found = {name: pid for name, pid in process_tree.of_ray().items() if name.replace("-", " ") == wanted}
+        elif victim == "reward_worker":
+            found = {f"reward worker {pid}": pid for pid in process_tree.reward_workers()}
+        elif (prefix := NAMES.get(victim)) is not None:
+            found = {name: pid for name, pid in living(self.run_dir / "stacks").items() if name.startswith(prefix)}
+        if not found:
+            self._note(fault, "", "no such process on the driver's node")
+            return
+        name = rng.choice(sorted(found))
+        self._note(fault, name)
+        os.kill(found[name], signal.Signals[_signal_of(fault)])
+
+    def _note(self, fault: Fault, target: str, note: str = "") -> None:
+        strike = InjectedFault(str(fault), target, time.time(), note)
+        self.strikes.append(strike)
+        faults.append(self.run_dir, strike)
+
+
+def _signal_of(fault: Fault) -> str:
+    return SIGNALS.get(fault.kind) or VERBS[fault.kind.partition("_")[0]]
+
+
+def report_lines(
+    strikes: Sequence[InjectedFault], recoveries: Sequence[Recovery], pending: Sequence[Fault] = ()
+) -> list[str]:
+    """The recovery report: one line for each fault, after one that counts them; none where there was none.
+
+    ``pending``: faults that have not struck.
+    """
+    found = faults.outcomes(strikes, recoveries)
+    if not (found or pending):
+        return []
+    engines = [lost for lost in recoveries if lost.engine != REWARD_SERVER]
+    back = sum(bool(lost.joined) for lost in engines)
+    head = f"faults: {len(strikes)} planted, {len(engines)} engines lost, {back} of them serving again"
+    struck = [f"  {outcome.what} on {outcome.where or 'nothing'}: {outcome.found}" for outcome in found]
+    return [head, *struck, *(f"  {fault} has not struck: this part of the run did not reach it" for fault in pending)]

@@ -1,0 +1,116 @@
+"""The checkpoints of one run: everything of one instant, written beside training, named the newest when all of it is whole."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime_like.checkpoint.files import SCRATCH, begin_first, iteration_folder, name_latest, prune, remove_scratch
+from slime_like.checkpoint.record import add_run
+from slime_like.cluster.run.rollouts import Rollout
+from slime_like.config.schema.run import RunConfig
+from slime_like.errors import CheckpointError
+from slime_like.interfaces import Trainer
+from slime_like.printable import visible
+
+NONE = -1
+
+
+@dataclass(slots=True)
+class Checkpoints:
+    """``save`` begins one, ``poll`` looks after it, ``finish`` ends it; only then does the latest file name it."""
+
+    folder: Path
+    trainer: Trainer
+    rollout: Rollout
+    config: RunConfig
+    enabled: bool  # a run without a trainer has nothing to save
+    last: int  # the newest iteration that needs no save: resumed from, begun or written
+    run: Mapping[str, Any] = field(default_factory=dict[str, Any])  # ``run_record``, written into each
+    _pending: int | None = field(default=None)
+
+    def save(self, done: int, *, final: bool = False, wait: bool = False) -> bool:
+        """Checkpoint after ``done`` rollouts. The rollout side comes first: the latest file, last of all, makes it count.
+
+        ``wait``: until it is whole, as a ``final`` one always is. Returns whether it is whole by now. Raises
+        ``CheckpointError`` when this save or the one before it failed, unless ``run.on_failed_save=continue``
+        and this is not the ``final`` one.
+        """
+        if not self.enabled:
+            return False
+        try:
+            self._finish()
+        except CheckpointError as error:  # of the one before: this one is still worth writing
+            self._failed(error, final=False)
+        try:
+            if done != self.last:
+                self.last = done
+                with _named_disk_errors("no checkpoint was begun"):
+                    begin_first(self.folder)
+                self.rollout.save(self.folder, done)
+                self.trainer.begin_save(self.folder, done)
+                self._pending = done
+            if final or wait or not self.config.async_save:
+                self._finish()
+        except CheckpointError as error:
+            self._failed(error, final=final)
+        return self.last == done and self._pending is None
+
+    def poll(self) -> None:
+        """Name the checkpoint that is being written if it is whole by now. Errors as ``save``."""
+        if self._pending is None:
+            return
+        try:
+            self._finish(wait=False)
+        except CheckpointError as error:
+            self._failed(error, final=False)
+
+    def _finish(self, *, wait: bool = True) -> None:
+        iteration = self._pending
+        if iteration is None:
+            return
+        self._pending = None  # also when it fails: it is not tried again
+        if not self.trainer.finish_save(wait=wait):
+            self._pending = iteration
+            return
+        name_latest_checked(self.folder, iteration, self.run)
+        if self.config.keep_checkpoints is not None:
+            try:
+                prune(self.folder, self.config.keep_checkpoints)
+            except OSError as error:  # no reason to end a run whose newest checkpoint is whole
+                text = f"warning: {error.filename}: an old checkpoint could not be removed ({error.strerror})\n"
+                sys.stderr.write(visible(text))
+
+    def _failed(self, error: CheckpointError, *, final: bool) -> None:
+        self.last = NONE  # so that the next one is not taken for saved
+        if final or self.config.on_failed_save == "stop":
+            raise error
+        sys.stderr.write(visible(f"warning: {error}; training goes on (run.on_failed_save=continue)\n"))
+
+
+def name_latest_checked(folder: Path, iteration: int, run: Mapping[str, Any]) -> None:
+    """Record the ``run`` that wrote it, then ``name_latest``. Raises ``CheckpointError`` where the disk refuses."""
+    with _named_disk_errors(f"the checkpoint of iteration {iteration} is whole but not named the latest"):
+        if run:
+            add_run(iteration_folder(folder, iteration), run)
+        name_latest(folder, iteration)
+
+
+@contextmanager
+def _named_disk_errors(state: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}; {state}") from error
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Remove what a killed part of this run left half written. ``run_dir`` must be claimed: no other run writes to it."""
+    remove_scratch(run_dir / "checkpoints")
+    for export in run_dir.glob(f"hf*{SCRATCH}"):
+        shutil.rmtree(export, ignore_errors=True)

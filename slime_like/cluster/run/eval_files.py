@@ -1,0 +1,33 @@
+"""Answers of an evaluation on disk: one file per evaluation, one JSON object per answer.
+
+``pandas.read_json("RUN/eval/step_0000010.jsonl", lines=True)`` reads one of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slime_like.checkpoint.files import write_text
+from slime_like.rollout.generate.evaluate import EvalAnswer
+
+
+def answers_path(run_dir: Path, step: int) -> Path:
+    """Return the file of the evaluation after ``step`` rollouts."""
+    return run_dir / "eval" / f"step_{step:07d}.jsonl"
+
+
+def write_answers(path: Path, step: int, answers: Sequence[EvalAnswer]) -> None:
+    """Write ``answers`` with a column ``step``, completely or not at all. A resumed run overwrites steps it repeats."""
+    rows = [{"step": step, **asdict(answer)} for answer in answers]
+    write_text(
+        path, "".join(json.dumps({name: _readable(value) for name, value in row.items()}) + "\n" for row in rows)
+    )
+
+
+def _readable(value: Any) -> Any:
+    """Replace lone surrogates, which a data file may hold and no JSON reader accepts."""
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value

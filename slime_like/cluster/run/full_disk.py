@@ -1,0 +1,28 @@
+"""Files of a run other than its checkpoints, on a disk that may be full."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from slime_like.config.schema.run import RunConfig
+from slime_like.errors import CheckpointError, SlimeLikeError
+from slime_like.printable import visible
+
+
+@contextmanager
+def tolerate_full_disk(path: Path, config: RunConfig) -> Generator[None]:
+    """Warn of a failure to write ``path`` under ``run.on_failed_save=continue``; raise ``SlimeLikeError`` under ``stop``."""
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        with suppress(OSError):
+            path.unlink()  # a torn file would be read as a damaged one
+        text = str(error)
+        if isinstance(error, OSError):
+            text = f"{path}: {error.strerror or error}; is the disk full?"
+        if config.on_failed_save == "stop":
+            raise SlimeLikeError(f"{text} (run.on_failed_save=continue trains on without it)") from error
+        sys.stderr.write(visible(f"warning: training continues without a file (run.on_failed_save=continue): {text}\n"))

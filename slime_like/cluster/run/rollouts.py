@@ -1,0 +1,202 @@
+"""Where the loop's groups come from: live engines, a dumped run, or demonstrations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from slime_like.checkpoint.files import write_text
+from slime_like.cluster.workers.wait import is_answered, wait_first
+from slime_like.data.demonstrations import Demonstrations
+from slime_like.data.dump import load_groups, rollout_path
+from slime_like.errors import CheckpointError, DataError
+from slime_like.rollout.collect.producer import now
+from slime_like.rollout.collect.state import in_flight_path, made_path
+from slime_like.rollout.generate.evaluate import Evaluated
+from slime_like.rollout.manager import Collected
+from slime_like.types import SampleGroup
+from slime_like.util.deadline import Deadline
+from slime_like.util.reading import Count, InputFile
+
+FIX = "resume from another checkpoint, or start anew with another run.dir"
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A rollout that was made ahead, without its groups."""
+
+    rollout_id: Count
+    groups: tuple[()]
+    started: float
+    stopped: float
+    num_generated: Count
+    num_refills: Count
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """``state_<N>.json`` of a run with engines."""
+
+    next_rollout: Count
+    cursor: dict[str, Any]
+    made: tuple[_Made, ...]
+    in_flight: Count = 0
+
+
+class Rollout(Protocol):
+    """The first verb of the loop, and what must survive a restart."""
+
+    def collect(self, rollout_id: int) -> Collected: ...
+    def evaluate(self) -> Evaluated: ...
+    def save(self, folder: Path, next_rollout: int) -> None: ...
+    def load(self, folder: Path, next_rollout: int) -> None: ...
+
+
+@dataclass(slots=True)
+class EngineRollout:
+    """Engines behind a rollout manager.
+
+    While a rollout is waited for, ``feed`` gives weights to an engine that came back when none is left that serves.
+    """
+
+    manager: Any  # Ray handle of RolloutActor
+    deadline_s: float
+    feed: Callable[[], object] = lambda: None
+    _starved: Any = None  # the manager's answer to come: an engine waits for weights
+
+    def collect(self, rollout_id: int) -> Collected:
+        """The groups of one rollout."""
+        return self._call("collect", rollout_id)
+
+    def evaluate(self) -> Evaluated:
+        """Metrics ``eval/<dataset>`` and answers under the engines' weights."""
+        return self._call("evaluate")
+
+    def save(self, folder: Path, next_rollout: int) -> None:
+        """Write cursor and leftover groups."""
+        state = self._call("save_state", next_rollout, str(_leftover(folder, next_rollout)))
+        _write_state(folder, next_rollout, state)
+
+    def load(self, folder: Path, next_rollout: int) -> None:
+        """Continue from what ``save`` wrote."""
+        self._call("load_state", read_state(folder, next_rollout), str(_leftover(folder, next_rollout)))
+
+    def _call(self, verb: str, *args: Any) -> Any:
+        deadline = Deadline("driver", verb, self.deadline_s)
+        if self._starved is not None and is_answered(self._starved):
+            self._starved = None  # it was so between two calls: a push of the loop's own may have come since
+        answer = getattr(self.manager, verb).remote(*args)
+        while True:
+            if self._starved is None:
+                self._starved = self.manager.starved.remote()
+            name, found = wait_first({"rollout manager": answer, "its engines": self._starved}, deadline)
+            if name == "rollout manager":
+                return found
+            self._starved = None
+            self.feed()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRollout:
+    """Rollouts that an earlier run dumped."""
+
+    dumps: Path
+
+    def collect(self, rollout_id: int) -> Collected:
+        """The dumped rollout of this id."""
+        started = now()
+        return Collected(load_groups(rollout_path(self.dumps, rollout_id)), started, now(), ())
+
+    def evaluate(self) -> Evaluated:
+        """No engine, nothing to evaluate."""
+        return Evaluated()
+
+    def save(self, folder: Path, next_rollout: int) -> None:
+        """The rollout id says it all."""
+
+    def load(self, folder: Path, next_rollout: int) -> None:
+        """The rollout id says it all."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemonstrationRollout:
+    """Rows whose label is the response, for supervised fine-tuning."""
+
+    demonstrations: Demonstrations
+    rows_per_rollout: int
+
+    def collect(self, rollout_id: int) -> Collected:
+        """The next rows as groups of one sample."""
+        started = now()
+        groups = self.demonstrations.next(self.rows_per_rollout, first_group_id=rollout_id * self.rows_per_rollout)
+        return Collected(tuple(groups), started, now(), ())
+
+    def evaluate(self) -> Evaluated:
+        """No engine, nothing to evaluate."""
+        return Evaluated()
+
+    def save(self, folder: Path, next_rollout: int) -> None:
+        """Write the cursor."""
+        _write_state(folder, next_rollout, {"cursor": self.demonstrations.state()})
+
+    def load(self, folder: Path, next_rollout: int) -> None:
+        """Continue from what ``save`` wrote."""
+        self.demonstrations.load_state(read_state(folder, next_rollout)["cursor"])
+
+
+def _leftover(folder: Path, next_rollout: int) -> Path:
+    return folder / "rollout" / f"leftover_{next_rollout}.npz"
+
+
+def _state_path(folder: Path, next_rollout: int) -> Path:
+    return folder / "rollout" / f"state_{next_rollout}.json"
+
+
+def _write_state(folder: Path, next_rollout: int, state: dict[str, Any]) -> None:
+    path = _state_path(folder, next_rollout)
+    try:
+        write_text(path, json.dumps(state))
+    except OSError as error:
+        raise CheckpointError(f"{path}: the save failed ({error.strerror}); is the disk full?") from error
+
+
+def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
+    """Return the rollout side of a checkpoint. Raises ``CheckpointError`` where it or its groups are missing or damaged."""
+    file = InputFile(_state_path(folder, next_rollout), CheckpointError, FIX)
+    state = file.json_object()
+    if "made" not in state:  # of a run without engines, which has no groups
+        return state
+    saved = file.typed(state, _Saved)
+    ahead = [made.rollout_id for made in saved.made]
+    if saved.next_rollout != next_rollout or ahead != [next_rollout + k for k in range(len(ahead))]:
+        raise file.refused(f"is of rollout {saved.next_rollout}, with {ahead} made ahead, and not of {next_rollout}")
+    leftover = _leftover(folder, next_rollout)
+    for path in (leftover, *(made_path(leftover, made.rollout_id) for made in saved.made)):
+        _saved_groups(path)
+    if saved.in_flight:
+        begun = _saved_groups(in_flight_path(leftover))
+        if len(begun) != saved.in_flight or any(not s.spans for group in begun for s in group.samples):
+            raise file.refused(f"has in_flight {saved.in_flight}, which {in_flight_path(leftover).name} does not hold")
+    return state
+
+
+def check_cursor(folder: Path, next_rollout: int, source: Any) -> None:
+    """Raise ``CheckpointError`` unless ``source`` can go on at the cursor of a checkpoint."""
+    state = read_state(folder, next_rollout)
+    try:
+        source.load_state(state["cursor"])
+    except (DataError, KeyError) as error:
+        path = _state_path(folder, next_rollout)
+        text = "has no cursor" if isinstance(error, KeyError) else f"does not fit: {error}"
+        raise CheckpointError(f"{path} {text}; {FIX}") from error
+
+
+def _saved_groups(path: Path) -> tuple[SampleGroup, ...]:
+    """Groups of a checkpoint. Raises ``CheckpointError``."""
+    try:
+        return load_groups(path)
+    except DataError as error:
+        raise CheckpointError(f"{path}: groups of this checkpoint are missing or torn ({error}): {FIX}") from error

@@ -1,0 +1,234 @@
+"""A launched run: the three verbs, and everything around them that the loop does not want to see."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slime_like.batch import TrainBatch
+from slime_like.checkpoint.files import iteration_folder
+from slime_like.cluster.run.chaos import Chaos
+from slime_like.cluster.run.checkpoints import Checkpoints
+from slime_like.cluster.run.control import Control, Request
+from slime_like.cluster.run.eval_files import answers_path, write_answers
+from slime_like.cluster.run.full_disk import tolerate_full_disk
+from slime_like.cluster.run.rollouts import Rollout
+from slime_like.cluster.run.stop import StopRequest
+from slime_like.cluster.run.sync import Sync
+from slime_like.cluster.supervise.reporting import try_report
+from slime_like.config.schema.root import TrainConfig
+from slime_like.data.assemble import AssembleSpec, assemble
+from slime_like.data.dump import rollout_path, save_groups
+from slime_like.data.group_metrics import group_metrics
+from slime_like.data.token_view import TokenTable, choose, save_view, token_view, view_path, with_advantages
+from slime_like.interfaces import MetricSink, Trainer
+from slime_like.metrics.drift import DriftWatch
+from slime_like.metrics.spans import Spans
+from slime_like.metrics.types import Last, Metric, RunWarning, reduce_metrics
+from slime_like.metrics.view import evaluations
+from slime_like.printable import visible
+from slime_like.rollout.manager import Collected
+from slime_like.types import StepStats
+
+PHASES = {"train_wait": "collect", "train": "step", "update_weights": "push"}  # timer -> phase of chaos.faults
+
+
+@dataclass(slots=True)
+class Run:
+    """What ``launch`` yields."""
+
+    cfg: TrainConfig
+    run_dir: Path
+    trainer: Trainer
+    rollout: Rollout
+    sync: Sync
+    assembly: AssembleSpec
+    sink: MetricSink
+    spans: Spans
+    stop: StopRequest
+    control: Control
+    first_rollout: int
+    engine_ranks: int  # 0 where nothing is generated
+    checkpoints: Checkpoints
+    chaos: Chaos
+    drift: DriftWatch
+    rollout_id: int = field(default=-1)  # the rollout that the loop is at; -1 before the first
+    view: TokenTable | None = None  # of some of its samples, to be written with it
+    num_empty: int = 0  # rollouts of this part of the run that gave the trainer nothing
+
+    def start(self) -> None:
+        """The first push, and the first evaluation of a fresh run."""
+        with self.timer("update_weights"):
+            metrics = self.sync.push(self.trainer.version)
+        if self.cfg.evaluation.before_train and self.first_rollout == 0:
+            self._log(0, [*metrics, *self._evaluate(0)])
+        else:
+            self.spans.drain()
+
+    def rollout_ids(self) -> Iterator[int]:
+        """The rollouts left to train on; a checkpoint follows the last one, whichever that is."""
+        done = self.first_rollout
+        for rollout_id in range(self.first_rollout, self.cfg.loop.num_rollout):
+            if self.stop.requested:
+                break
+            self.rollout_id = rollout_id
+            self.trainer.rest()
+            yield rollout_id
+            done = rollout_id + 1
+        with self.timer("save"):
+            self.checkpoints.save(done, final=True)
+        if self.num_empty:
+            taken = done - self.first_rollout
+            sys.stderr.write(
+                visible(f"warning: {self.num_empty} of {taken} rollouts were empty: nothing was trained on in them\n")
+            )
+        if done < self.cfg.loop.num_rollout:
+            raise KeyboardInterrupt(f"stopped after {done} rollouts; continue with the same command (run.resume=auto)")
+        if self.cfg.run.save_hf:
+            self.trainer.export_hf(self.run_dir / "hf")
+
+    @contextmanager
+    def timer(self, name: str) -> Generator[None]:
+        """Times a phase: ``perf/<name>_time`` and a span in metrics.jsonl."""
+        with self.spans(name), self.chaos(PHASES.get(name, name), self.rollout_id):
+            yield
+
+    def assemble(self, rollout_id: int, collected: Collected) -> TrainBatch:
+        """The rollout as the trainer takes it. With ``run.dump_rollouts`` some of it is scored first."""
+        self.chaos.recovered(collected.recovered)  # at once: this rollout's step or push may end the run
+        batch = assemble(collected.groups, self.assembly, rollout_id)
+        self.view = None
+        if self.cfg.run.dump_rollouts and self.cfg.run.mode != "rollout_only":
+            with self.timer("dump"):
+                rows = choose(batch, collected.groups, self.assembly.max_tokens_per_rank)
+                if rows is not None:
+                    self.view = token_view(rows, self.trainer.score(rows), self.trainer.version)
+        return batch
+
+    def finish_rollout(
+        self, rollout_id: int, collected: Collected, stats: StepStats, probed: tuple[Metric, ...]
+    ) -> None:
+        """Dump, evaluate, log and save, each when it is due or asked for."""
+        if rollout_id == self.first_rollout:
+            self._name_kernels()
+        self.spans.add("rollout", collected.started, collected.stopped)
+        if self.cfg.run.dump_rollouts:
+            self._dump(rollout_id, collected)
+        done = rollout_id + 1
+        for warning in (*collected.warnings, *map(RunWarning, self.drift.warnings(reduce_metrics(stats.metrics)))):
+            sys.stderr.write(visible(f"warning: {warning}\n"))
+            self.sink.warn(done, warning)
+        self.num_empty += not collected.groups
+        metrics = [*group_metrics(collected.groups, stats.version - 1), *collected.metrics, *stats.metrics, *probed]
+        if self.assembly.overlong is not None:
+            metrics += self.assembly.overlong.metrics(collected.groups)
+        if self.engine_ranks:
+            tokens = sum(sample.num_response_tokens for group in collected.groups for sample in group.samples)
+            seconds = max(collected.stopped - collected.started, 1e-9)
+            metrics.append(Last("perf/tokens_per_gpu_per_sec", tokens / seconds / self.engine_ranks))
+        asked = self.control.read(done)
+        if self._eval_due(done) or Request.EVAL in asked:
+            evaluated = self._evaluate(done)
+            metrics += evaluated
+            if Request.EVAL in asked:
+                self._answer_eval(evaluated)
+        self._log(done, metrics)
+        self._save_due(done)
+        self._obey(asked, done)
+
+    def _name_kernels(self) -> None:
+        """Say what the first rollout of this part of the run was computed by."""
+        if self.cfg.metrics.console != "off":
+            for line in self.trainer.kernels():
+                sys.stdout.write(visible(f"{self.cfg.run.name}: {line}\n"))
+
+    def _dump(self, rollout_id: int, collected: Collected) -> None:
+        """The rollout's groups, and the view of some of its samples with the advantages that the ranks gave them."""
+        folder = self.run_dir / "rollouts"
+        with tolerate_full_disk(path := rollout_path(folder, rollout_id), self.cfg.run):
+            save_groups(path, collected.groups)
+        if self.view is not None:
+            advantages = self.trainer.token_advantages(self.view.sample_ids.tolist())
+            with tolerate_full_disk(path := view_path(folder, rollout_id), self.cfg.run):
+                save_view(path, with_advantages(self.view, advantages))
+
+    def _answer_eval(self, found: tuple[Metric, ...]) -> None:
+        """Say what an evaluation that was asked for found."""
+        scores = ", ".join(f"{name} {value:.3f}" for name, value in evaluations(reduce_metrics(found)).items())
+        self.control.answer(Request.EVAL, scores or "no engines or no evaluation.datasets", failed=not scores)
+
+    def _obey(self, asked: tuple[Request, ...], done: int) -> None:
+        """What else was asked for: a checkpoint that is whole when this returns, the report, the end."""
+        if Request.SAVE in asked:
+            with self.timer("save"):
+                whole = self.checkpoints.save(done, wait=True)
+            name = iteration_folder(self.checkpoints.folder, done).relative_to(self.run_dir)
+            nothing = (
+                "nothing was written" if self.checkpoints.enabled else "a run without a trainer has nothing to save"
+            )
+            self.control.answer(Request.SAVE, str(name) if whole else nothing, failed=not whole)
+        if Request.REPORT in asked:
+            path, why = try_report(self.run_dir)
+            self.control.answer(Request.REPORT, why if path is None else path.name, failed=path is None)
+        if Request.STOP in asked:
+            self._stop(done)
+
+    def _stop(self, done: int) -> None:
+        """End after this rollout. Its checkpoint is written before the answer, so that who waits for it may end the machine."""
+        self.stop.requested = True
+        with self.timer("save"):
+            whole = self.checkpoints.save(done, wait=True)
+        saves = self.checkpoints.enabled
+        how = ", with a checkpoint" if whole else "; its checkpoint could not be written" if saves else ""
+        self.control.answer(Request.STOP, f"the run ends after {done} rollouts{how}", failed=saves and not whole)
+
+    def _save_due(self, done: int) -> None:
+        """Checkpoint and export, each when it is due; a checkpoint that is being written is named when it is whole."""
+        run = self.cfg.run
+        with self.timer("save"):
+            if run.save_interval is not None and done % run.save_interval == 0:
+                self.checkpoints.save(done)
+            else:
+                self.checkpoints.poll()
+            if run.save_hf_interval is not None and done % run.save_hf_interval == 0:
+                with tolerate_full_disk(folder := hf_folder(self.run_dir, done), self.cfg.run):
+                    self.trainer.export_hf(folder)
+
+    def _eval_due(self, done: int) -> bool:
+        interval = self.cfg.evaluation.interval
+        return done == self.cfg.loop.num_rollout or (interval is not None and done % interval == 0)
+
+    def _evaluate(self, step: int) -> tuple[Metric, ...]:
+        """Evaluate after ``step`` rollouts and write the answers."""
+        self.trainer.rest()
+        with self.timer("eval"):
+            evaluated = self.rollout.evaluate()
+        if evaluated.answers:
+            path = answers_path(self.run_dir, step)
+            try:
+                write_answers(path, step, evaluated.answers)
+            except OSError as error:  # a full disk; the metrics are there
+                sys.stderr.write(
+                    visible(f"warning: {path}: the evaluation's answers were not written ({error.strerror})\n")
+                )
+        return evaluated.metrics
+
+    def _log(self, step: int, metrics: list[Metric]) -> None:
+        spans = self.spans.drain()
+        metrics += [Last(f"perf/{name}_time", stop - start) for name, (start, stop) in spans.items()]
+        loop_spans = [
+            span for name, span in spans.items() if name != "rollout"
+        ]  # generation may have begun in an earlier step
+        if loop_spans:
+            metrics.append(
+                Last("perf/step_time", max(stop for _, stop in loop_spans) - min(start for start, _ in loop_spans))
+            )
+        self.sink.log(step, reduce_metrics(metrics), spans)
+
+
+def hf_folder(run_dir: Path, done: int) -> Path:
+    """Where ``run.save_hf_interval`` writes the weights after ``done`` rollouts."""
+    return run_dir / f"hf_iter_{done:07d}"

@@ -1,0 +1,46 @@
+"""The run's folder: made, claimed for one run at a time, its configuration written."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slime_like.config.load.loader import to_yaml
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.util.private import open_lock, planted_by_another
+from slime_like.util.reading import reason
+
+
+@contextmanager
+def claimed(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
+    """Hold ``run_dir`` for this run; the kernel lets go of it when the process ends, however it ends.
+
+    Raises ``ConfigError`` when it cannot be written, or when a living run holds it.
+    """
+    named = Path(cfg.run.dir).absolute()  # a link on the way may be another user's
+    if part := planted_by_another(named) or planted_by_another(run_dir):
+        raise ConfigError(
+            f"run.dir={cfg.run.dir!r}: {part} belongs to another user, in a folder where others may write: choose another run.dir"
+        )
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        lock = open_lock(run_dir / ".lock")
+    except OSError as error:
+        raise ConfigError(f"run.dir={cfg.run.dir!r} cannot be written ({error}): choose another folder") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"run.dir={cfg.run.dir!r} is held by a run that is still going on: wait for its end, or choose another run.dir"
+            ) from error
+        partial = run_dir / "config.yaml.partial"
+        try:
+            partial.write_text(to_yaml(cfg))
+            partial.replace(run_dir / "config.yaml")
+        except OSError as error:
+            raise ConfigError(f"{run_dir / 'config.yaml'} cannot be written ({reason(error)}): move it away") from error
+        yield

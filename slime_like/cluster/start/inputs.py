@@ -1,0 +1,137 @@
+"""Everything a run reads, read and checked in the driver before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slime_like.cluster.plan.planner import Plan
+from slime_like.config.rules.hf import downloaded, read_hf_config
+from slime_like.config.schema import names
+from slime_like.config.schema.root import TrainConfig
+from slime_like.data.conversations import Conversations
+from slime_like.data.demonstrations import Demonstrations
+from slime_like.data.dump import load_groups, rollout_path
+from slime_like.data.heldout import EvalSet, eval_sets
+from slime_like.data.prompts import FileSource, SourceContext
+from slime_like.data.rows import any_row
+from slime_like.data.tokenizer import open_tokenizer
+from slime_like.errors import DataError
+from slime_like.registry import resolve
+from slime_like.reward.check import check_reward, label_rule, row_rule
+from slime_like.types import Prompt
+from slime_like.util.reading import Count
+
+TRAIN = "data.train"
+_NO_END = (
+    "no token ends a response: the tokenizer, generation_config.json and config.json of model.hf_checkpoint={folder!r} name "
+    "no eos_token_id, so that every response has rollout.max_response_len tokens; set rollout.stop_token_ids"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stops:
+    """Tokens that end a response, as generation_config.json and config.json have them."""
+
+    eos_token_id: Count | list[Count] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """Prompts, held-out prompts and tokenizer; sources are None where the mode reads none."""
+
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    source: Any = None  # DataSource, or Demonstrations for supervised fine-tuning
+    heldout: Mapping[str, Sequence[Prompt]] = field(default_factory=dict[str, Sequence[Prompt]])
+    advice: tuple[str, ...] = ()  # legal and probably not meant
+
+
+def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
+    """Read tokenizer and datasets. Raises ``ConfigError`` or ``DataError`` naming key or file, value and fix."""
+    tokenizer = open_tokenizer(cfg.model.hf_checkpoint)
+    vocab_size = read_hf_config("model.hf_checkpoint", cfg.model.hf_checkpoint).vocab_size
+    stops = stop_tokens(cfg, tokenizer, vocab_size)
+    if cfg.run.replay_from is not None:
+        _check_dumps(cfg, Path(cfg.run.replay_from))
+        return RunInputs(tokenizer, stops)
+    check_reward(cfg.reward)
+    supervised = not plan.needs_engines
+    needs_label = _always if supervised else label_rule(cfg.reward)
+    begun = cfg.rollout.over_sampling_batch_size or cfg.rollout.batch_size
+
+    def context(path: str, dataset: str, key: str) -> SourceContext:
+        return SourceContext(
+            path=path,
+            tokenizer=tokenizer,
+            max_context_len=plan.max_context_len,
+            needs_label=needs_label,
+            row_problem=any_row if supervised else row_rule(cfg.reward),
+            seed=cfg.run.seed,
+            shuffle=cfg.data.shuffle and key == TRAIN,
+            dataset=dataset,
+            key=key,
+            vocab_size=vocab_size,
+            supervised=supervised,
+            batch_size=begun,
+            most_prompts=begun * (1 + cfg.rollout.max_refills),
+        )
+
+    factory: Any = resolve("data.source", cfg.data.source, names.DATA_SOURCES)
+    train = factory(cfg.data, context(cfg.data.train, "train", TRAIN))
+    if supervised:
+        conversations = Conversations(tokenizer, cfg.data.conversation, cfg.data.chat_template_kwargs)
+        train = Demonstrations(train, tokenizer, plan.max_context_len, conversations)
+    heldout = {
+        found.name: _heldout(cfg, found, context(found.path, found.name, f"evaluation.datasets.{found.name}"))
+        for found in eval_sets(cfg.evaluation)
+    }
+    advice = () if stops or supervised else (_NO_END.format(folder=cfg.model.hf_checkpoint),)
+    return RunInputs(tokenizer, stops, train, heldout, advice)
+
+
+def _heldout(cfg: TrainConfig, chosen: EvalSet, context: SourceContext) -> tuple[Prompt, ...]:
+    """All prompts of a held-out set, its columns named as its own settings say, or else as those of the training data."""
+    return FileSource(chosen.columns(cfg.data), replace(context, rm_type=chosen.rm_type)).prompts
+
+
+def _check_dumps(cfg: TrainConfig, folder: Path) -> None:
+    missing = [k for k in range(cfg.loop.num_rollout) if not rollout_path(folder, k).exists()]
+    if missing:
+        raise DataError(
+            f"run.replay_from={str(folder)!r} lacks {rollout_path(folder, missing[0]).name}: loop.num_rollout is "
+            f"{cfg.loop.num_rollout}, the folder holds {cfg.loop.num_rollout - len(missing)} of them; lower loop.num_rollout"
+        )
+    for k in range(cfg.loop.num_rollout):
+        load_groups(rollout_path(folder, k))
+
+
+def _always(rm_type: str | None) -> bool:
+    """Supervised fine-tuning trains on the label."""
+    del rm_type
+    return True
+
+
+def stop_tokens(cfg: TrainConfig, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """Return the tokens that end a response: the tokenizer's EOS, the checkpoint's, and the user's.
+
+    Raises ``DataError`` where the model has no row for one of the checkpoint's, as no response could end with it.
+    """
+    folder = Path(cfg.model.hf_checkpoint)
+    ends: dict[str, list[int]] = {}
+    if tokenizer.eos_token_id is not None:
+        ends["tokenizer"] = [int(tokenizer.eos_token_id)]
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).exists():
+            file = downloaded("model.hf_checkpoint", folder / name)
+            eos = file.typed({"eos_token_id": file.json_object().get("eos_token_id")}, _Stops).eos_token_id
+            ends[name] = [eos] if isinstance(eos, int) else eos or []
+    for name, tokens in ends.items():
+        if beyond := next((token for token in tokens if token >= vocab_size), None):
+            raise DataError(
+                f"model.hf_checkpoint: the {name} of {folder} ends responses with token {beyond}, and the vocabulary of "
+                f"its config.json ends at {vocab_size - 1}: no response could end with it; correct eos_token_id or vocab_size"
+            )
+    return tuple(sorted({*cfg.rollout.stop_token_ids, *(token for tokens in ends.values() for token in tokens)}))

@@ -1,0 +1,167 @@
+"""Config -> a running cluster, and back to nothing: what ``launch`` starts, it stops, however the run ends."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slime_like.cluster.plan.guard import ring_folder
+from slime_like.cluster.plan.planner import Plan, make_plan, probe_machine
+from slime_like.cluster.plan.verify import verify_starts
+from slime_like.cluster.run.chaos import planned
+from slime_like.cluster.run.checkpoints import remove_leftovers
+from slime_like.cluster.run.control import Control
+from slime_like.cluster.run.rollouts import check_cursor
+from slime_like.cluster.run.stop import StopRequest
+from slime_like.cluster.run.training_run import Run
+from slime_like.cluster.start.folder import claimed
+from slime_like.cluster.start.identity import run_record
+from slime_like.cluster.start.inputs import RunInputs, load_inputs
+from slime_like.cluster.start.limits import check_limits
+from slime_like.cluster.start.processes import Cluster
+from slime_like.cluster.start.progress import Progress
+from slime_like.cluster.start.resume import checkpoint_folder, first_rollout
+from slime_like.cluster.supervise import supervised
+from slime_like.cluster.supervise.crash import one_line, write_bundle
+from slime_like.cluster.supervise.reporting import NOTHING_LOGGED, try_report
+from slime_like.cluster.supervise.stacks import dump_stacks_on_signal
+from slime_like.config.schema.root import TrainConfig
+from slime_like.data import faults
+from slime_like.distributed.forensics import report as forensics
+from slime_like.errors import DeadlineExceeded, EngineError, SlimeLikeError, WorkerError, exit_code
+from slime_like.metrics.sinks import FanOut, open_sinks
+from slime_like.printable import visible
+from slime_like.util.deadline import Deadline
+
+STOPPED = 130  # exit code
+SINK_S = 180.0  # for wandb to answer, and to take what is left
+
+
+def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> RunInputs:
+    """``load_inputs``, and a look at files of an earlier part of the run that are read once processes run.
+
+    Raises ``CheckpointError`` or ``DataError`` naming the file.
+    """
+    inputs = load_inputs(cfg, plan)
+    if first and inputs.source is not None:
+        check_cursor(checkpoint_folder(cfg, run_dir), first, inputs.source)
+    if planned(cfg.chaos, cfg.loop.num_rollout):
+        faults.read(run_dir)
+    return inputs
+
+
+@contextmanager
+def launch(cfg: TrainConfig) -> Generator[Run]:
+    """Check all inputs, start the processes of ``cfg``, yield the run, tear everything down.
+
+    An error leaves a crash bundle in ``run.dir`` and goes on with the bundle's path in its message.
+    """
+    plan = _planned(cfg)
+    run_dir = Path(cfg.run.dir).resolve()
+    first, record = _check_checkpoints(cfg, run_dir)
+    inputs = _read_inputs(cfg, plan, run_dir, first)
+    with claimed(cfg, run_dir):
+        remove_leftovers(run_dir)
+        supervised.claimed(run_dir, ring_folder(cfg.run.dir))
+        sink = _open(cfg, run_dir, first)
+        stop, control = StopRequest(), Control(run_dir, sink.note)
+        cluster = Cluster(cfg, plan, run_dir, Progress(partial(_say, cfg)), partial(_say, cfg))
+        stop.install()
+        code = STOPPED
+        try:
+            dump_stacks_on_signal(run_dir / "stacks", "driver")
+            control.open(first, cfg.loop.num_rollout)
+            _say(cfg, f"{plan.summary}; everything goes to {run_dir}")
+            for line in (*plan.advice, *inputs.advice):
+                sys.stderr.write(visible(f"warning: {line}\n"))
+            run = cluster.start(inputs, first, sink, stop, control, record)
+            cluster.progress.ready("ready")
+            yield run
+            code = 0
+        except Exception as error:
+            explained = _explained(cfg, run_dir, error, cluster)
+            explained.say()  # before the processes end: that may take a while, or fail
+            code = exit_code(explained)
+            raise explained from error
+        finally:
+            supervised.ending(code)
+            stop.hold()
+            with ExitStack() as teardown:  # each happens, whatever becomes of the others; processes first
+                teardown.callback(stop.restore)  # last of all: a further signal must not cut any of the rest short
+                teardown.callback(_report, cfg, run_dir)
+                teardown.callback(_close, sink)
+                teardown.callback(control.close)
+                teardown.callback(shutil.rmtree, ring_folder(cfg.run.dir), ignore_errors=True)
+                teardown.callback(cluster.close)
+                teardown.callback(cluster.report_faults)
+
+
+def _planned(cfg: TrainConfig) -> Plan:
+    plan = make_plan(cfg, probe_machine())
+    check_limits(plan.device)
+    return plan
+
+
+def _explained(cfg: TrainConfig, run_dir: Path, error: Exception, cluster: Cluster) -> SlimeLikeError:
+    """The error with what the processes say of it, after the crash bundle is written."""
+    if isinstance(error, (WorkerError, EngineError)):
+        supervised.clear_ray()
+    deaths = cluster.causes_of_death(suspected=isinstance(error, EngineError))
+    who = forensics.report(ring_folder(cfg.run.dir)) if isinstance(error, (WorkerError, DeadlineExceeded)) else ""
+    return _with_context(error, deaths, who, _bundle(run_dir, error, deaths, cluster.log_dir))
+
+
+def _open(cfg: TrainConfig, run_dir: Path, first: int) -> FanOut:
+    with supervised.limit(Deadline("driver", "start", SINK_S), "the destinations of metrics.*", at_once=True):
+        return open_sinks(cfg.metrics, run_dir, first_step=first, num_steps=cfg.loop.num_rollout, settings=asdict(cfg))
+
+
+def _close(sink: FanOut) -> None:
+    with supervised.limit(Deadline("driver", "teardown", SINK_S), "the destinations of metrics.*"):
+        sink.close()
+
+
+def _check_checkpoints(cfg: TrainConfig, run_dir: Path) -> tuple[int, dict[str, Any]]:
+    """Check every checkpoint that the run reads; return the first rollout, and what the run's own checkpoints record of it."""
+    record = run_record(cfg)
+    first = first_rollout(cfg, run_dir, record)
+    verify_starts(cfg)
+    return first, record
+
+
+def _report(cfg: TrainConfig, run_dir: Path) -> None:
+    """Write report.html; a run that has ended well is not undone by a report that could not be written."""
+    path, why = try_report(run_dir)
+    if path is not None:
+        _say(cfg, f"report: {path}")
+    elif why != NOTHING_LOGGED:
+        sys.stderr.write(visible(f"{cfg.run.name}: no report: {why}\n"))
+
+
+def _say(cfg: TrainConfig, text: str) -> None:
+    if cfg.metrics.console != "off":
+        sys.stdout.write(visible(f"{cfg.run.name}: {text}\n"))
+        sys.stdout.flush()
+
+
+def _bundle(run_dir: Path, error: Exception, deaths: list[str], ray_logs: Path | None) -> str:
+    """Path of the crash bundle, or why there is none: a full disk, or a fault in what reads the evidence, must not hide the cause."""
+    try:
+        return str(write_bundle(run_dir, error, deaths, ray_logs))
+    except Exception as failure:  # noqa: BLE001  the fault boundary of the evidence
+        return f"could not be written ({type(failure).__name__}: {failure})"
+
+
+def _with_context(error: Exception, deaths: list[str], who: str, bundle: str) -> SlimeLikeError:
+    """The same error, its message completed by dead engines, who waited in which collective, and the bundle's path."""
+    kind = type(error) if isinstance(error, SlimeLikeError) else SlimeLikeError
+    text = str(error) if isinstance(error, SlimeLikeError) else one_line(error)
+    if deaths and isinstance(error, (EngineError, DeadlineExceeded, WorkerError)):
+        kind, text = EngineError, f"{text}\n" + "\n".join(deaths)
+    return kind("\n".join(part for part in (text, who, f"crash bundle: {bundle}") if part))

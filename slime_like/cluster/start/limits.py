@@ -1,0 +1,60 @@
+"""Limits of this process and machine that would end a run in its midst, by a signal or in some library's words."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime_like.cluster.plan.machine import memory_bytes
+from slime_like.errors import ConfigError
+
+SHARED = Path("/dev/shm")
+MIN_FILES = 1024  # Ray's raylet and an engine hold a few hundred each
+WANTED_FILES = 65_536
+MIN_ADDRESSES = 16 * 2**30  # the driver of a run on a CPU maps 8 GB: Ray's object store, thread stacks
+MIN_SHARED = (
+    16 * 2**20
+)  # rings of the ranks, SGLang's segments; Ray's object store goes elsewhere where it finds too little
+
+
+def check_limits(device: str) -> None:
+    """Raise the number of open files as far as it may be; raises ``ConfigError`` naming every limit that is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _finite(soft) < WANTED_FILES and soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(_finite(hard), WANTED_FILES)), hard))
+    if problems := list(too_low(device)):
+        raise ConfigError("\n".join(problems))
+
+
+def too_low(device: str) -> Iterator[str]:
+    """One line per limit that is too low, with what it is, what a run needs and what to do."""
+    files = _limit(resource.RLIMIT_NOFILE)
+    if files < MIN_FILES:
+        yield f"ulimit -n is {files:g}: a process of a run opens up to {MIN_FILES} files: `ulimit -n {WANTED_FILES}` first"
+    addresses = _limit(resource.RLIMIT_AS)
+    if addresses < MIN_ADDRESSES or (device == "cuda" and addresses != float("inf")):
+        needed = (
+            "CUDA reserves terabytes of addresses" if device == "cuda" else f"Ray maps {MIN_ADDRESSES / 2**30:g} GiB"
+        )
+        yield f"ulimit -v is {addresses / 1024:.0f} kB: {needed}, whatever is used of it: `ulimit -v unlimited` first"
+    size, memory = _limit(resource.RLIMIT_FSIZE), memory_bytes()
+    if size < memory:
+        yield (
+            f"ulimit -f is {size / 1024:.0f} kB: a file of checkpoints, or of Ray's object store in {SHARED}, may be larger, "
+            f"up to the memory ({memory / 2**30:.0f} GiB): `ulimit -f unlimited` first"
+        )
+    if SHARED.is_dir() and (free := shutil.disk_usage(SHARED).free) < MIN_SHARED:
+        yield (
+            f"{SHARED} has {free / 2**20:.1f} MiB free, a run needs {MIN_SHARED // 2**20}: remove what lies there, or start the "
+            "container with --shm-size=4g"
+        )
+
+
+def _limit(which: int) -> float:
+    return _finite(resource.getrlimit(which)[0])
+
+
+def _finite(value: int) -> float:
+    return float("inf") if value == resource.RLIM_INFINITY else float(value)

@@ -1,0 +1,206 @@
+"""Ray on this machine alone, for one run: on loopback, and started again where a busy machine made it late. Ray of any
+kind: without its hold on SIGTERM, and every wait for it with an end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants, services
+from ray._private import utils as ray_utils
+from ray._private import worker as ray_worker
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
+
+from slime_like.cluster.supervise import supervised
+from slime_like.errors import ConfigError
+from slime_like.util.deadline import Deadline
+
+SECONDS = 90
+TRY_S = 60  # of one try, the last of which may begin when all seconds are over
+CONNECT_S = 10.0
+JOIN_S = 60.0
+ESSENTIAL = ("raylet", "gcs_server")  # without which, and the agents of the first, Ray ends
+PREFIX = "slime_like-"
+SHORT = "/tmp"  # for Ray's files where the path of TMPDIR is too long: that of a unix socket has at most
+SOCKET_BYTES = 107
+ADDED_BYTES = len(f"/{PREFIX}12345678/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+REMOVE_S = 5.0  # for processes of Ray that still write to their logs
+LATE = "timed out during startup"  # of a plain Exception: Ray gives its own node 30 seconds, which no setting changes
+
+_folders: list[Path] = []  # private folders of the Ray that this process has started
+
+
+def start(namespace: str) -> None:
+    """Start Ray's processes, their files and sockets in a folder of this user alone.
+
+    Raises ``DeadlineExceeded`` where Ray's node did not come up in any of the tries that the deadline left time for.
+    """
+    _stay_on_loopback()
+    folder = _private_folder()
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets anything else on the machine starve the run
+    # An actor that ends otherwise kills what it started, before that has removed its shared memory (rollout.server does).
+    os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
+    # By the environment, which only this user can read: Ray would write it to ~/.ray/auth_token, for everybody.
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    deadline = Deadline("driver", "placement", SECONDS)
+    tries = Retrying(
+        retry=retry_if_exception(_is_late), stop=stop_after_delay(deadline.limit), before_sleep=_clear, reraise=True
+    )
+    try:
+        within = Deadline("driver", "placement", SECONDS + TRY_S)
+        with keep_sigterm(), supervised.limit(within, "Ray to start on this machine", at_once=True):
+            tries(
+                ray.init,
+                address="local",
+                namespace=namespace,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+            )
+    except Exception as error:
+        with supervised.limit(Deadline("driver", "placement", TRY_S), "what has started of Ray to end", at_once=True):
+            _end()
+        if _is_late(error):
+            raise deadline.exceeded("the node of Ray that it started") from error
+        raise
+    node: Any = ray_worker._global_node  # pyright: ignore[reportPrivateUsage]
+    if node is not None:
+        pids = {
+            name: info.process.pid for name, infos in node.all_processes.items() if name in ESSENTIAL for info in infos
+        }
+        supervised.ray_started(pids, Path(node.get_logs_dir_path()))
+
+
+def join(address: str, namespace: str) -> None:
+    """Join the cluster that ``placement.ray_address`` names. Raises ``ConfigError`` where none answers there."""
+    key = f"placement.ray_address={address!r}"
+    fix = "start it with `ray start --head`, correct the address, or leave the key out for a Ray of this run's own"
+    at = address
+    try:
+        at = services.canonicalize_bootstrap_address(address.removeprefix("ray://")) or address
+        host, _, port = at.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # Ray's own words for a cluster that "auto" does not find are a ConnectionError
+        raise ConfigError(f"{key}: no Ray cluster answers at {at} ({error}): {fix}") from error
+    within = Deadline("driver", "placement", JOIN_S)
+    try:
+        with keep_sigterm(), supervised.limit(within, f"the Ray cluster of {key}: {fix}", at_once=True):
+            ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        token = "or give this process the cluster's RAY_AUTH_TOKEN"  # Ray only prints why it refuses
+        raise ConfigError(f"{key}: the cluster at {at} cannot be joined ({error}): {fix}, {token}") from error
+
+
+@contextmanager
+def keep_sigterm() -> Generator[None]:
+    """In it ``ray.init`` may be called, and SIGTERM stays what it was.
+
+    Ray 2.60 makes it ``sys.exit``, and has a handler in C before that which prints a stack: the run would end in the midst of
+    a rollout, without its checkpoint. Goes when ``ray.init`` leaves signals alone.
+    """
+    assert hasattr(ray_utils, "set_sigterm_handler"), "ray moved set_sigterm_handler: find what takes SIGTERM now"
+    handler, taken = signal.getsignal(signal.SIGTERM), ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda _: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = taken
+        signal.signal(signal.SIGTERM, handler)  # the handler in C goes by this
+
+
+def log_dir() -> Path | None:
+    """Return the folder that Ray on this node writes its logs to, also of one that did not come up; None without one."""
+    node: Any = ray_worker._global_node  # pyright: ignore[reportPrivateUsage]
+    if node is not None:
+        return Path(node.get_logs_dir_path())
+    return max((logs for folder in _folders for logs in folder.glob("ray/session_2*/logs")), default=None)
+
+
+def shutdown() -> None:
+    """End Ray, and remove the folder of one that was started here."""
+    _end()
+    until = time.monotonic() + REMOVE_S
+    while _folders:
+        shutil.rmtree(_folders[-1], ignore_errors=True)
+        if not _folders[-1].exists() or time.monotonic() > until:
+            _folders.pop()
+
+
+def _private_folder() -> Path:
+    """Make a folder that only this user can enter, in the first of Ray's places that is short enough; return Ray's own in it.
+
+    Ray opens its folder and the sockets in it to every user of the machine, which a private one around it undoes.
+    """
+    places = (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), SHORT)
+    place = next((p for p in places if p and len(os.fsencode(p)) + ADDED_BYTES <= SOCKET_BYTES), SHORT)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+    except OSError as error:
+        raise ConfigError(
+            f"Ray's files cannot be kept in {place} ({error.strerror}): set TMPDIR to a folder that you may write to"
+        ) from error
+    _folders.append(folder)
+    supervised.owns(folder)
+    return folder / "ray"
+
+
+def _end() -> None:
+    """``ray.shutdown``, and SIGTERM stays what it was.
+
+    Ray 2.60 gives it the default action as its core goes, and only then takes its processes down, for a second or more: another
+    SIGTERM would end the driver before it has done so. About a millisecond is left until the handler is back. Goes when
+    ``ray.shutdown`` leaves signals alone.
+    """
+    assert hasattr(ray_worker, "_global_node"), "ray moved _global_node: find what it calls once its core is gone"
+    handler, node = signal.getsignal(signal.SIGTERM), ray_worker._global_node  # pyright: ignore[reportPrivateUsage]
+    if node is not None:
+        take_down = node.kill_all_processes
+
+        def kill_all_processes(*arguments: Any, **options: Any) -> None:
+            signal.signal(signal.SIGTERM, handler)
+            take_down(*arguments, **options)
+
+        node.kill_all_processes = kill_all_processes
+    try:
+        ray.shutdown()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _is_late(error: BaseException) -> bool:
+    return LATE in str(error)
+
+
+def _clear(_: RetryCallState) -> None:
+    _end()
+
+
+def _stay_on_loopback() -> None:
+    """Make Ray's own servers bind to 127.0.0.1.
+
+    Ray 2.60 replaces a loopback address given to ``ray.init`` by the machine's outward one and then listens on every
+    interface. Its constant for machines without clusters is what keeps it on loopback; the environment variable tells
+    Ray's daemons the same. Goes when ``ray.init(_node_ip_address="127.0.0.1")`` is honoured.
+    """
+    assert hasattr(ray_constants, "ENABLE_RAY_CLUSTER"), (
+        "ray moved ENABLE_RAY_CLUSTER: find how it binds to loopback now"
+    )
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"

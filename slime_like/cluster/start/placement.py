@@ -1,0 +1,189 @@
+"""Ray processes of a run: started in a namespace of its own, on loopback unless the user names a cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from slime_like.cluster.plan.planner import Plan
+from slime_like.cluster.start import local_ray
+from slime_like.cluster.supervise import supervised
+from slime_like.cluster.workers.engine_actor import VISIBLE_DEVICES, EngineActor
+from slime_like.cluster.workers.role_group import RoleWorker
+from slime_like.cluster.workers.rollout_actor import RolloutActor
+from slime_like.cluster.workers.trainer_worker import TrainerWorker
+from slime_like.cluster.workers.wait import wait_all, wait_one
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.util.deadline import Deadline
+
+# Set before torch is imported: OpenMP threads that spin while they wait starve the other processes of a small machine.
+# By the actors themselves: a Ray runtime_env would wait for Ray's agent and pass over the workers it has already started.
+CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+STOP_S = 20.0  # for actors to stop what they have started
+CLOSE_S = 45.0  # for all of it; Ray does not return while one of its processes is stopped
+ENGINE_CALLS = 4  # at a time: one may wait for a server to start while it is looked at, or stopped
+# What cuBLAS and NCCL need, before they start, to sum in the same order each time; read on GPUs only.
+DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+
+
+class _GpuProbe:
+    """Runs in one GPU bundle for a moment, to learn which GPU of which node it is."""
+
+    def where(self) -> tuple[str, str]:
+        """Node id and GPU id."""
+        context = ray.get_runtime_context()
+        return str(context.get_node_id()), str(context.get_accelerator_ids()["GPU"][0])
+
+
+class Placement:
+    """Starts Ray and the actors, and stops exactly what it started."""
+
+    def __init__(self, cfg: TrainConfig, plan: Plan, stacks_dir: str) -> None:
+        self._plan = plan
+        self._stacks_dir = stacks_dir
+        self._logs = Path(cfg.run.dir).resolve() / "logs"
+        self._actors: list[Any] = []
+        self._bundles: Any = None
+        self._gpus: list[tuple[str, str]] = []  # node id and GPU id of each bundle
+        self._cfg = cfg
+
+    def open(self) -> None:
+        """Start Ray, or join the cluster that ``placement.ray_address`` names, and reserve GPUs."""
+        cfg = self._cfg
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        address = cfg.placement.ray_address
+        if address is not None:
+            local_ray.join(address, f"slime_like_{cfg.run.name}")
+        else:
+            local_ray.start(f"slime_like_{cfg.run.name}")
+        if self._plan.device == "cuda":
+            self._reserve_gpus(cfg.loop.step_deadline_s)
+
+    @property
+    def log_dir(self) -> Path | None:
+        """Where Ray writes what this node's actors print; None while Ray is not up."""
+        return local_ray.log_dir()
+
+    def _reserve_gpus(self, seconds: float) -> None:
+        """One bundle per GPU; a split placement's engines follow the trainer's ranks."""
+        needed = self._plan.num_gpus
+        self._bundles = placement_group([{"GPU": 1, "CPU": 1}] * needed, strategy="PACK")
+        try:
+            wait_one(
+                f"{needed} free GPUs in the Ray cluster",
+                self._bundles.ready(),
+                Deadline("driver", "placement", min(seconds, 300)),
+            )
+        except TimeoutError as error:
+            have = ray.cluster_resources().get("GPU", 0)
+            raise ConfigError(
+                f"the plan needs {needed} GPUs, the Ray cluster has {have:g} (some may be taken): {error}"
+            ) from error
+
+        probe: Any = ray.remote(_GpuProbe)
+        probes = [
+            probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=self._in_bundle(i)).remote()
+            for i in range(needed)
+        ]
+        found = wait_all(
+            {f"GPU probe {i}": actor.where.remote() for i, actor in enumerate(probes)},
+            Deadline("driver", "placement", 120),
+        )
+        self._gpus = list(found.values())
+        for actor in probes:
+            ray.kill(actor)
+
+    def trainers(self) -> tuple[list[Any], list[int]]:
+        """One worker per rank, and each rank's device index in its own process."""
+        world = self._plan.actor.layout.world_size
+        remote: Any = ray.remote(TrainerWorker)
+        env = self._env(self._plan.trainer_threads)
+        workers = [
+            remote.options(**self._trainer_options(rank)).remote(rank, world, self._stacks_dir, env)
+            for rank in range(world)
+        ]
+        self._actors += workers
+        return workers, [0] * world
+
+    def role(self, name: str) -> list[Any]:
+        """One worker per rank of a role beside the actor; its GPUs, reserved by the bundles, may be the actor's too."""
+        devices = next(role.devices for role in self._plan.roles if role.name == name)
+        remote: Any = ray.remote(RoleWorker)
+        workers: list[Any] = []
+        for rank, own in enumerate(devices):
+            options, visible = self._shared_options(own, name)
+            env = self._env(self._plan.trainer_threads) | visible
+            workers.append(remote.options(**options).remote(name, rank, len(devices), self._stacks_dir, env))
+        self._actors += workers
+        return workers
+
+    def engines(self, admin_key: str) -> list[Any]:
+        """One actor per engine; the SGLang server is its child and sees the engine's GPUs."""
+        remote: Any = ray.remote(EngineActor)
+        first = 0 if self._plan.colocated else self._plan.actor.layout.world_size
+        actors: list[Any] = []
+        for index, spec in enumerate(self._plan.engines):
+            bundles = range(first + index * spec.tp, first + (index + 1) * spec.tp)
+            options, visible = self._shared_options(tuple(bundles), "rollout")
+            options |= {"max_concurrency": ENGINE_CALLS}
+            if self._cfg.health.on_dead_engine == "restart":  # the actor as well as its server
+                options |= {"max_restarts": -1, "max_task_retries": -1}
+            env = self._env(self._plan.engine_threads) | visible
+            actors.append(remote.options(**options).remote(f"engine {index}", spec, admin_key, self._stacks_dir, env))
+        self._actors += actors
+        return actors
+
+    def manager(self) -> Any:
+        """The rollout manager."""
+        remote: Any = ray.remote(RolloutActor)
+        actor = remote.options(num_cpus=0, max_concurrency=1000).remote(
+            self._stacks_dir, CPU_ENV, str(self._logs / "rollout_manager.log")
+        )
+        self._actors.append(actor)
+        return actor
+
+    def _trainer_options(self, rank: int) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_cpus": 0}
+        if self._plan.device == "cuda":
+            options |= {"num_gpus": 1, "scheduling_strategy": self._in_bundle(rank)}
+        return options
+
+    def _shared_options(self, bundles: tuple[int, ...], group: str) -> tuple[dict[str, Any], dict[str, str]]:
+        """Ray's options of what asks Ray for no GPU, as the bundles reserve them, maybe for the trainer too; what it sees."""
+        env: dict[str, str] = {}
+        options: dict[str, Any] = {"num_cpus": 0}
+        if self._plan.device == "cuda":
+            nodes = {self._gpus[i][0] for i in bundles}
+            if len(nodes) > 1:
+                raise ConfigError(
+                    f"{group}.tp={len(bundles)} would spread one engine over {len(nodes)} nodes: lower it to the GPUs of one node"
+                )
+            env = {VISIBLE_DEVICES: ",".join(self._gpus[i][1] for i in bundles)}
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(nodes.pop(), soft=False)
+        return options, env
+
+    def _env(self, threads: int) -> dict[str, str]:
+        fixed = DETERMINISTIC_ENV if self._plan.actor.deterministic else {}
+        return CPU_ENV | fixed | {"OMP_NUM_THREADS": str(threads)}
+
+    def _in_bundle(self, index: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index)
+
+    def close(self, stop_first: Sequence[tuple[Any, str]]) -> None:
+        """Stop: first politely (``(actor, verb)``), then every actor of ours, then the Ray we started or joined."""
+        with supervised.limit(Deadline("driver", "teardown", CLOSE_S), "Ray to end the processes of this run"):
+            refs = [getattr(actor, verb).remote() for actor, verb in stop_first]
+            if refs:
+                ray.wait(refs, num_returns=len(refs), timeout=STOP_S)
+            for actor in self._actors:
+                ray.kill(actor)
+            if self._bundles is not None:
+                remove_placement_group(self._bundles)
+            local_ray.shutdown()

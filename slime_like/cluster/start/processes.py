@@ -1,0 +1,272 @@
+"""The processes of a run: which is started when and with what, and how they are asked to end."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_like.cluster.plan.planner import Plan
+from slime_like.cluster.run.chaos import Chaos, report_lines
+from slime_like.cluster.run.checkpoints import Checkpoints
+from slime_like.cluster.run.control import Control
+from slime_like.cluster.run.rollouts import DemonstrationRollout, EngineRollout, ReplayRollout, Rollout
+from slime_like.cluster.run.stop import StopRequest
+from slime_like.cluster.run.sync import EngineSync, NoSync, Sync
+from slime_like.cluster.run.training_run import Run
+from slime_like.cluster.start.inputs import RunInputs
+from slime_like.cluster.start.placement import Placement
+from slime_like.cluster.start.progress import Progress
+from slime_like.cluster.start.resume import checkpoint_folder
+from slime_like.cluster.supervise.crash import one_line
+from slime_like.cluster.workers.ensemble import RoleTrainers
+from slime_like.cluster.workers.no_trainer import FrozenTrainer
+from slime_like.cluster.workers.rank_group import connect
+from slime_like.cluster.workers.role_group import RoleGroup
+from slime_like.cluster.workers.trainer_group import TrainerGroup
+from slime_like.cluster.workers.trainer_worker import EngineAddress
+from slime_like.cluster.workers.wait import wait_all, wait_one
+from slime_like.config.schema.names import GROUP_ADVANTAGES
+from slime_like.config.schema.policy import PolicyConfig
+from slime_like.config.schema.resolved import CriticSpec, TeacherSpec
+from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
+from slime_like.config.schema.root import TrainConfig
+from slime_like.data.assemble import AssembleSpec
+from slime_like.data.overlong import OverlongPenalty
+from slime_like.errors import DeadlineExceeded, SlimeLikeError
+from slime_like.interfaces import MetricSink, Trainer
+from slime_like.metrics.drift import DriftWatch
+from slime_like.metrics.spans import Spans
+from slime_like.registry import resolve
+from slime_like.rollout.manager import ManagerSpec
+from slime_like.util.deadline import Deadline
+from slime_like.weights import manifest
+
+REPORT_S = 5.0
+POST_MORTEM_S = 20.0  # above what EngineServer.cause_of_death waits for a dying process
+
+
+@dataclass(slots=True)
+class Cluster:
+    """The processes of one run, as far as they have been started."""
+
+    cfg: TrainConfig
+    plan: Plan
+    run_dir: Path
+    progress: Progress
+    say: Callable[[str], None]  # a line for people
+    placement: Placement | None = None
+    actor: TrainerGroup | None = None
+    manager: Any = None
+    engines: tuple[Any, ...] = ()
+    chaos: Chaos | None = None
+
+    def start(
+        self,
+        inputs: RunInputs,
+        first: int,
+        sink: MetricSink,
+        stop: StopRequest,
+        control: Control,
+        record: Mapping[str, Any],
+    ) -> Run:
+        """Start everything the mode needs; trainer and engines start side by side. ``record`` goes into each checkpoint."""
+        self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"))
+        self.placement.open()
+        self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
+        if self.plan.needs_engines:
+            self.engines = tuple(self.placement.engines(secrets.token_urlsafe(32)))
+            self.manager = self.placement.manager()
+        trainer = self._start_trainer(first)
+        addresses = self._wait_for_engines()
+        rollout = self._start_rollout(inputs, addresses, first)
+        if first > 0:
+            rollout.load(self._checkpoints(), first)
+        sync = self._make_sync()
+        if isinstance(rollout, EngineRollout):
+            rollout.feed = lambda: sync.push(trainer.version)
+        engines = {f"engine {i}": engine for i, engine in enumerate(self.engines)}
+        self.chaos = Chaos(self.cfg.chaos, self.run_dir, engines, self.manager)
+        self.chaos.plan(self.cfg.loop.num_rollout)
+        return Run(
+            cfg=self.cfg,
+            run_dir=self.run_dir,
+            trainer=trainer,
+            rollout=rollout,
+            sync=sync,
+            assembly=self._assembly(),
+            sink=sink,
+            spans=Spans(),
+            stop=stop,
+            control=control,
+            first_rollout=first,
+            engine_ranks=sum(address.tp for address in addresses),
+            checkpoints=Checkpoints(
+                folder=self.run_dir / "checkpoints",
+                trainer=trainer,
+                rollout=rollout,
+                config=self.cfg.run,
+                enabled=self.plan.needs_trainer,
+                last=first,
+                run=record,
+            ),
+            chaos=self.chaos,
+            drift=self._drift_watch(),
+        )
+
+    def _drift_watch(self) -> DriftWatch:
+        gates, replayed = self.plan.gates, self.cfg.run.mode == "train_only"
+        return DriftWatch(gates.rounding, gates.probe, None if replayed else self.cfg.weights.drift_warning)
+
+    def _start_trainer(self, first: int) -> Trainer:
+        assert self.placement is not None, "start comes first"
+        if not self.plan.needs_trainer:
+            return FrozenTrainer(first)
+        workers, local_ranks = self.placement.trainers()
+        actor = TrainerGroup(workers, self.plan.actor, local_ranks)
+        critic, teacher = self._role("critic", self.plan.critic), self._role("teacher", self.plan.teacher)
+        groups = [(actor, self.plan.actor), (critic, self.plan.critic), (teacher, self.plan.teacher)]
+        started = [(group, spec) for group, spec in groups if group is not None]
+        seconds = max(self.cfg.rollout.start_deadline_s, self.cfg.loop.step_deadline_s)
+        connect(started, actor.deadline("connect", seconds), self.progress.waiting)
+        self.progress.ready("trainer is up", "engines" if self.engines else "")
+        self.actor = actor
+        trainer = self._ensemble(actor, critic, teacher)
+        if first > 0:
+            trainer.load(self._checkpoints(), first)
+        return trainer
+
+    def _ensemble(self, actor: TrainerGroup, critic: RoleGroup | None, teacher: RoleGroup | None) -> Trainer:
+        """The actor alone, or with what stands beside it."""
+        if critic is None and teacher is None:
+            return actor
+        return RoleTrainers(actor, critic, teacher, self.cfg.critic)
+
+    def _role(self, name: str, spec: CriticSpec | TeacherSpec | None) -> RoleGroup | None:
+        assert self.placement is not None, "start comes first"
+        return None if spec is None else RoleGroup(name, self.placement.role(name), spec)
+
+    def _wait_for_engines(self) -> tuple[EngineAddress, ...]:
+        refs = {f"engine {i}": actor.ready.remote() for i, actor in enumerate(self.engines)}
+        deadline = Deadline("driver", "engine start", self.cfg.rollout.start_deadline_s + 30)
+        return tuple(wait_all(refs, deadline, self.progress.waiting).values())
+
+    def _start_rollout(self, inputs: RunInputs, addresses: tuple[EngineAddress, ...], first: int) -> Rollout:
+        cfg = self.cfg
+        if cfg.run.replay_from is not None:
+            return ReplayRollout(Path(cfg.run.replay_from))
+        if not self.plan.needs_engines:
+            assert inputs.source is not None, "a run without engines or dumps trains on demonstrations"
+            return DemonstrationRollout(inputs.source, cfg.rollout.batch_size)
+        spec = ManagerSpec(
+            rollout=cfg.rollout,
+            reward=cfg.reward,
+            evaluation=cfg.evaluation,
+            loop=cfg.loop,
+            tokenizer_path=cfg.model.hf_checkpoint,
+            max_context_len=self.plan.max_context_len,
+            stop_token_ids=inputs.stop_token_ids,
+            chat_template_kwargs=cfg.data.chat_template_kwargs,
+            temperature=cfg.rollout.temperature,
+            seed=cfg.run.seed,
+            probe_sequences=cfg.weights.probe_sequences,
+            samples_per_rollout=self.plan.samples_per_rollout,
+            first_rollout=first,
+            deterministic=cfg.run.deterministic,
+            baseline=_baseline(cfg),
+            overlong=self._overlong(),
+            health=cfg.health,
+            pushes=self.plan.needs_trainer,
+        )
+        deadline = Deadline("driver", "rollout manager start", cfg.rollout.start_deadline_s)
+        engines = list(zip(self.engines, addresses, strict=True))
+        wait_one("rollout manager", self.manager.connect.remote(spec, inputs.source, inputs.heldout, engines), deadline)
+        return EngineRollout(self.manager, cfg.loop.step_deadline_s)
+
+    def _make_sync(self) -> Sync:
+        if not self.engines or self.actor is None:
+            return NoSync()
+        return EngineSync(
+            trainer=self.actor,
+            manager=self.manager,
+            manifest=manifest.merge(self.actor.manifests()),
+            transport=self.plan.transport,
+            config=self.cfg.weights,
+            tolerance=self.plan.gates.probe,
+            max_score_tokens=self.cfg.parallel.max_tokens_per_rank * self.cfg.parallel.cp,
+            max_losses=len(self.engines) * (self.cfg.health.max_restarts + 1),
+        )
+
+    def _assembly(self) -> AssembleSpec:
+        cfg, name = self.cfg, self.cfg.algo.group_advantage
+        return AssembleSpec(
+            group_advantage=None if name is None else resolve("algo.group_advantage", name, GROUP_ADVANTAGES),
+            aggregation=cfg.algo.aggregation,
+            steps_per_rollout=cfg.loop.steps_per_rollout,
+            dp=self.plan.actor.layout.dp,
+            max_tokens_per_rank=cfg.parallel.max_tokens_per_rank * cfg.parallel.cp,  # which share each row
+            max_response_len=cfg.rollout.max_response_len,
+            mask_truncated=isinstance(cfg.algo, PolicyConfig) and cfg.algo.mask_truncated,
+            mask_offpolicy=isinstance(cfg.algo, PolicyConfig) and cfg.algo.mask_offpolicy,
+            overlong=self._overlong(),
+        )
+
+    def _overlong(self) -> OverlongPenalty | None:
+        reward, longest = self.cfg.reward, self.cfg.rollout.max_response_len
+        if reward.overlong_buffer_len is None:
+            return None
+        return OverlongPenalty(longest, reward.overlong_buffer_len, reward.overlong_penalty_factor)
+
+    def _checkpoints(self) -> Path:
+        return checkpoint_folder(self.cfg, self.run_dir)
+
+    def causes_of_death(self, *, suspected: bool) -> list[str]:
+        """Return the last words of engines that died, of those that answer within ``POST_MORTEM_S``."""
+        refs = {f"engine {i}": actor.cause_of_death.remote(suspected) for i, actor in enumerate(self.engines)}
+        deadline = Deadline("driver", "post mortem", POST_MORTEM_S)
+        causes: list[str] = []
+        for name, ref in refs.items():
+            try:
+                cause = wait_one(name, ref, deadline)
+            except DeadlineExceeded:  # still starting: it is not dead
+                cause = ""
+            except SlimeLikeError as error:
+                cause = one_line(error)
+            if cause:
+                causes.append(f"{name}: {cause}")
+        return causes
+
+    def report_faults(self) -> None:
+        """Tell what was lost and what became of it, while the manager is there to be asked."""
+        if self.chaos is None:
+            return
+        if self.manager is not None:
+            asked, deadline = self.manager.last_recoveries.remote(), Deadline("driver", "report", REPORT_S)
+            try:
+                self.chaos.recovered(wait_one("rollout manager", asked, deadline))
+            except SlimeLikeError as error:
+                self.say(f"faults: the rollout manager cannot say what else was lost ({one_line(error)})")
+        for line in report_lines(self.chaos.strikes, self.chaos.recoveries, self.chaos.pending):
+            self.say(line)
+
+    @property
+    def log_dir(self) -> Path | None:
+        """Where the run's Ray actors print to."""
+        return None if self.placement is None else self.placement.log_dir
+
+    def close(self) -> None:
+        """Stop what was started."""
+        if self.placement is None:
+            return
+        managers = [] if self.manager is None else [self.manager]
+        self.placement.close([(actor, "stop") for actor in (*managers, *self.engines)])
+
+
+def _baseline(cfg: TrainConfig) -> str:
+    """Return the samples over which equal rewards make every advantage 0: "group", "batch", or "none"."""
+    if cfg.algo.group_advantage is not None:
+        return "group"
+    # A critic learns from rewards that are all equal, and its values differ from them until it has.
+    return "none" if isinstance(cfg.algo, (DistillConfig, PpoConfig)) else "batch"

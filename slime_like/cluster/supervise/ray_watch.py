@@ -1,0 +1,74 @@
+"""The supervisor's watch on the processes of Ray, which do not belong to it: the death or stop of one ends the run."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from slime_like.cluster.supervise import process_tree
+
+AWAY_S = 5.0  # between two looks: this process was stopped itself, maybe with all others
+STOPPED_S = 10.0  # for which a process of Ray may be stopped: before Ray takes its node for dead, on any machine
+
+
+@dataclass(slots=True)
+class _RayProcess:
+    name: str
+    process: psutil.Process
+    stopped_since: float | None = None
+
+
+class RayWatch:
+    """Watches processes of Ray by descriptors in ``selector``, whose keys have a callback as data."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self.dead: list[str] = []  # a clause for each
+        self._selector = selector
+        self._alive: dict[str, _RayProcess] = {}
+        self._looked = time.monotonic()
+
+    def add(self, name: str, pid: int) -> None:
+        """Watch a process by a descriptor, which no later process of the same id is behind."""
+        label = f"Ray's {name} (process {pid})"
+        try:
+            process = psutil.Process(pid)
+            fd = os.pidfd_open(pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            self.dead.append(f"{label} died")
+            return
+        self._alive[name] = _RayProcess(label, process)
+        self._selector.register(fd, selectors.EVENT_READ, lambda: self._died(name, fd))
+
+    def lost(self) -> list[str]:
+        """Return a clause for each process that died or, where none did, that has been stopped for too long."""
+        self._look_for_agents()
+        return self.dead or self._stopped()
+
+    def _died(self, name: str, fd: int) -> None:
+        self._selector.unregister(fd)
+        os.close(fd)
+        self.dead.append(f"{self._alive.pop(name).name} died")
+
+    def _look_for_agents(self) -> None:
+        raylet = self._alive.get("raylet")
+        if raylet is not None and not self._alive.keys() >= process_tree.AGENTS.keys():
+            for name, pid in process_tree.agents(raylet.process).items():
+                if name not in self._alive and psutil.pid_exists(pid):
+                    self.add(name, pid)
+
+    def _stopped(self) -> list[str]:
+        now = time.monotonic()
+        away, self._looked = now - self._looked > AWAY_S, now
+        stopped: list[str] = []
+        for ray in self._alive.values():
+            if away or not process_tree.is_stopped(ray.process):
+                ray.stopped_since = None
+            elif ray.stopped_since is None:
+                ray.stopped_since = now
+            elif now - ray.stopped_since > STOPPED_S:
+                stopped.append(f"{ray.name} has been stopped for {now - ray.stopped_since:.0f} s (SIGSTOP?)")
+        return stopped

@@ -1,0 +1,21 @@
+"""report.html for a run of this process: no run is undone by a report that could not be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime_like.cluster.supervise.crash import one_line
+from slime_like.report.record import METRICS
+from slime_like.report.write import write_report
+
+NOTHING_LOGGED = "nothing was logged yet"
+
+
+def try_report(run_dir: Path) -> tuple[Path | None, str]:
+    """Path of the report, or None and why there is none."""
+    if not (run_dir / METRICS).is_file() or not (run_dir / METRICS).stat().st_size:
+        return None, NOTHING_LOGGED
+    try:
+        return write_report(run_dir), ""
+    except Exception as error:  # noqa: BLE001  fault boundary: the run's own result goes on
+        return None, one_line(error)

@@ -1,0 +1,129 @@
+"""An actor with a critic or a teacher, as one Trainer: what they tell each other between two rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_like.batch import Columns, PackedBatch, TrainBatch
+from slime_like.checkpoint.files import CRITIC
+from slime_like.cluster.workers.rank_group import Refs
+from slime_like.cluster.workers.role_group import RoleGroup
+from slime_like.cluster.workers.trainer_group import TrainerGroup
+from slime_like.cluster.workers.wait import wait_all
+from slime_like.config.schema.roles import CriticConfig
+from slime_like.errors import CheckpointError
+from slime_like.metrics.types import Metric
+from slime_like.types import F32, StepStats
+
+
+@dataclass(slots=True)
+class RoleTrainers:
+    """``step`` has three parts, in each of which the roles work side by side:
+
+    score    critic and teacher score the rows, the actor its old and reference policy
+    estimate the actor alone: advantages from those columns, and what the critic is to learn
+    update   optimizer steps of actor and critic
+    """
+
+    actor: TrainerGroup
+    critic: RoleGroup | None
+    teacher: RoleGroup | None
+    config: CriticConfig
+
+    @property
+    def version(self) -> int:
+        """Of the actor's weights."""
+        return self.actor.version
+
+    @property
+    def _scorers(self) -> list[tuple[str, RoleGroup]]:
+        found = (("values", self.critic), ("teacher_logprobs", self.teacher))
+        return [(column, group) for column, group in found if group is not None]
+
+    def step(self, batch: TrainBatch) -> StepStats:
+        """Train on one rollout."""
+        if not batch.steps:  # filters left nothing to train on
+            return self.actor.step(batch)
+        columns, metrics = self._score(batch)
+        answers = self._wait(self.actor.start_estimate(columns), "estimate")
+        refs = self.actor.start_update(batch, frozen=self.version < self.config.warmup_rollouts)
+        if self.critic is not None:
+            refs |= self.critic.start_update(self.actor.by_shard(answers), batch)
+        reports = self._wait(refs, "update")
+        self.actor.version += 1
+        return StepStats(self.version, (*metrics, *(metric for report in reports.values() for metric in report)))
+
+    def _score(self, batch: TrainBatch) -> tuple[list[dict[str, Columns]], list[Metric]]:
+        """Columns of other roles for each data-parallel rank of the actor."""
+        refs = self.actor.start_open(batch)
+        for _, group in self._scorers:
+            refs |= group.start_score(batch)
+        answers = self._wait(refs, "score")
+        ranks = len(batch.steps[0].rows)
+        columns: list[dict[str, Columns]] = [{} for _ in range(ranks)]
+        metrics: list[Metric] = []
+        for name, group in self._scorers:
+            dealt, reported = group.scored(answers, batch, ranks)
+            metrics += reported
+            for rank, column in enumerate(dealt):
+                columns[rank][name] = column
+        return columns, metrics
+
+    def _wait(self, refs: Refs, phase: str) -> dict[str, Any]:
+        return wait_all(refs, self.actor.deadline(phase))
+
+    def score(self, rows: PackedBatch, exact: str | None = None) -> F32:
+        """[T] log-probabilities of the actor."""
+        return self.actor.score(rows, exact)
+
+    def kernels(self) -> tuple[str, ...]:
+        """Those of the actor."""
+        return self.actor.kernels()
+
+    def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
+        """Advantages per token of the actor."""
+        return self.actor.token_advantages(sample_ids)
+
+    def rest(self) -> None:
+        """Nobody communicates until the next call."""
+        for group in (self.actor, self.critic, self.teacher):
+            if group is not None:
+                group.rest()
+
+    def begin_save(self, folder: Path, iteration: int) -> None:
+        """Begin a checkpoint of each; both are of this moment."""
+        if self.critic is not None:
+            self.critic.begin_save(folder / CRITIC, iteration)
+        try:
+            self.actor.begin_save(folder, iteration)
+        except CheckpointError:
+            if self.critic is not None:
+                self.critic.finish_save(wait=True)  # none may be left open: the next save begins anew
+            raise
+
+    def finish_save(self, *, wait: bool) -> bool:
+        """Whether both are whole."""
+        try:
+            done = self.critic is None or self.critic.finish_save(wait=wait)
+        except CheckpointError:
+            self.actor.finish_save(wait=True)
+            raise
+        try:
+            return self.actor.finish_save(wait=wait) and done
+        except CheckpointError:
+            if self.critic is not None and not done:
+                self.critic.finish_save(wait=True)
+            raise
+
+    def load(self, folder: Path, iteration: int) -> None:
+        """Read an iteration of each."""
+        self.actor.load(folder, iteration)
+        if self.critic is not None:
+            self.critic.load(folder / CRITIC, iteration)
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the actor's weights in HF format."""
+        self.actor.export_hf(folder)

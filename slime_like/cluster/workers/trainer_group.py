@@ -1,0 +1,102 @@
+"""All trainer ranks as one Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from slime_like.batch import Columns, PackedBatch, TrainBatch
+from slime_like.cluster.workers.rank_group import RankGroup, Refs
+from slime_like.cluster.workers.trainer_worker import EngineAddress
+from slime_like.cluster.workers.wait import wait_all
+from slime_like.config.schema.resolved import ActorSpec, TransportSpec
+from slime_like.data.shards import shards
+from slime_like.errors import WorkerError
+from slime_like.interfaces import TensorMeta
+from slime_like.types import F32, StepStats
+
+
+class TrainerGroup(RankGroup):
+    """Calls every rank of the actor at once and hands back what the reporter says."""
+
+    def __init__(self, workers: Sequence[Any], spec: ActorSpec, local_ranks: Sequence[int]) -> None:
+        super().__init__("trainer", workers, local_ranks, spec)
+        self._spec = spec
+        self.version = 0
+
+    def step(self, batch: TrainBatch) -> StepStats:
+        """Ship each dp shard once, take every optimizer step, return the reporter's metrics."""
+        tokens = [step.num_tokens for step in batch.steps]
+        results = wait_all(self.start_sharded("step", self._ship(batch), tokens), self.deadline("step"))
+        self.version += 1
+        return StepStats(self.version, tuple(metric for metrics in results.values() for metric in metrics))
+
+    def _ship(self, batch: TrainBatch) -> list[Any]:
+        return [ray.put(shard) for shard in shards(batch, self._spec.layout.dp)]
+
+    def start_open(self, batch: TrainBatch) -> Refs:
+        """First third of ``step``, for an ensemble: ship each shard once and score it."""
+        return self.start_sharded("open_rollout", self._ship(batch))
+
+    def start_estimate(self, columns: Sequence[Mapping[str, Columns]]) -> Refs:
+        """Second third: ``columns`` of other roles for each data-parallel rank; the answers are a critic's returns."""
+        return self.start_sharded("estimate", [ray.put(column) for column in columns])
+
+    def start_update(self, batch: TrainBatch, *, frozen: bool) -> Refs:
+        """Last third: the optimizer steps, none if ``frozen``."""
+        return self.start("update", [step.num_tokens for step in batch.steps], frozen)
+
+    def score(self, rows: PackedBatch, exact: str | None = None) -> F32:
+        """[T] log-probabilities at the sampling temperature; layers of kind ``exact`` are computed in float64."""
+        shared = ray.put(rows)
+        scored = [x for x in self.on_all("score", shared, exact).values() if x is not None]
+        if len(scored) != 1:
+            raise WorkerError(f"{len(scored)} trainer ranks reported log-probabilities, one should")
+        return np.asarray(scored[0], dtype=np.float32)
+
+    def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
+        """Sample id -> advantages [L] that the ranks gave to its tokens in the rollout that was trained on last."""
+        answers = self.on_all("token_advantages", list(sample_ids)).values()
+        return {sample_id: column for found in answers for sample_id, column in found.items()}
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Kinds of layers of the whole model that ``score`` can compute in float64."""
+        return tuple(sorted({kind for kinds in self.on_all("layer_kinds").values() for kind in kinds}))
+
+    def kernels(self) -> tuple[str, ...]:
+        """What the layers of any rank say of the kernels that ran."""
+        return tuple(sorted({said for rank in self.on_all("kernels").values() for said in rank}))
+
+    def begin_save(self, folder: Path, iteration: int) -> None:
+        """Copy everything on the ranks and let them write it to ``folder/iter_<iteration>``."""
+        self.on_all("begin_save", str(folder), iteration)
+
+    def finish_save(self, *, wait: bool) -> bool:
+        """Whether what was begun is whole; without ``wait`` only if no rank still writes."""
+        return all(self.on_all("finish_save", wait).values())
+
+    def load(self, folder: Path, iteration: int) -> None:
+        """Read ``folder/iter_<iteration>``."""
+        versions = set(self.on_all("load", str(folder), iteration).values())
+        if len(versions) != 1:
+            raise WorkerError(
+                f"trainer ranks read different versions from {folder}: {sorted(versions)}; is the folder shared by all nodes?"
+            )
+        self.version = int(versions.pop())
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the weights in HF format."""
+        self.on_all("export_hf", str(folder))
+
+    def manifests(self) -> list[tuple[TensorMeta, ...]]:
+        """What each sender will send in a push."""
+        return [manifest for manifest in self.on_all("manifest").values() if manifest]
+
+    def push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
+        """Send all weights; returns every tensor sent."""
+        sent = self.on_all("push", list(engines), transport, seconds=transport.deadline_s)
+        return [meta for metas in sent.values() for meta in metas]

@@ -1,0 +1,225 @@
+"""One trainer rank as a Ray actor: where the Megatron actor and the weight sender meet. torch loads here, not before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray.util import get_node_ip_address
+
+from slime_like.batch import Columns, PackedBatch
+from slime_like.cluster.supervise.stacks import dump_stacks_on_signal
+from slime_like.cluster.workers.peaks import MemoryPeaks
+from slime_like.config.schema.names import TRANSPORTS
+from slime_like.config.schema.resolved import ActorSpec, TransportSpec
+from slime_like.errors import SlimeLikeError
+from slime_like.interfaces import TensorMeta, WeightReceiver, WeightSender, WeightSource
+from slime_like.metrics.types import Metric
+from slime_like.registry import resolve
+from slime_like.types import F32
+from slime_like.util.caches import keep_caches_private
+from slime_like.util.imports import heavy_imports
+from slime_like.util.ports import Meeting, meeting_at
+
+if TYPE_CHECKING:
+    from slime_like.train.megatron.rank.actor import MegatronActor
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """How a trainer rank reaches an engine."""
+
+    name: str
+    url: str
+    admin_key: str
+    tp: int
+
+
+class RankWorker:
+    """What every Megatron rank has as a Ray actor."""
+
+    def __init__(self, name: str, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
+        """``env`` is set before torch is imported, which reads it."""
+        os.environ.update(env)
+        keep_caches_private()
+        dump_stacks_on_signal(Path(stacks_dir), f"{name}_rank{rank}")
+        self._rank = rank
+        self._world_size = world_size
+        self._meeting: Meeting | None = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Return the address of this node and a port that rank 0 listens on from now on, at that address only."""
+        self._meeting = meeting_at(_own_address())
+        return self._meeting.host, self._meeting.port
+
+    def meeting(self, master: tuple[str, int]) -> Meeting:
+        """Return where to meet: on rank 0 with its socket."""
+        return self._meeting or Meeting(*master)
+
+    def rest(self) -> None:
+        """Nothing is communicated until the next call: communicators go."""
+        from slime_like.distributed.wrapper import install
+
+        install.release()
+
+
+class TrainerWorker(RankWorker):
+    """Holds one rank of the actor. Methods are called on all ranks at once; those that return something do so on the reporter.
+
+    No method is a coroutine: Ray would run them all in an event loop, where collectives of two calls could interleave.
+    """
+
+    def __init__(self, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
+        super().__init__("trainer", rank, world_size, stacks_dir, env)
+        self._actor: MegatronActor | None = None
+        self._sender = PushSender(rank)
+        self._peaks = MemoryPeaks(cuda=False)
+        self._events = asyncio.new_event_loop()
+
+    def connect(self, spec: ActorSpec, master: tuple[str, int], local_rank: int) -> int:
+        """Join the other ranks and build the model; returns the data-parallel rank."""
+        self._peaks = MemoryPeaks(cuda=spec.device == "cuda")
+        with heavy_imports():
+            from slime_like.train.megatron.rank.actor import MegatronActor
+
+            self._actor = MegatronActor(
+                spec,
+                rank=self._rank,
+                world_size=self._world_size,
+                master=self.meeting(master),
+                local_rank=local_rank,
+            )
+        return self._actor.dp_rank
+
+    @property
+    def actor(self) -> MegatronActor:
+        """The rank, once connected."""
+        assert self._actor is not None, "connect comes first"
+        return self._actor
+
+    def step(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
+        """This rank's rows of every optimizer step."""
+        with self._peaks("step"):
+            metrics = self.actor.step(steps, num_tokens)
+        return self._with_peaks(metrics)
+
+    def _with_peaks(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
+        """With what the phases since the step before took at most, on the reporter."""
+        return (*metrics, *self._peaks.drain()) if self.actor.is_reporter else metrics
+
+    def open_rollout(self, steps: Sequence[Sequence[PackedBatch]]) -> None:
+        """First third of ``step``, where other roles take part: scores by this rank's own policies."""
+        with self._peaks("score"):
+            self.actor.open_rollout(steps)
+
+    def estimate(self, columns: Mapping[str, Columns]) -> Columns | None:
+        """Second third: advantages; returns what a critic is to learn."""
+        return self.actor.estimate(columns)
+
+    def update(self, num_tokens: Sequence[int], frozen: bool) -> tuple[Metric, ...]:
+        """Last third: the optimizer steps."""
+        with self._peaks("step"):
+            metrics = self.actor.update(num_tokens, frozen=frozen)
+        return self._with_peaks(metrics)
+
+    def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
+        """Advantages per token of some samples of the rollout before, as far as this rank speaks for them."""
+        return self.actor.token_advantages(sample_ids)
+
+    def score(self, rows: PackedBatch, exact: str | None = None) -> F32 | None:
+        """[T] log-probabilities, on the reporter."""
+        with self._peaks("score"):
+            return self.actor.score(rows, exact)
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Kinds of layers on this rank that ``score`` can compute in float64."""
+        return self.actor.layer_kinds()
+
+    def kernels(self) -> tuple[str, ...]:
+        """What this rank's layers say of the kernels that ran."""
+        return self.actor.kernels()
+
+    def begin_save(self, folder: str, iteration: int) -> None:
+        """Begin to write this rank's part of a checkpoint."""
+        with self._peaks("save"):
+            self.actor.begin_save(Path(folder), iteration)
+
+    def finish_save(self, wait: bool) -> bool:
+        """Whether the checkpoint that was begun is whole."""
+        return self.actor.finish_save(wait=wait)
+
+    def load(self, folder: str, iteration: int) -> int:
+        """Read this rank's part of a checkpoint; returns its version."""
+        self.actor.load(Path(folder), iteration)
+        return self.actor.version
+
+    def export_hf(self, folder: str) -> None:
+        """Write the weights in HF format."""
+        self.actor.export_hf(Path(folder))
+
+    def manifest(self) -> tuple[TensorMeta, ...]:
+        """What this rank will send in a push: its pipeline stage's tensors on a sender, nothing elsewhere."""
+        source = self.actor.weights()
+        return source.manifest() if source.is_sender else ()
+
+    def push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
+        """Send this rank's weights to every engine; returns what was sent."""
+        from slime_like.distributed.wrapper import install
+
+        with install.phase("push"), self._peaks("push"):
+            source = self.actor.weights()
+            return self._events.run_until_complete(self._sender.send(source, tuple(engines), transport))
+
+
+class PushSender:
+    """This rank's sender to the engines of the push at hand. Beside the actor, which may have no coroutine."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._sender: WeightSender | None = None
+        self._engines: tuple[EngineAddress, ...] = ()  # that it sends to
+        self._groups_made = 0
+
+    async def send(
+        self, source: WeightSource, engines: tuple[EngineAddress, ...], transport: TransportSpec
+    ) -> list[TensorMeta]:
+        """With a sender of these very engines: one that came back has another address."""
+        if self._sender is not None and self._engines != engines:
+            await self._drop()
+        if self._sender is None:
+            self._sender, self._engines = self._connect(engines, transport), engines
+        try:
+            return await self._sender.send(source)
+        except SlimeLikeError:
+            await self._drop()
+            raise
+
+    async def _drop(self) -> None:
+        """Away with what it shares with the engines: they may wait in it."""
+        sender, self._sender = self._sender, None
+        assert sender is not None
+        await sender.close()
+
+    def _connect(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> WeightSender:
+        from slime_like.rollout.engine.client import EngineClient
+
+        clients = [
+            EngineClient(e.url, admin_key=e.admin_key, name=e.name, tp=e.tp, deadline_s=transport.deadline_s)
+            for e in engines
+        ]
+        self._groups_made += 1
+        return _make_sender(clients, transport, f"weights_rank{self._rank}_{self._groups_made}")
+
+
+def _make_sender(clients: Sequence[WeightReceiver], transport: TransportSpec, group_name: str) -> WeightSender:
+    factory: Any = resolve("weights.transport", transport.kind, TRANSPORTS)
+    return factory(clients, transport=transport, group_name=group_name, host=_own_address())
+
+
+def _own_address() -> str:
+    """Loopback on a one-node run, else the address other nodes reach this one at."""
+    return str(get_node_ip_address())

@@ -1,0 +1,107 @@
+"""The text of ``train.py --help``: actions, recipes, groups with their keys, flags."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime_like.config.load.paths import config_folder
+from slime_like.config.schema.base import MISSING
+from slime_like.config.schema.known import ALGORITHMS, default_of, format_value, known_keys, type_of
+from slime_like.errors import ConfigError
+from slime_like.registry import nearest
+from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, SWITCHES, VALUES
+from slime_like_compat.flags.translate import ACTIONS
+
+WIDTH = 118
+
+
+def render_help(topic: str | None = None) -> str:
+    """Everything, or the keys of one group. Raises ``ConfigError`` when there is no such group."""
+    groups = dict.fromkeys(key.partition(".")[0] for key in known_keys())
+    if topic is not None and topic not in groups:
+        raise ConfigError(f"--help {topic}: no such group: {nearest(topic, groups)}")
+    lines = _group(topic) if topic is not None else _all(list(groups))
+    return "\n".join(lines) + "\n"
+
+
+def _all(groups: list[str]) -> Iterator[str]:
+    yield "python train.py [+recipe=NAME] [key=value ...] [--flag value ...]"
+    yield ""
+    yield "  python train.py +recipe=quickstart              a complete run that needs nothing but this checkout"
+    yield "  python train.py +recipe=quickstart optim.lr=0   the same with another value"
+    yield "  python train.py +recipe=quickstart --plan       what would run where"
+    yield ""
+    for flag, text in ACTIONS.items():
+        yield from _entry(flag, text)
+    yield ""
+    yield "Recipes (configs/recipe)"
+    for path in sorted((config_folder() / "recipe").glob("*.yaml")):
+        yield from _entry(f"+recipe={path.stem}", _first_comment(path))
+    for group in groups:
+        yield ""
+        yield from _group(group)
+    yield ""
+    yield "Flags of slime and Megatron, and the keys they set"
+    yield from _flags()
+
+
+def _group(group: str) -> Iterator[str]:
+    yield (
+        f"{group}.*"
+        if group != "algo"
+        else "algo.*  (algo=<name> chooses, grpo by default; each name has its own keys: see docs/algorithms.md)"
+    )
+    for key, item in known_keys().items():
+        if key.partition(".")[0] != group:
+            continue
+        default = default_of(item)
+        shown = "required" if default == MISSING else format_value(default)
+        only = _owners(key, shown) if group == "algo" else ""
+        choices = item.metadata.get("choices", ())
+        kind = " | ".join(choices) if choices else type_of(item)
+        help_text = str(item.metadata.get("help", ""))
+        yield from _entry(key, f"{help_text} ({kind}; {shown}){only}")
+
+
+def _owners(key: str, shown: str) -> str:
+    """Which algorithms have ``key``, when not all do, and where its default is another than ``shown``."""
+    owners = [name for name in ALGORITHMS if key in known_keys(name)]
+    others = [name for name in ALGORITHMS if name not in owners]
+    short = ", ".join(owners) if len(owners) <= len(others) else f"all but {', '.join(others)}"
+    only = f" [{short}]" if others else ""
+    defaults = {name: format_value(default_of(known_keys(name)[key])) for name in owners}
+    differing = [f"{name}: {value}" for name, value in defaults.items() if value != shown]
+    return only + (f" [{', '.join(differing)}]" if differing and key != "algo.name" else "")
+
+
+def _flags() -> Iterator[str]:
+    for flag, (key, _) in (VALUES | LISTS).items():
+        yield from _entry(f"{flag} ...", key)
+    for flag, (key, value) in SWITCHES.items():
+        yield from _entry(flag, f"{key}={format_value(value)}")
+    for flag, targets in COMBINED.items():
+        yield from _entry(flag, ", ".join(targets))
+    for flag, (only, reason) in ALWAYS.items():
+        yield from _entry(flag if only is None else f"{flag} {only}", f"no key: {reason}")
+    yield from _entry("--sglang-NAME ...", "rollout.sglang.NAME: any field of SGLang's ServerArgs")
+    yield from _entry("--NAME ...", "model.megatron.NAME: any field of Megatron's TransformerConfig")
+
+
+def _entry(left: str, right: str) -> Iterator[str]:
+    body = textwrap.wrap(right, WIDTH - 42) or [""]
+    if len(left) > 38:
+        yield f"  {left}"
+    else:
+        yield f"  {left:<38}  {body.pop(0)}"
+    for line in body:
+        yield f"{'':<42}{line}"
+
+
+def _first_comment(path: Path) -> str:
+    """What a recipe says of itself: its first comment that is no directive of Hydra's."""
+    for line in path.read_text().splitlines():
+        if line.startswith("# ") and not line.startswith("# @"):
+            return line[2:]
+    return ""

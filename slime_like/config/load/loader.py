@@ -1,0 +1,279 @@
+"""Command line -> Hydra -> one checked and sealed ``TrainConfig``. The only file that imports hydra or omegaconf."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from slime_like.config.load.explain import explain
+from slime_like.config.load.paths import config_folder
+from slime_like.config.rules.epochs import settle_epochs
+from slime_like.config.rules.files import check_files
+from slime_like.config.rules.path_values import settle_paths
+from slime_like.config.rules.tree import check_rules
+from slime_like.config.rules.user_functions import check_function
+from slime_like.config.schema.known import ALGORITHMS, describe, free_root, is_text
+from slime_like.config.schema.render import render
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.registry import resolve
+from slime_like.util.reading import InputFile, reason
+from slime_like_compat.flags.translate import flag_of, translate
+
+GROUPS = ("algo", "guard", "recipe")
+QUOTES = "'\""
+UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, RecursionError)  # of strange trees, by OmegaConf
+_OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.-]*)(=(?P<value>.*))?", re.DOTALL)
+
+
+class _Overrides(NamedTuple):
+    """A command line, sorted: what Hydra composes, and what is set in free mappings afterwards."""
+
+    composed: list[str]
+    free: list[tuple[str, Any]]
+    values: dict[str, str]  # key -> text as given, for messages
+    config_dir: str | None
+
+
+def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True, code: bool = True) -> TrainConfig:
+    """The run that ``argv`` (``key=value`` overrides and slime or Megatron flags) describes: checked and sealed.
+
+    With ``files=False`` nothing on disk besides ``configs/`` is read; call ``check_files`` when the files are there. With
+    ``machine=False`` a run for another machine is not measured by what is installed on this one; with ``code=False``
+    functions named by a dotted path are not imported.
+    Raises ``ConfigError`` (``CheckpointError``, ``DataError`` for files) naming key, value and fix.
+    """
+    overrides = _sort(argv)
+    if {"loop.num_epoch", "loop.num_rollout"} <= set(overrides.values):
+        raise ConfigError(
+            f"loop.num_epoch={overrides.values['loop.num_epoch']} and loop.num_rollout="
+            f"{overrides.values['loop.num_rollout']}: give one of them"
+        )
+    return _finish(_compose(overrides), overrides.values, files=files, machine=machine, code=code)
+
+
+def unchecked_config(argv: Sequence[str]) -> TrainConfig:
+    """The values that ``argv`` composes to, before any rule is asked. Raises ``ConfigError`` where they do not compose."""
+    overrides = _sort(argv)
+    return _values(_compose(overrides), overrides.values)
+
+
+def load_prepared(argv: Sequence[str]) -> TrainConfig:
+    """``load_config``, with ``run.prepare`` called before files are looked at: it may make data and model on the spot."""
+    cfg = load_config(argv, files=False)
+    if cfg.run.prepare is not None:
+        check_function("run.prepare", cfg.run.prepare, {})
+        resolve("run.prepare", cfg.run.prepare, {})(cfg)
+    check_files(cfg)
+    return load_config(argv) if cfg.loop.num_epoch is not None else cfg  # the rows that it counts are there now
+
+
+def read_override(text: str) -> tuple[str, Any]:
+    """Return key and value of ``key=value`` in Hydra's grammar; ``+`` and ``++`` before the key are dropped.
+
+    Raises ``ConfigError`` where Hydra could not read it, and on ``~key`` and sweeps, which set no value.
+    """
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(f"{text} cannot be read as key=value in Hydra's grammar: quote the value") from error
+    if parsed.is_delete() or parsed.is_sweep_override():
+        raise ConfigError(f"{text} sets no value: write key=value")
+    return parsed.get_key_element().lstrip("+"), parsed.value()
+
+
+def show(argv: Sequence[str]) -> str:
+    """The composed tree as YAML, keys that are still missing included as ``???``."""
+    return OmegaConf.to_yaml(_compose(_sort(argv)))
+
+
+def to_yaml(cfg: TrainConfig) -> str:
+    """Every key of ``cfg`` as YAML; ``from_yaml`` reads it back."""
+    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True)
+
+
+def read_config(path: Path) -> TrainConfig:
+    """Return the config that a run wrote to ``path``. Raises ``ConfigError`` naming the file."""
+    fix = "restore it, or move it away to go on without a comparison with the settings of before"
+    file = InputFile(path, ConfigError, fix)
+    text = file.text()
+    try:
+        return from_yaml(text)
+    except ConfigError as error:
+        raise file.refused(f"cannot be used: {error}") from error
+
+
+def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
+    """Return the config that ``to_yaml`` wrote. Raises ``ConfigError`` where a key is unknown or a value is wrong."""
+    try:
+        tree = cast("dict[str, Any]", yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise explain(error, {}, None) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not valid YAML: {reason(error)}") from error
+    return _finish(_completed(tree), {}, files=files)
+
+
+def saved_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a run wrote down, with the defaults of keys that it did not know. Imports nothing they name."""
+    return cast("dict[str, Any]", OmegaConf.to_container(_completed(tree)))
+
+
+def _completed(tree: Any) -> DictConfig:
+    try:
+        algo = str(tree["algo"]["name"])
+    except (TypeError, LookupError, AttributeError) as error:
+        raise ConfigError("the saved configuration has no algo.name: was it written by a run of slime_like?") from error
+    if algo not in ALGORITHMS:
+        raise ConfigError(f"algo.name={algo!r} in the saved configuration is not one of {', '.join(ALGORITHMS)}")
+    try:
+        schema = OmegaConf.structured(TrainConfig(algo=ALGORITHMS[algo]()))
+        return cast("DictConfig", OmegaConf.merge(schema, tree))
+    except (OmegaConfBaseException, *UNREADABLE) as error:
+        raise explain(error, {}, algo) from error
+
+
+def _values(tree: DictConfig, values: dict[str, str]) -> TrainConfig:
+    algo = _algo(tree)
+    try:
+        if missing := sorted(OmegaConf.missing_keys(tree)):
+            raise ConfigError("; ".join(_missing(key) for key in missing) + ". +recipe=quickstart is a complete run")
+        return cast("TrainConfig", OmegaConf.to_object(tree))
+    except OmegaConfBaseException as error:
+        raise explain(error, values, algo) from error
+
+
+def _finish(
+    tree: DictConfig, values: dict[str, str], *, files: bool, machine: bool = True, code: bool = True
+) -> TrainConfig:
+    cfg = _values(tree, values)
+    settle_paths(cfg)
+    cfg.check("")
+    if files:
+        settle_epochs(cfg)
+    check_rules(cfg, machine=machine, code=code, counted=files or cfg.loop.num_epoch is None)
+    if files:
+        check_files(cfg)
+    cfg.seal()
+    return cfg
+
+
+def _missing(key: str) -> str:
+    flag = flag_of(key)
+    also = f" or {flag} ..." if flag else ""
+    return f"{key} must be given: {key}=...{also}: {describe(key)}"
+
+
+def _algo(tree: DictConfig) -> str | None:
+    schema = OmegaConf.get_type(tree, "algo")
+    return next((name for name, known in ALGORITHMS.items() if known is schema), None)
+
+
+def _compose(overrides: _Overrides) -> DictConfig:
+    _register()
+    _check_recipes(overrides)
+    composed = list(overrides.composed)
+    if overrides.config_dir is not None:
+        folder = Path(overrides.config_dir).resolve()
+        if not folder.is_dir():
+            raise ConfigError(
+                f"--config-dir {overrides.config_dir}: there is no folder {folder}; put recipes in DIR/recipe"
+            )
+        composed.insert(0, f"hydra.searchpath=[{render(f'file://{folder}')}]")
+    try:
+        with initialize_config_dir(str(config_folder()), version_base="1.3"):
+            tree = compose("train", overrides=composed)
+        for key, value in overrides.free:
+            OmegaConf.update(tree, key, value, merge=False, force_add=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, *UNREADABLE) as error:
+        raise explain(error, overrides.values, _chosen(overrides)) from error
+    return tree
+
+
+def _check_recipes(overrides: _Overrides) -> None:
+    """Raise ``ConfigError`` on a chosen recipe that cannot be read, which Hydra would not name."""
+    folders = [config_folder(), *([Path(overrides.config_dir)] if overrides.config_dir else [])]
+    for text in overrides.composed:
+        group, _, name = text.lstrip("+").partition("=")
+        for folder in folders if group in GROUPS else ():
+            file = InputFile(folder.resolve() / group / f"{name.strip(QUOTES)}.yaml", ConfigError, "correct it")
+            if os.path.lexists(file.path) and not isinstance(file.yaml() or {}, dict):
+                raise file.refused("holds no settings by key")
+
+
+def _chosen(overrides: _Overrides) -> str | None:
+    """The algorithm of a command line that did not compose: what composes without its single keys."""
+    groups = [text for text in overrides.composed if text.lstrip("+").partition("=")[0] in GROUPS]
+    try:
+        with initialize_config_dir(str(config_folder()), version_base="1.3"):
+            return _algo(compose("train", overrides=groups))
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, *UNREADABLE):
+        return None
+
+
+@functools.cache
+def _register() -> None:
+    """Make the schemas known to Hydra, once per process."""
+    store = ConfigStore.instance()
+    store.store(name="train_schema", node=TrainConfig, provider="slime_like")
+    for name, schema in ALGORITHMS.items():
+        store.store(group="algo", name=f"{name}_schema", node=schema, provider="slime_like")
+
+
+def _sort(argv: Sequence[str]) -> _Overrides:
+    command = translate(argv)
+    result = _Overrides([], [], {}, command.config_dir)
+    for text in command.overrides:
+        found = _OVERRIDE.fullmatch(text)
+        if found is not None and found["mark"] == "~":
+            raise ConfigError(f"{text}: no key can be removed; set it to null or, for a mapping, to {{}}")
+        if found is None or found["value"] is None:
+            raise ConfigError(
+                f"{text!r} is no override: write key=value or --flag value (python train.py --help lists them)"
+            )
+        key, value = found["key"], found["value"]
+        result.values[key] = value
+        if key == "hydra" or key.startswith("hydra."):
+            raise ConfigError(
+                f"{text}: Hydra's own settings have no effect here; --config-dir adds a folder of recipes"
+            )
+        if key in GROUPS:
+            result.composed.append(f"{'+' if key == 'recipe' else ''}{key}={value}")
+            continue
+        parsed = _parse(key, value)
+        if free_root(key):
+            result.free.append((key, parsed))
+        else:
+            result.composed.append(f"{key}={_quote(value) if is_text(key) else value}")
+    return result
+
+
+def _parse(key: str, value: str) -> Any:
+    """What ``value`` means in Hydra's grammar. Raises ``ConfigError`` where it means nothing, or a sweep."""
+    text = f"{key}={_quote(value) if is_text(key) else value}"
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(f"{key}={value} cannot be read: quote the value, as in {key}=\"'...'\"") from error
+    if parsed.is_sweep_override():
+        raise ConfigError(f"{key}={value} reads as several values: write a list as {key}=[{value}] or quote the value")
+    return parsed.value()
+
+
+def _quote(value: str) -> str:
+    """``value`` as one string of Hydra's grammar; what is quoted already, and null, stays."""
+    quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
+    return value if quoted or value.lower() == "null" else render(value)

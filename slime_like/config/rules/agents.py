@@ -1,0 +1,43 @@
+"""Rules of rollout.agent: a coroutine function of the right shape, and only where something runs it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from slime_like.config.schema.rollout import RolloutConfig
+from slime_like.config.schema.unread import refuse_unread
+from slime_like.errors import ConfigError
+from slime_like.registry import resolve
+from slime_like.util.user_code import check_signature
+
+OPENAI_AGENT = "openai_agent"  # of table GENERATE
+KEYS = ("agent", "agent_deadline_s", "agent_concurrency")
+CALLED = "async def agent(base_url, api_key, prompt, metadata) -> float | None"
+
+
+def check_agent(config: RolloutConfig) -> None:
+    """Raise ``ConfigError`` unless ``rollout.agent`` can be run, or nothing is said of it."""
+    if config.generate != OPENAI_AGENT:
+        setting, cure = f"rollout.generate={config.generate}", f"rollout.generate={OPENAI_AGENT}"
+        refuse_unread("rollout.", config, KEYS, setting, cure)
+        return
+    if config.agent is None:
+        raise ConfigError(
+            f"rollout.generate={OPENAI_AGENT} runs an agent: set rollout.agent=my_package.my_module:function, {CALLED}"
+        )
+    agent_function(config.agent)
+
+
+def agent_function(path: str) -> Any:
+    """The function at a dotted path. Raises ``ConfigError`` where it is missing or cannot be called as an agent."""
+    if ":" not in path:
+        raise ConfigError(f"rollout.agent={path!r} is not a dotted path such as my_package.my_module:function")
+    function = resolve("rollout.agent", path, {})
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"rollout.agent={path!r} is no coroutine function: it must be {CALLED}; blocking calls belong into "
+            "asyncio.to_thread"
+        )
+    check_signature("rollout.agent", path, function, CALLED, 4)
+    return function

@@ -1,0 +1,45 @@
+"""What ``model.attention=te`` needs. TransformerEngine is looked for, never imported: rules stay light."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+INSTALL = "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]'"
+
+
+def installed() -> bool:
+    """Whether this environment has TransformerEngine."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def check_attention(cfg: TrainConfig, device: str, dtype: str) -> None:
+    """Raise ``ConfigError`` where TransformerEngine's attention cannot run. ``device`` and ``dtype`` may still be auto."""
+    if cfg.model.attention != "te":
+        return
+    fix = "set model.attention=auto, which is our own torch attention"
+    if device == "cpu":
+        raise ConfigError(f"model.attention=te on a CPU: TransformerEngine has kernels for NVIDIA GPUs only; {fix}")
+    if cfg.run.deterministic:
+        raise ConfigError(
+            f"model.attention=te with run.deterministic=true: TransformerEngine picks kernels by shape and machine; {fix}, "
+            "or run.deterministic=false"
+        )
+    if dtype == "float32":
+        raise ConfigError(
+            "model.attention=te with model.dtype=float32: TransformerEngine's flash and fused kernels take 16 bits only; "
+            f"set model.dtype=bfloat16, or {fix.removeprefix('set ')}"
+        )
+    exchange = cfg.model.megatron.get("cp_comm_type")
+    if exchange not in (None, "p2p"):
+        raise ConfigError(
+            f"model.megatron.cp_comm_type={exchange!r} with model.attention=te: packed sequences go around the context "
+            "parallel ranks by p2p; remove it"
+        )
+    if not installed():
+        raise ConfigError(
+            f"model.attention=te, but transformer_engine is not installed here: {INSTALL} (needs an NVIDIA GPU and CUDA), "
+            f"or {fix}"
+        )

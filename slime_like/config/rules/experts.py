@@ -1,0 +1,57 @@
+"""Rules of mixture-of-experts models, and of ``parallel.ep``: which rank holds which experts."""
+
+from __future__ import annotations
+
+import math
+
+from slime_like.config.rules.hf import HfConfig
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+RECOMPUTED = ("moe", "shared_experts")  # modules of model.recompute_modules that only experts have
+
+
+def stage_ranks(cfg: TrainConfig, world: int) -> int:
+    """Ranks of one pipeline stage, which share its experts. Raises ``ConfigError`` unless ``parallel.ep`` divides them."""
+    p = cfg.parallel
+    stage = world // p.pp
+    if stage % p.ep:
+        fits = ", ".join(str(n) for n in range(1, stage + 1) if stage % n == 0)
+        ranks = math.lcm(p.tp * p.cp, p.ep) * p.pp
+        raise ConfigError(
+            f"parallel.ep={p.ep} does not divide the {stage} ranks of a pipeline stage (parallel.tp {p.tp} * parallel.cp "
+            f"{p.cp} * data parallel {stage // (p.tp * p.cp)}), which share the experts: set one of {fits}, or have a "
+            f"multiple of {ranks} trainer ranks by placement.actor_num_gpus_per_node"
+        )
+    return stage
+
+
+def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
+    """Raise ``ConfigError`` where the model's experts cannot be laid out as asked, or it has none."""
+    p, experts = cfg.parallel, model.num_experts
+    if not experts:
+        if p.ep > 1:
+            raise ConfigError(
+                f"parallel.ep={p.ep}: the model in {model.folder} (model_type {model.model_type}) has no experts to "
+                "distribute; set parallel.ep=1"
+            )
+        if cfg.model.recompute == "selective" and (idle := [m for m in cfg.model.recompute_modules if m in RECOMPUTED]):
+            raise ConfigError(
+                f"model.recompute_modules={idle}: the model in {model.folder} has no experts; remove {' and '.join(idle)}"
+            )
+        return
+    if experts % p.ep:
+        fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise ConfigError(
+            f"parallel.ep={p.ep} does not divide the {experts} experts of the model in {model.folder}: set one of {fits}"
+        )
+    check_sequence_parallel("parallel.tp", p.tp, cfg, model)
+
+
+def check_sequence_parallel(key: str, tp: int, cfg: TrainConfig, model: HfConfig) -> None:
+    """Raise ``ConfigError`` where tensor parallel ranks, of number ``tp`` by ``key``, would not share the tokens."""
+    if model.num_experts and tp > 1 and not cfg.parallel.sequence_parallel:
+        raise ConfigError(
+            f"{key}={tp} with parallel.sequence_parallel=false and a model with experts ({model.folder}): every tensor "
+            "parallel rank would send the same tokens to the experts; set parallel.sequence_parallel=true"
+        )

@@ -1,0 +1,190 @@
+"""Rules that read files: the model folder, the layout against the model's shape, and the data files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from slime_like.checkpoint.files import LATEST, megatron_folder
+from slime_like.config.rules.eval_overrides import override_lengths
+from slime_like.config.rules.experts import check_experts
+from slime_like.config.rules.gdn import check_has_gdn
+from slime_like.config.rules.hf import HfConfig, check_rope, check_tokenizer, read_hf_config
+from slime_like.config.rules.pipeline import segments
+from slime_like.config.rules.roles import check_role_files
+from slime_like.config.rules.trained_sampling import check_replayed_sampling
+from slime_like.config.rules.weight_files import check_shapes
+from slime_like.config.schema import names
+from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.gdn import gdn_cp_mode
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import CheckpointError, ConfigError, DataError
+from slime_like.registry import nearest
+
+_SLICE = re.compile(r"(?P<path>.*?)(@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?", re.DOTALL)
+DATA_SUFFIXES = (".jsonl", ".parquet")
+
+
+def check_files(cfg: TrainConfig) -> None:
+    """Raise ``CheckpointError``, ``DataError`` or ``ConfigError`` on what is missing, broken or does not fit."""
+    key, folder = "model.hf_checkpoint", cfg.model.hf_checkpoint
+    model = read_hf_config(key, folder)
+    family_of(cfg, model)
+    check_has_gdn(cfg.model.gdn, model)
+    check_rope(key, model)
+    _layout(cfg, model)
+    _engine_reads(cfg, model)
+    _context(cfg, model)
+    check_shapes(key, model)
+    _stop_tokens(cfg, model)
+    templated = "data.apply_chat_template=true" if cfg.data.apply_chat_template else ""
+    agent = f"rollout.generate={cfg.rollout.generate}" if cfg.rollout.agent is not None else ""
+    check_tokenizer(key, folder, needs_template=templated or agent)
+    _megatron(cfg)
+    _reference(cfg, model)
+    check_role_files(cfg, model)
+    if cfg.run.replay_from is not None and not Path(cfg.run.replay_from).is_dir():
+        raise DataError(
+            f"run.replay_from={cfg.run.replay_from!r} is not a folder: give the rollouts folder of an earlier run"
+        )
+    if cfg.run.replay_from is not None:
+        check_replayed_sampling(cfg, Path(cfg.run.replay_from))
+    if cfg.run.replay_from is None and cfg.data.source == "file":
+        check_data_file("data.train", cfg.data.train)
+    for name, path in cfg.evaluation.datasets.items():
+        check_data_file(f"evaluation.datasets.{name}", path)
+    if cfg.run.resume not in ("auto", "never") and not Path(cfg.run.resume).exists():
+        raise CheckpointError(f"run.resume={cfg.run.resume!r} does not exist: give a checkpoint's path, auto or never")
+
+
+def family_of(cfg: TrainConfig, model: HfConfig) -> str:
+    """The weight-name family of the model. Raises ``ConfigError`` when its model_type has none."""
+    if cfg.model.family != "auto":
+        return cfg.model.family
+    if model.model_type not in names.FAMILIES:
+        raise ConfigError(
+            f"model.hf_checkpoint={model.folder!r} has model_type {model.model_type!r}, which is not supported: "
+            f"{nearest(model.model_type, names.FAMILIES)}; model.family=<name> reads it by the weight names of another"
+        )
+    return model.model_type
+
+
+def _layout(cfg: TrainConfig, model: HfConfig) -> None:
+    p = cfg.parallel
+    _divides("parallel.tp", p.tp, model.num_heads, "attention heads", model)
+    _divides("parallel.tp", p.tp, model.num_kv_heads, "key/value heads", model)
+    if model.gdn is not None:
+        for key, size in (("parallel.tp", p.tp), ("rollout.tp", cfg.rollout.tp)):
+            _divides(key, size, model.gdn.key_heads, "linear attention key heads", model)
+            _divides(key, size, model.gdn.value_heads, "linear attention value heads", model)
+        gdn_cp_mode(cfg.model.gdn.cp_mode, model.gdn.key_heads, model.gdn.value_heads, tp=p.tp, cp=p.cp)
+    segments(p, model.num_layers)
+    check_experts(cfg, model)
+    _divides("rollout.tp", cfg.rollout.tp, model.num_heads, "attention heads", model)
+    if model.num_kv_heads % cfg.rollout.tp and cfg.rollout.tp % model.num_kv_heads:
+        raise ConfigError(
+            f"rollout.tp={cfg.rollout.tp} is neither a divisor nor a multiple of the "
+            f"{model.num_kv_heads} key/value heads of the model in {model.folder}: set rollout.tp={model.num_kv_heads}"
+        )
+
+
+def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:
+    """Raise ``CheckpointError`` on an output layer that SGLang 0.5.23 builds, but does not fill from the embedding."""
+    generates = cfg.run.mode != "train_only" and not isinstance(cfg.algo, SftConfig)
+    if generates and model.tied and model.model_type in ("qwen3_moe", "qwen3_next"):
+        raise CheckpointError(
+            f"model.hf_checkpoint={model.folder!r}: config.json has tie_word_embeddings=true, which SGLang's "
+            f"{model.model_type} does not read: its output layer would stay uninitialised; save the model with an output "
+            "layer of its own (tie_word_embeddings=false)"
+        )
+
+
+def _divides(key: str, size: int, whole: int, what: str, model: HfConfig) -> None:
+    if whole % size:
+        fits = [str(n) for n in range(1, whole + 1) if whole % n == 0]
+        raise ConfigError(
+            f"{key}={size} does not divide the {whole} {what} of the model in {model.folder}: "
+            f"set one of {', '.join(fits)}"
+        )
+
+
+def _context(cfg: TrainConfig, model: HfConfig) -> None:
+    asked, most = cfg.rollout.max_context_len, model.max_positions
+    if asked is not None and asked > most:
+        raise ConfigError(
+            f"rollout.max_context_len={asked} is beyond the model's {most} positions (max_position_embeddings of "
+            f"{model.folder}): lower it"
+        )
+    for key, value in (
+        ("rollout.max_response_len", cfg.rollout.max_response_len),
+        ("evaluation.max_response_len", cfg.evaluation.max_response_len),
+        *override_lengths(cfg.evaluation),
+    ):
+        if value is not None and value > (asked or most):
+            raise ConfigError(
+                f"{key}={value} is longer than the model's {most} positions ({model.folder}), in which the prompt lies as "
+                "well: lower it"
+            )
+
+
+def _stop_tokens(cfg: TrainConfig, model: HfConfig) -> None:
+    if strange := [token for token in cfg.rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
+        raise ConfigError(
+            f"rollout.stop_token_ids has {strange[0]}, and the vocabulary of {model.folder} ends at "
+            f"{model.vocab_size - 1}: no response could end with it; correct it"
+        )
+
+
+def _megatron(cfg: TrainConfig) -> None:
+    path = cfg.model.megatron_checkpoint
+    if path is not None and megatron_folder(Path(path)) is None:
+        raise CheckpointError(
+            f"model.megatron_checkpoint={path!r} is no torch_dist checkpoint (no metadata.json there, nor in the folder "
+            f"that {LATEST} names): give an iter_* folder, or the one above it"
+        )
+
+
+def _reference(cfg: TrainConfig, model: HfConfig) -> None:
+    """The reference runs by swapping weights on the actor's ranks, so its shape is the actor's."""
+    folder = cfg.model.ref_checkpoint
+    if folder is None or isinstance(cfg.algo, SftConfig) or megatron_folder(Path(folder)) is not None:
+        return
+    reference = read_hf_config("model.ref_checkpoint", folder)
+    for what in (
+        "model_type",
+        "num_layers",
+        "hidden_size",
+        "num_heads",
+        "num_kv_heads",
+        "vocab_size",
+        "num_experts",
+        "gdn",
+    ):
+        mine, its = getattr(model, what), getattr(reference, what)
+        if mine != its:
+            raise CheckpointError(
+                f"model.ref_checkpoint={folder!r} has {what} {its}, model.hf_checkpoint has {mine}: "
+                "the reference takes the actor's place on the same ranks, so their shapes must be equal"
+            )
+    check_shapes("model.ref_checkpoint", reference)
+
+
+def check_data_file(key: str, text: str) -> None:
+    """Raise ``DataError`` unless ``text`` names a data file, with an optional slice."""
+    found = _SLICE.fullmatch(text)
+    path = Path(found["path"] if found else text)
+    if "@[" in path.name:
+        raise DataError(f"{key}={text!r}: a slice is written path@[a:b]; leave out a or b for the file's ends")
+    if path.is_dir():
+        inside = ", ".join(sorted(p.name for p in path.glob("*") if p.suffix in DATA_SUFFIXES)[:5])
+        raise DataError(f"{key}={text!r} is a folder: name one file ({inside or 'it has no .jsonl or .parquet'})")
+    if not path.is_file():
+        near = (
+            sorted(p.name for p in path.parent.glob("*") if p.suffix in DATA_SUFFIXES) if path.parent.is_dir() else []
+        )
+        hint = f"{nearest(path.name, near)} (in {path.parent})" if near else f"no data file is in {path.parent}"
+        raise DataError(f"{key}={text!r}: the file {path} does not exist: {hint}")
+    if path.suffix not in DATA_SUFFIXES:
+        raise DataError(f"{key}={text!r}: expected a {' or '.join(DATA_SUFFIXES)} file")
+    if path.stat().st_size == 0:
+        raise DataError(f"{key}={text!r}: the file {path} is empty: it needs a JSON object per line")

@@ -1,0 +1,220 @@
+"""Keys that belong to SGLang (rollout.sglang.*) and megatron-core (model.megatron.*), checked without importing them.
+
+``upstream/*.json`` lists the fields of SGLang's ``ServerArgs`` and Megatron's ``TransformerConfig`` with type and
+default; ``scripts/dump_upstream_keys.py`` generates them from the installed packages.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict, cast
+
+from slime_like.errors import ConfigError
+from slime_like.registry import nearest
+
+FOLDER = Path(__file__).parent / "upstream"
+SGLANG = "sglang_server_args"
+MEGATRON = "megatron_transformer_config"
+ROOTS = {"rollout.sglang": SGLANG, "model.megatron": MEGATRON}
+
+SHAPE = "config.json of model.hf_checkpoint"
+ALL_TOKENS = "every token reaches its experts, as in the engine"
+TE_EXPERTS = "experts run on plain torch here, not on TransformerEngine's kernels"
+OWNED: dict[str, dict[str, str]] = {
+    SGLANG: {
+        "model_path": "model.hf_checkpoint",
+        "tokenizer_path": "model.hf_checkpoint",
+        "dtype": "model.dtype",
+        "device": "placement.device",
+        "tp_size": "rollout.tp",
+        "dp_size": "rollout.num_engines (attention of an engine in parts is rollout.sglang.attn_dp_size)",
+        "context_length": "rollout.max_context_len",
+        "max_running_requests": "rollout.max_running_requests",
+        "random_seed": "run.seed",
+        "host": "the run itself (loopback)",
+        "port": "the run itself (a free port)",
+        "admin_api_key": "the run itself (random per run)",
+        "api_key": "the run itself (random per run)",
+        "base_gpu_id": "the placement",
+        "nnodes": "the placement",
+        "node_rank": "the placement",
+        "dist_init_addr": "the placement",
+        "weight_version": "the weight sync",
+        "trust_remote_code": "the run itself (False: code of a model folder is never run)",
+        "skip_tokenizer_init": "the rollout (token ids in, token ids out)",
+    },
+    MEGATRON: {
+        "tensor_model_parallel_size": "parallel.tp",
+        "pipeline_model_parallel_size": "parallel.pp",
+        "context_parallel_size": "parallel.cp",
+        "virtual_pipeline_model_parallel_size": "parallel.vpp",
+        "num_layers_in_first_pipeline_stage": "parallel.first_stage_layers",
+        "num_layers_in_last_pipeline_stage": "parallel.last_stage_layers",
+        "pipeline_model_parallel_layout": "parallel.pipeline_layout",
+        "expert_model_parallel_size": "parallel.ep",
+        "sequence_parallel": "parallel.sequence_parallel",
+        "bf16": "model.dtype",
+        "fp16": "model.dtype",
+        "recompute_granularity": "model.recompute",
+        "recompute_method": "model.recompute_method",
+        "recompute_num_layers": "model.recompute_num_layers",
+        "recompute_modules": "model.recompute_modules",
+        "calculate_per_token_loss": "algo.aggregation",
+        "use_cpu_initialization": "placement.device",
+        "variable_seq_lengths": "the packed batches",
+        "is_hybrid_model": "the trainer",
+        "attention_dropout": "the model family (no dropout)",
+        "hidden_dropout": "the model family (no dropout)",
+        "num_layers": SHAPE,
+        "hidden_size": SHAPE,
+        "ffn_hidden_size": SHAPE,
+        "num_attention_heads": SHAPE,
+        "num_query_groups": SHAPE,
+        "kv_channels": SHAPE,
+        "layernorm_epsilon": SHAPE,
+        "normalization": SHAPE,
+        "gated_linear_unit": SHAPE,
+        "add_bias_linear": SHAPE,
+        "add_qkv_bias": SHAPE,
+        "qk_layernorm": SHAPE,
+        "num_moe_experts": SHAPE,
+        "moe_router_topk": SHAPE,
+        "moe_ffn_hidden_size": SHAPE,
+        "moe_layer_freq": SHAPE,
+        "moe_router_score_function": SHAPE,
+        "moe_router_pre_softmax": SHAPE,
+        "moe_router_topk_scaling_factor": SHAPE,
+        "moe_router_num_groups": SHAPE,
+        "moe_router_group_topk": SHAPE,
+        "moe_router_enable_expert_bias": SHAPE,
+        "moe_shared_expert_intermediate_size": SHAPE,
+        "moe_shared_expert_gate": SHAPE,
+        "moe_token_dropping": ALL_TOKENS,
+        "moe_expert_capacity_factor": ALL_TOKENS,
+        "moe_pad_expert_input_to_capacity": ALL_TOKENS,
+        "moe_input_jitter_eps": ALL_TOKENS,
+        "moe_router_force_load_balancing": ALL_TOKENS,
+        "moe_router_force_biased": ALL_TOKENS,
+        "moe_router_load_balancing_type": "the trainer (aux_loss, weighted by model.megatron.moe_aux_loss_coeff)",
+        "moe_grouped_gemm": TE_EXPERTS,
+        "moe_permute_fusion": TE_EXPERTS,
+        "moe_router_fusion": TE_EXPERTS,
+        "expert_tensor_parallel_size": "the trainer (an expert is whole on its rank)",
+    },
+}
+"""Fields that this project sets: field -> what sets it."""
+
+
+class UpstreamKey(TypedDict):
+    """One field of another project: its annotation, its default as source text, its flags beyond its own name."""
+
+    type: str
+    default: str | None
+    flags: NotRequired[list[str]]
+
+
+@functools.cache
+def table(name: str) -> Mapping[str, UpstreamKey]:
+    """The fields of ``SGLANG`` or ``MEGATRON``."""
+    return cast("dict[str, UpstreamKey]", json.loads((FOLDER / f"{name}.json").read_text())["keys"])
+
+
+@functools.cache
+def source(name: str) -> str:
+    """Distribution and version a table was made from, such as ``sglang 0.5.23``."""
+    return str(json.loads((FOLDER / f"{name}.json").read_text())["source"])
+
+
+def check_foreign(root: str, values: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` on a key below ``root`` that does not exist, is set elsewhere or has the wrong type."""
+    name = ROOTS[root]
+    known = table(name)
+    for key, value in values.items():
+        dotted = f"{root}.{key}={value!r}"
+        if key not in known or key.startswith("_"):
+            hint = nearest(key, known) if len(key) > 2 else "see its documentation"
+            hint = hint if hint.startswith("did you mean") else "no field has a similar name"
+            raise ConfigError(f"{dotted}: {source(name)} has no such field: {hint}")
+        if key in OWNED[name]:
+            raise ConfigError(owned(dotted, OWNED[name][key], "this key"))
+        annotation = known[key]["type"]
+        if not settable(annotation):
+            raise ConfigError(
+                f"{dotted}: {source(name)} expects a Python object ({annotation}), which no config can hold: remove it"
+            )
+        if not accepts(annotation, value):
+            raise ConfigError(
+                f"{dotted} does not fit {source(name)}: expected {annotation}, default {known[key]['default']}"
+            )
+
+
+def owned(given: str, owner: str, what: str) -> str:
+    """The message about a field of ``OWNED``; ``what`` is to be removed."""
+    if owner in (ALL_TOKENS, TE_EXPERTS):
+        return f"{given} cannot be set: {owner}; remove {what}"
+    return f"{given} belongs to {owner}: remove {what}, and set it there"
+
+
+def settable(annotation: str) -> bool:
+    """Whether some value of a config (numbers, words, lists, mappings) fits ``annotation``."""
+    samples: list[Any] = [True, 1, 0.5, "auto", [1, 1], [0.5], ["a"], {}, [{}]]
+    return "Literal" in annotation or any(accepts(annotation, sample) for sample in samples)
+
+
+def accepts(annotation: str, value: Any) -> bool:
+    """Whether ``value`` fits a type written as in Python source, such as ``Optional[List[int]]``.
+
+    Classes other than numbers, words, lists and mappings accept nothing.
+    """
+    return _accepts(ast.parse(annotation, mode="eval").body, value)
+
+
+def _accepts(node: ast.expr, value: Any) -> bool:
+    match node:
+        case ast.Name(id="Any"):
+            return True
+        case ast.Name(id="bool"):
+            return isinstance(value, bool)
+        case ast.Name(id="int"):
+            return isinstance(value, int) and not isinstance(value, bool)
+        case ast.Name(id="float"):
+            return isinstance(value, (int, float)) and not isinstance(value, bool)
+        case ast.Name(id="str"):
+            return isinstance(value, str)
+        case ast.Name(id="list" | "List"):
+            return isinstance(value, list)
+        case ast.Name(id="dict" | "Dict"):
+            return isinstance(value, dict)
+        case ast.Constant(value=None):
+            return value is None
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _accepts(left, value) or _accepts(right, value)
+        case ast.Subscript(value=ast.Name(id=name), slice=inner):
+            return _accepts_generic(name, inner.elts if isinstance(inner, ast.Tuple) else [inner], value)
+        case _:
+            return False
+
+
+def _accepts_generic(name: str, arguments: list[ast.expr], value: Any) -> bool:
+    match name:
+        case "Optional":
+            return value is None or _accepts(arguments[0], value)
+        case "Union":
+            return any(_accepts(argument, value) for argument in arguments)
+        case "Literal":
+            return any(isinstance(a, ast.Constant) and a.value == value for a in arguments)
+        case "list" | "List" | "set" | "Sequence":
+            return isinstance(value, list) and all(_accepts(arguments[0], item) for item in cast("list[Any]", value))
+        case "tuple" | "Tuple":
+            items = cast("list[Any]", value) if isinstance(value, list) else []
+            return len(items) == len(arguments) and all(map(_accepts, arguments, items))
+        case "dict" | "Dict":
+            return isinstance(value, dict) and all(
+                _accepts(arguments[-1], item) for item in cast("dict[str, Any]", value).values()
+            )
+        case _:
+            return False

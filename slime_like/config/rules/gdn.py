@@ -1,0 +1,145 @@
+"""What each backend of Gated DeltaNet needs of model and machine; checked at load, in the plan, and once more on each rank."""
+
+from __future__ import annotations
+
+from slime_like.config.rules.gdn_runtime import Runtime, Version, runtime
+from slime_like.config.rules.hf import GDNShape, HfConfig
+from slime_like.config.schema.gdn import GDNConfig, gdn_backend
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.util.gpus import visible_gpus
+
+FLASHQLA_DIM = 128
+FLA_MAX_DIM = 256
+FLA_CAPABILITY = (8, 0)
+FLASHQLA_VALIDATED = ((9, 0), (10, 0), (10, 3))
+FLASHQLA_UNVALIDATED = ((12, 0), (12, 1))  # the kernels exist; ours have not been compared there
+NEEDS: dict[str, dict[str, Version]] = {
+    "fla": {"torch": (2, 7), "triton": (3, 3), "fla-core": (0, 6, 0)},
+    # flash-qla before 0.1.3 has wrong gradients of g under strong decay; the convolution is fla's.
+    "flashqla": {"torch": (2, 8), "flash-qla": (0, 1, 3), "tilelang": (0, 1, 12), "fla-core": (0, 6, 0)},
+}
+FLASHQLA_CUDA = (12, 8)
+INSTALL = "SLIME_LIKE_DEVICE=gpu bash scripts/setup.sh installs the versions of scripts/requirements/gpu.lock"
+ANYWHERE = "set model.gdn.backend=torch (--qwen-gdn-backend torch), which runs anywhere"
+
+
+def check_gdn(cfg: TrainConfig, *, machine: bool = True) -> None:
+    """Raise ``ConfigError`` on ``model.gdn`` as far as it can be judged before the model is read.
+
+    Without ``machine`` what this one offers is not asked: the run is for another.
+    """
+    config = cfg.model.gdn
+    check_options(config, deterministic=cfg.run.deterministic)
+    # Nodes of a cluster are other machines than this one: each rank judges its own.
+    elsewhere = not machine or cfg.placement.ray_address is not None
+    if config.backend == "auto" or cfg.run.mode == "rollout_only" or elsewhere:
+        return
+    gpus = () if cfg.placement.device == "cpu" else visible_gpus()
+    device = cfg.placement.device if cfg.placement.device != "auto" else "cuda" if gpus else "cpu"
+    check_runtime(config, runtime(device, gpus[0].capability if gpus else None), cfg.model.dtype, None)
+
+
+def check_has_gdn(config: GDNConfig, model: HfConfig) -> None:
+    """Raise ``ConfigError`` where kernels were chosen for layers that the model does not have."""
+    if config.backend != "auto" and model.gdn is None:
+        raise ConfigError(
+            f"model.gdn.backend={config.backend} with the model in {model.folder}, which has no Gated DeltaNet layers "
+            "(linear_num_value_heads in its config.json): remove it"
+        )
+
+
+def check_optimizer(cfg: TrainConfig, model: HfConfig, dtype: str) -> None:
+    """Raise ``ConfigError`` where megatron could not save the optimizer: decays are float32 beside weights of 16 bits."""
+    if model.gdn is not None and dtype == "bfloat16" and not cfg.parallel.distributed_optimizer:
+        raise ConfigError(
+            "parallel.distributed_optimizer=false with Gated DeltaNet layers in bfloat16, whose decays stay float32: "
+            "megatron-core's plain optimizer mixes the two up in checkpoints; set parallel.distributed_optimizer=true"
+        )
+
+
+def check_options(config: GDNConfig, *, deterministic: bool) -> None:
+    """Raise ``ConfigError`` where options of ``model.gdn`` contradict each other or ``run.deterministic``."""
+    for name, set_ in (("auto_cp", config.auto_cp), ("allow_unvalidated", config.allow_unvalidated)):
+        if set_ and config.backend != "flashqla":
+            raise ConfigError(
+                f"model.gdn.{name}=true with model.gdn.backend={config.backend}: only flashqla reads it; remove it"
+            )
+    if config.auto_cp and deterministic:
+        raise ConfigError(
+            "model.gdn.auto_cp=true with run.deterministic=true: where FlashQLA splits a sequence depends on what is packed "
+            "with it; remove it"
+        )
+
+
+def check_runtime(config: GDNConfig, here: Runtime, dtype: str, shape: GDNShape | None) -> None:
+    """Raise ``ConfigError``, with the reason and the fix, where the chosen kernels cannot run.
+
+    ``config.backend`` may be auto; ``dtype`` too, which is bfloat16 on a GPU; ``shape`` None: not known yet.
+    """
+    name = gdn_backend(config.backend, here.device)
+    if name == "torch":
+        return
+    asked = f"model.gdn.backend={name}"
+    if here.device != "cuda":
+        kind = "FlashQLA's TileLang" if name == "flashqla" else "fla's Triton"
+        raise ConfigError(f"{asked} on a CPU: {kind} kernels run on NVIDIA GPUs only; {ANYWHERE}")
+    if name == "flashqla":
+        _flashqla(config, here, dtype, shape)
+    else:
+        _fla(here, shape)
+    for package, least in NEEDS[name].items():
+        found = here.versions.get(package)
+        if found is None or found < least:
+            state = "is not installed" if found is None else f"{_dots(found)} is installed"
+            raise ConfigError(f"{asked} needs {package} >= {_dots(least)}, which {state}: {INSTALL}; or {ANYWHERE}")
+
+
+def _fla(here: Runtime, shape: GDNShape | None) -> None:
+    if here.capability is not None and here.capability < FLA_CAPABILITY:
+        raise ConfigError(
+            f"model.gdn.backend=fla on a GPU of compute capability {_dots(here.capability)}: fla's kernels need "
+            f"{_dots(FLA_CAPABILITY)} (Ampere) or newer; {ANYWHERE}"
+        )
+    if shape is not None and shape.key_dim > FLA_MAX_DIM:
+        raise ConfigError(
+            f"model.gdn.backend=fla with linear_key_head_dim={shape.key_dim}: fla's kernels hold at most {FLA_MAX_DIM} per "
+            f"head; {ANYWHERE}"
+        )
+
+
+def _flashqla(config: GDNConfig, here: Runtime, dtype: str, shape: GDNShape | None) -> None:
+    asked, other = "model.gdn.backend=flashqla", "set model.gdn.backend=fla (--qwen-gdn-backend fla)"
+    if here.capability is not None and here.capability not in FLASHQLA_VALIDATED:
+        on = f"{asked} on a GPU of compute capability {_dots(here.capability)}"
+        if here.capability not in FLASHQLA_UNVALIDATED:
+            known = ", ".join(_dots(c) for c in FLASHQLA_VALIDATED)
+            raise ConfigError(f"{on}: FlashQLA has kernels for {known} (Hopper, B200, B300); {other}")
+        if not config.allow_unvalidated:
+            raise ConfigError(
+                f"{on}: FlashQLA has kernels for it that have not been validated here; {other}, or "
+                "model.gdn.allow_unvalidated=true after `python scripts/bench_gdn.py` has shown parity"
+            )
+    if here.cuda is None or here.cuda < FLASHQLA_CUDA:
+        built = "without CUDA" if here.cuda is None else f"for CUDA {_dots(here.cuda)}"
+        raise ConfigError(
+            f"{asked} needs CUDA >= {_dots(FLASHQLA_CUDA)}, but torch was built {built}: {INSTALL}; or {other}"
+        )
+    if dtype not in ("auto", "bfloat16"):
+        raise ConfigError(
+            f"{asked} with model.dtype={dtype}: FlashQLA takes 16 bits only; set model.dtype=bfloat16, or {other}"
+        )
+    for what, size in (("key", shape.key_dim), ("value", shape.value_dim)) if shape is not None else ():
+        if size != FLASHQLA_DIM:
+            raise ConfigError(
+                f"{asked} with linear_{what}_head_dim={size}: FlashQLA takes {FLASHQLA_DIM} only; {other}"
+            )
+    if not here.nvcc:
+        raise ConfigError(
+            f"{asked}: TileLang compiles its kernels with nvcc, which is neither on PATH nor under CUDA_HOME: install the "
+            f"CUDA toolkit >= {_dots(FLASHQLA_CUDA)}, or {other}"
+        )
+
+
+def _dots(numbers: Version) -> str:
+    return ".".join(map(str, numbers))

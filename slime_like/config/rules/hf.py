@@ -1,0 +1,232 @@
+"""A Hugging Face model folder, read as plain JSON and safetensors headers: no torch, no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypedDict, cast
+
+from msgspec import Meta
+
+from slime_like.config.rules.quantised import check_config
+from slime_like.errors import CheckpointError
+from slime_like.util.reading import InputFile
+
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Supported kinds of rotary embedding -> what each must say in config.json."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a family has one of these keys, or none
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+REQUIRED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Few = Annotated[int, Meta(ge=1, le=2**16)]  # of heads, layers, experts
+Amount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[float, Meta(gt=0, le=1e12)]
+
+
+class Sizes(TypedDict, total=False):
+    """Keys of the text part of a config.json that a run reads, with their types; a config holds others as well."""
+
+    num_attention_heads: Few
+    num_hidden_layers: Few
+    hidden_size: Size
+    vocab_size: Size
+    max_position_embeddings: Size
+    num_key_value_heads: Few | None
+    head_dim: Size | None
+    intermediate_size: Size | None
+    rms_norm_eps: Positive
+    rope_theta: Positive | None
+    rope_scaling: dict[str, Any] | None
+    rope_parameters: dict[str, Any] | None
+    partial_rotary_factor: Positive | None
+    attention_bias: bool
+    hidden_act: str
+    layer_types: list[str] | None
+    full_attention_interval: Few | None
+    linear_num_key_heads: Few
+    linear_num_value_heads: Few
+    linear_key_head_dim: Size
+    linear_value_head_dim: Size
+    linear_conv_kernel_dim: Size
+    num_experts: Amount | None
+    num_local_experts: Amount | None
+    n_routed_experts: Amount | None
+    num_experts_per_tok: Amount | None
+    moe_intermediate_size: Amount | None
+    shared_expert_intermediate_size: Amount | None
+    decoder_sparse_step: Amount | None
+    mlp_only_layers: list[Amount] | None
+    norm_topk_prob: bool | None
+
+
+class ModelFields(TypedDict, total=False):
+    """Keys at the top of a config.json that a run reads, with their types."""
+
+    model_type: str | None
+    architectures: list[str] | None
+    text_config: dict[str, Any] | None
+    tie_word_embeddings: bool | None
+    dtype: str | None
+    torch_dtype: str | None
+    eos_token_id: Amount | list[Amount] | None
+
+
+@dataclass(frozen=True, slots=True)
+class GDNShape:
+    """The Gated DeltaNet layers of a hybrid model."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # per head
+    value_dim: int  # per head
+    conv_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class HfConfig:
+    """What the run needs to know of a model's config.json before it is loaded."""
+
+    folder: str
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    max_positions: int
+    num_experts: int  # 0: dense
+    tied: bool  # whether the output layer is the embedding, as far as config.json says so
+    gdn: GDNShape | None = None  # None: attention in every layer
+    rope_key: str = "rope_scaling"  # where config.json says how rotary frequencies are scaled
+    rope: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def read_hf_config(key: str, folder: str) -> HfConfig:
+    """``config.json`` of ``folder``. Raises ``CheckpointError`` naming ``key`` where it is missing or not a model's."""
+    path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise CheckpointError(f"{key}={folder!r} is not a folder: give the path of a downloaded Hugging Face model")
+    values = read_json(key, path)
+    check_config(key, Path(folder), values)
+    refuse_code(key, path, values)
+    file = downloaded(key, path)
+    whole = file.typed(values, ModelFields)
+    text = whole.get("text_config") or values
+    if missing := [name for name in REQUIRED if name not in text]:
+        raise CheckpointError(
+            f"{key}={folder!r}: config.json has no {missing[0]!r}; is it the config of a causal language model?"
+        )
+    file.typed(text, Sizes)
+    rope_key = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
+    return HfConfig(
+        folder=folder,
+        model_type=whole.get("model_type") or "",
+        num_layers=text["num_hidden_layers"],
+        hidden_size=text["hidden_size"],
+        num_heads=text["num_attention_heads"],
+        num_kv_heads=text.get("num_key_value_heads") or text["num_attention_heads"],
+        vocab_size=text["vocab_size"],
+        max_positions=text["max_position_embeddings"],
+        num_experts=num_experts(text),
+        tied=bool(whole.get("tie_word_embeddings")),
+        gdn=gdn_shape(text),
+        rope_key=rope_key,
+        rope=cast("dict[str, Any]", text.get(rope_key) or {}),
+    )
+
+
+def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` where the JSON ``values`` of ``path`` name code of the folder: it is never run."""
+    if code := values.get("auto_map"):
+        raise CheckpointError(
+            f"{key}: {path} has auto_map {code!r}: the model comes with code of its own, which is never run here "
+            "(trust_remote_code=False); use a folder in the format of transformers' own classes, or remove auto_map where "
+            "the model is one of these"
+        )
+
+
+def num_experts(text: Mapping[str, Any]) -> int:
+    """Routed experts of a layer; 0 also where no layer has any, whatever their number."""
+    dense = set(cast("list[int]", text.get("mlp_only_layers") or ()))
+    if dense.issuperset(range(int(text["num_hidden_layers"]))):
+        return 0
+    return next((int(text[name]) for name in EXPERT_COUNTS if text.get(name)), 0)
+
+
+def gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:
+    """The Gated DeltaNet layers that the text part of a config.json describes; None where it has none."""
+    if "linear_num_value_heads" not in text:
+        return None
+    return GDNShape(
+        key_heads=int(text["linear_num_key_heads"]),
+        value_heads=int(text["linear_num_value_heads"]),
+        key_dim=int(text["linear_key_head_dim"]),
+        value_dim=int(text["linear_value_head_dim"]),
+        conv_width=int(text["linear_conv_kernel_dim"]),
+    )
+
+
+def padded_vocabulary(vocab_size: int, tp: int) -> int:
+    """Rows of embedding and output layer: a multiple of 128 where tp divides that, so that checkpoints can be resharded."""
+    multiple = 128 if 128 % tp == 0 else 128 * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+def check_rope(key: str, model: HfConfig) -> None:
+    """Raise ``CheckpointError`` on a scaling of rotary frequencies that is not supported or not told in full."""
+    kind = model.rope.get("rope_type", model.rope.get("type", "default"))
+    where = f"{key}={model.folder!r}: config.json has {model.rope_key}.rope_type={kind!r}"
+    if kind not in ROPE_TYPES:
+        raise CheckpointError(
+            f"{where}, which is not supported: only {', '.join(ROPE_TYPES)}; "
+            "remove the scaling to train within the model's original positions"
+        )
+    if missing := [name for name in ROPE_TYPES[kind] if not isinstance(model.rope.get(name), (int, float))]:
+        raise CheckpointError(f"{where} without a number for {', '.join(missing)}: add it, as the model's page has it")
+
+
+def read_json(key: str, path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ``CheckpointError`` naming ``key`` and the file."""
+    if not path.exists():
+        raise CheckpointError(
+            f"{key}: {path} is missing; give a folder in Hugging Face format (config.json, tokenizer, safetensors)"
+        )
+    return downloaded(key, path).json_object()
+
+
+def downloaded(key: str, path: Path) -> InputFile:
+    """Return ``path`` of a Hugging Face folder, the value of ``key``, as a file to read."""
+    return InputFile(path, CheckpointError, "download it again", key)
+
+
+def check_tokenizer(key: str, folder: str, *, needs_template: str) -> None:
+    """Raise ``CheckpointError`` where the tokenizer, or the chat template that ``needs_template`` asks for, is missing."""
+    root = Path(folder)
+    if not any((root / name).exists() for name in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{key}={folder!r} has no tokenizer (one of {', '.join(TOKENIZER_FILES)}); copy it from the model's page"
+        )
+    settings = root / "tokenizer_config.json"
+    if settings.exists():
+        refuse_code(key, settings, read_json(key, settings))
+    if needs_template and not has_chat_template(key, folder):
+        raise CheckpointError(
+            f"{needs_template}, but the tokenizer of {key}={folder!r} has no chat template: "
+            "use an instruct model's tokenizer, add chat_template.jinja, or do without"
+        )
+
+
+def has_chat_template(key: str, folder: str) -> bool:
+    """Whether the tokenizer of ``folder`` comes with a chat template."""
+    root = Path(folder)
+    if (root / "chat_template.jinja").exists() or (root / "chat_template.json").exists():
+        return True
+    settings = root / "tokenizer_config.json"
+    return settings.exists() and bool(read_json(key, settings).get("chat_template"))

@@ -1,0 +1,135 @@
+"""How decoder blocks are dealt to pipeline segments. Torch-free; the ranks cut the model by what is decided here.
+
+Segment ``v * pp + r`` is virtual stage v of pipeline rank r: with two ranks and two virtual stages, rank 0 holds the
+first and the third segment, rank 1 the second and the fourth.
+"""
+
+from __future__ import annotations
+
+import re
+
+from slime_like.config.schema.model import ParallelConfig
+from slime_like.errors import ConfigError
+
+UNEVEN = ("first_stage_layers", "last_stage_layers")
+
+
+def segments(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
+    """Decoder blocks per segment, ``pp * vpp`` numbers. Raises ``ConfigError`` where the keys do not add up.
+
+    Without further keys an even split; where it leaves a rest, early segments get one block more.
+    """
+    check_pipeline(parallel)
+    if parallel.pipeline_layout is not None:
+        return _checked_layout(parallel, parallel.pipeline_layout, num_layers)
+    if any(getattr(parallel, key) is not None for key in UNEVEN):
+        return _uneven(parallel, num_layers)
+    pp, per_stage = parallel.pp, parallel.layers_per_virtual_stage
+    if per_stage is not None:
+        if num_layers % (pp * per_stage):
+            raise ConfigError(
+                f"parallel.layers_per_virtual_stage={per_stage} * parallel.pp={pp} = {pp * per_stage} does not divide "
+                f"the model's {num_layers} layers: set parallel.vpp instead, or {_divisors(num_layers, pp)}"
+            )
+        return (per_stage,) * (num_layers // per_stage)
+    return even_segments(num_layers, pp, parallel.vpp)
+
+
+def even_segments(num_layers: int, pp: int, vpp: int) -> tuple[int, ...]:
+    """As equal as can be. Raises ``ConfigError`` where a segment would stay empty."""
+    count = pp * vpp
+    if num_layers < count:
+        what = (
+            f"parallel.pp={pp} * parallel.vpp={vpp} = {count} pipeline segments are"
+            if vpp > 1
+            else f"parallel.pp={pp} is"
+        )
+        raise ConfigError(
+            f"{what} more than the model's {num_layers} layers: lower parallel.{'vpp' if vpp > 1 else 'pp'}"
+        )
+    base, extra = divmod(num_layers, count)
+    return tuple(base + (segment < extra) for segment in range(count))
+
+
+def check_pipeline(parallel: ParallelConfig) -> None:
+    """Raise ``ConfigError`` on keys that contradict each other, whatever the model."""
+    pp, vpp = parallel.pp, parallel.vpp
+    given = [f"parallel.{key}={getattr(parallel, key)}" for key in UNEVEN if getattr(parallel, key) is not None]
+    if parallel.layers_per_virtual_stage is not None:
+        given.append(f"parallel.layers_per_virtual_stage={parallel.layers_per_virtual_stage}")
+    if parallel.pipeline_layout is not None:
+        given.append(f"parallel.pipeline_layout={parallel.pipeline_layout!r}")
+    if vpp > 1:
+        given.append(f"parallel.vpp={vpp}")
+    if given and pp == 1:
+        raise ConfigError(
+            f"{given[0]} with parallel.pp=1: there is no pipeline to split; raise parallel.pp or remove it"
+        )
+    if parallel.pipeline_layout is not None and len(given) > 1:
+        others = [key for key in given if not key.startswith(("parallel.pipeline_layout", "parallel.vpp"))]
+        if others:
+            raise ConfigError(f"{others[0]} beside parallel.pipeline_layout, which says everything: remove one of them")
+    if parallel.layers_per_virtual_stage is not None and len(given) > 1:
+        other = next(key for key in given if not key.startswith("parallel.layers_per_virtual_stage"))
+        raise ConfigError(f"{other} beside parallel.layers_per_virtual_stage: each says how layers are split; keep one")
+
+
+def parse_layout(text: str) -> tuple[int, ...]:
+    """Decoder layers per segment of a Megatron pipeline layout such as ``Et*3|(tt|)*2tL``.
+
+    ``t`` is a decoder layer, ``E`` the embedding, ``L`` the output layer, ``x*n`` and ``(...)*n`` repeat. Raises
+    ``ConfigError`` on anything else. Notation: megatron-core, transformer/pipeline_parallel_layer_layout.py.
+    """
+    flat = re.sub(r"[,\s]", "", text)
+    for pattern in (r"\(([^()]+)\)\*(\d+)", r"([A-Za-z])\*(\d+)"):
+        flat = re.sub(pattern, lambda found: found[1] * int(found[2]), flat)
+    wrong = f"parallel.pipeline_layout={text!r}"
+    if strange := sorted(set(flat) - set("EtL|")):
+        raise ConfigError(
+            f"{wrong} has {''.join(strange)!r}: write t (layer), E (embedding), L (loss), |, x*n, (...)*n"
+        )
+    parts = flat.split("|")
+    if flat.count("E") != 1 or flat.count("L") != 1 or not (flat.startswith("E") and flat.endswith("L")):
+        raise ConfigError(f"{wrong}: the embedding E comes once, first, and the output layer L once, last")
+    sizes = tuple(part.count("t") for part in parts)
+    if 0 in sizes:
+        raise ConfigError(f"{wrong}: segment {sizes.index(0) + 1} of {len(sizes)} has no layer t; every one needs some")
+    return sizes
+
+
+def _checked_layout(parallel: ParallelConfig, text: str, num_layers: int) -> tuple[int, ...]:
+    sizes = parse_layout(text)
+    what = f"parallel.pipeline_layout={text!r}"
+    if len(sizes) % parallel.pp:
+        raise ConfigError(f"{what} has {len(sizes)} segments, which parallel.pp={parallel.pp} does not divide")
+    if parallel.vpp not in (1, len(sizes) // parallel.pp):
+        raise ConfigError(
+            f"{what} has {len(sizes)} segments / parallel.pp {parallel.pp} = {len(sizes) // parallel.pp} per rank, "
+            f"but parallel.vpp={parallel.vpp}: remove parallel.vpp"
+        )
+    if sum(sizes) != num_layers:
+        raise ConfigError(f"{what} has {' + '.join(map(str, sizes))} = {sum(sizes)} layers, the model has {num_layers}")
+    return sizes
+
+
+def _uneven(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
+    """Layers of the first and last rank as given, the rest evenly over the ranks between them (Megatron's rule)."""
+    first, last, pp, vpp = parallel.first_stage_layers, parallel.last_stage_layers, parallel.pp, parallel.vpp
+    middle = num_layers - (first or 0) - (last or 0)
+    ranks = pp - (first is not None) - (last is not None)
+    said = " and ".join(
+        f"parallel.{key}={value}" for key, value in zip(UNEVEN, (first, last), strict=True) if value is not None
+    )
+    rest = f"{said} leave {middle} of the model's {num_layers} layers for the other {ranks} of parallel.pp={pp} ranks"
+    if middle < ranks or (ranks == 0) != (middle == 0) or (ranks and middle % ranks):
+        raise ConfigError(f"{rest}: every rank needs some, and those between as many each")
+    per_rank = [middle // ranks] * ranks if ranks else []
+    per_rank = [*([first] if first is not None else []), *per_rank, *([last] if last is not None else [])]
+    if bad := [n for n in per_rank if n % vpp]:
+        raise ConfigError(f"{said}: ranks hold {per_rank} layers; parallel.vpp={vpp} does not divide {bad[0]}")
+    return tuple(n // vpp for n in per_rank) * vpp
+
+
+def _divisors(num_layers: int, pp: int) -> str:
+    fits = [str(n) for n in range(1, num_layers + 1) if num_layers % (pp * n) == 0]
+    return f"one of {', '.join(fits)}" if fits else f"a parallel.pp that divides {num_layers}"

@@ -1,0 +1,210 @@
+"""Rules of critic.* and teacher.*: those of the tree alone, and those that read the checkpoints they name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+from slime_like.checkpoint.record import Manifest, check_value_head, critic_source, read_manifest
+from slime_like.config.rules.experts import check_sequence_parallel
+from slime_like.config.rules.hf import HfConfig, read_hf_config, read_json
+from slime_like.config.rules.saved_model import check_saved_model
+from slime_like.config.rules.weight_files import check_shapes
+from slime_like.config.schema.gdn import gdn_cp_mode
+from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
+from slime_like.config.schema.roles import CriticConfig, TeacherConfig
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import CheckpointError, ConfigError
+
+# What a checkpoint's config.json must have in common with the policy's to be swapped into its place: every shape, and
+# what the same weights mean.
+SHAPE = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "norm_topk_prob",
+    "n_routed_experts",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "attention_bias",
+    "layer_types",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+
+def check_roles(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` on a role's key that nothing would read, that is missing or that contradicts another."""
+    _unread("critic", cfg.critic, "ppo", used=isinstance(cfg.algo, PpoConfig))
+    _unread("teacher", cfg.teacher, "distill", used=isinstance(cfg.algo, DistillConfig))
+    warmup, total = cfg.critic.warmup_rollouts, cfg.loop.num_rollout
+    if warmup >= total:
+        raise ConfigError(
+            f"critic.warmup_rollouts={warmup} leaves none of loop.num_rollout={total} to train the actor on: lower it"
+        )
+    steps = total * cfg.loop.steps_per_rollout
+    if cfg.critic.lr_warmup_steps >= steps:
+        raise ConfigError(
+            f"critic.lr_warmup_steps={cfg.critic.lr_warmup_steps} leaves none of the critic's {steps} optimizer steps: lower it"
+        )
+    if isinstance(cfg.algo, DistillConfig) and cfg.teacher.hf_checkpoint is None:
+        raise ConfigError("algo=distill learns from a teacher: set teacher.hf_checkpoint=<HF folder>")
+    if cfg.teacher.placement == "swap":
+        for name in ("tp", "pp", "cp", "dp"):
+            if getattr(cfg.teacher, name) is not None:
+                raise ConfigError(
+                    f"teacher.{name}={getattr(cfg.teacher, name)} with teacher.placement=swap: the teacher then runs on "
+                    f"the actor's ranks; remove it, or set teacher.placement=colocated"
+                )
+
+
+def _unread(group: str, config: CriticConfig | TeacherConfig, algo: str, *, used: bool) -> None:
+    if used:
+        return
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if value != item.default:
+            raise ConfigError(f"{group}.{item.name}={value!r} has no effect: only algo={algo} has a {group}; remove it")
+
+
+def check_role_files(cfg: TrainConfig, model: HfConfig) -> None:
+    """Raise ``CheckpointError`` or ``ConfigError`` on a critic's or teacher's checkpoint that does not fit the policy."""
+    if isinstance(cfg.algo, PpoConfig):
+        _critic(cfg, model)
+    if isinstance(cfg.algo, DistillConfig):
+        _teacher(cfg, model)
+
+
+def _critic(cfg: TrainConfig, model: HfConfig) -> None:
+    key, folder = "critic.hf_checkpoint", cfg.critic.hf_checkpoint
+    its = model if folder is None else read_hf_config(key, folder)
+    if folder is not None:
+        if its.vocab_size != model.vocab_size:
+            raise CheckpointError(
+                f"{key}={folder!r} has a vocabulary of {its.vocab_size} tokens, model.hf_checkpoint one of "
+                f"{model.vocab_size}: the critic reads the policy's tokens; give a model with the same tokenizer"
+            )
+        check_shapes(key, its)
+    _layout("critic", cfg.critic, its, cfg)
+    if cfg.critic.load is not None:
+        if not Path(cfg.critic.load).is_dir():
+            raise CheckpointError(f"critic.load={cfg.critic.load!r} is not a folder: give the critic folder of a run")
+        source = critic_source(Path(cfg.critic.load))
+        check_critic(cfg, source, read_manifest(source))
+
+
+def check_critic(cfg: TrainConfig, source: Path, manifest: Manifest) -> None:
+    """Raise ``CheckpointError`` unless ``source`` is of a critic that has the run's body."""
+    check_value_head(source, manifest)
+    key, folder = "critic.hf_checkpoint", cfg.critic.hf_checkpoint
+    if folder is None:
+        key, folder = "model.hf_checkpoint", cfg.model.hf_checkpoint
+    check_saved_model(manifest, source, key, folder, cfg.critic.tp or cfg.parallel.tp)
+
+
+def _teacher(cfg: TrainConfig, model: HfConfig) -> None:
+    key, folder = "teacher.hf_checkpoint", cfg.teacher.hf_checkpoint
+    assert folder is not None, "check_roles comes first"
+    teacher = read_hf_config(key, folder)
+    _same_vocabulary(cfg.model.hf_checkpoint, model, folder, teacher)
+    check_shapes(key, teacher)
+    _layout("teacher", cfg.teacher, teacher, cfg)
+    difference = shape_difference(cfg.model.hf_checkpoint, folder)
+    if cfg.teacher.placement == "swap" and difference is not None:
+        raise CheckpointError(
+            f"{key}={folder!r} differs from model.hf_checkpoint in {difference}: it cannot take the actor's place on the "
+            "same ranks; set teacher.placement=colocated for ranks of its own"
+        )
+
+
+def _same_vocabulary(student_folder: str, student: HfConfig, folder: str, teacher: HfConfig) -> None:
+    """A token must be the same token to both. Where tokenizers can be compared, rows of padding may differ in number."""
+    key = f"teacher.hf_checkpoint={folder!r}"
+    mine, its = _tokens(student_folder), _tokens(folder)
+    if mine is None or its is None:
+        if student.vocab_size != teacher.vocab_size:
+            raise CheckpointError(
+                f"{key} has a vocabulary of {teacher.vocab_size} tokens, the student's is of {student.vocab_size} "
+                f"(model.hf_checkpoint={student_folder!r}): a teacher must have the student's tokenizer"
+            )
+        return
+    other = next((token for token, index in mine.items() if its.get(token) != index), None)
+    if other is not None or len(mine) != len(its):
+        token = other if other is not None else next(token for token in its if token not in mine)
+        raise CheckpointError(
+            f"{key} has a vocabulary of {len(its)} tokens, the student's is of {len(mine)} "
+            f"(model.hf_checkpoint={student_folder!r}); {token!r} is token {its.get(token)} there and {mine.get(token)} "
+            "here: a teacher must have the student's tokenizer"
+        )
+    top = max(mine.values(), default=0)
+    for name, found in ((key, teacher), (f"model.hf_checkpoint={student_folder!r}", student)):
+        if top >= found.vocab_size:
+            raise CheckpointError(f"{name} has {found.vocab_size} embeddings, its tokenizer knows token {top}")
+
+
+def _tokens(folder: str) -> dict[str, int] | None:
+    """Token -> id of a tokenizer.json; None where there is none, or one of another make."""
+    path = Path(folder) / "tokenizer.json"
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary: Any = values["model"]["vocab"]
+        if not isinstance(vocabulary, dict):
+            return None
+        found = cast("dict[str, int]", dict(vocabulary))
+        found.update({str(item["content"]): int(item["id"]) for item in values.get("added_tokens", [])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found
+
+
+def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, cfg: TrainConfig) -> None:
+    """The actor's sizes hold where the role has none of its own."""
+    if role.tp is not None:
+        for whole, what in ((model.num_heads, "attention"), (model.num_kv_heads, "key/value")):
+            if whole % role.tp:
+                raise ConfigError(
+                    f"{group}.tp={role.tp} does not divide the {whole} {what} heads of the model in {model.folder}"
+                )
+    tp, cp = role.tp or cfg.parallel.tp, role.cp or cfg.parallel.cp
+    check_sequence_parallel(f"{group}.tp", tp, cfg, model)
+    if model.gdn is not None:
+        for whole, what in ((model.gdn.key_heads, "key"), (model.gdn.value_heads, "value")):
+            if whole % tp:
+                raise ConfigError(
+                    f"{group}.tp={tp} does not divide the {whole} linear attention {what} heads of the model in "
+                    f"{model.folder}: lower it"
+                )
+        gdn_cp_mode(cfg.model.gdn.cp_mode, model.gdn.key_heads, model.gdn.value_heads, tp=tp, cp=cp)
+    if role.pp is not None and role.pp > model.num_layers:
+        raise ConfigError(
+            f"{group}.pp={role.pp} is more than the {model.num_layers} layers of {model.folder}: lower it"
+        )
+
+
+def shape_difference(folder: str, other: str) -> str | None:
+    """The first key of config.json in which two models could not take each other's place, with both values."""
+    found = [read_json("config.json", Path(path) / "config.json") for path in (folder, other)]
+    mine, its = (values | values.get("text_config", {}) for values in found)
+    for name in SHAPE:
+        if mine.get(name) != its.get(name):
+            return f"{name} ({its.get(name)} and {mine.get(name)})"
+    return None

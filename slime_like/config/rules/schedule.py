@@ -1,0 +1,73 @@
+"""How long a learning-rate schedule is: what the config leaves open is settled, what does not fit the run is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slime_like.config.schema.model import OptimConfig
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+
+def actor_steps(cfg: TrainConfig) -> tuple[int, str]:
+    """Optimizer steps of the actor in the whole run, and the keys that they come of."""
+    warmup, formula = cfg.critic.warmup_rollouts, "loop.num_rollout * loop.steps_per_rollout"
+    if warmup:
+        formula = "(loop.num_rollout - critic.warmup_rollouts) * loop.steps_per_rollout"
+    return (cfg.loop.num_rollout - warmup) * cfg.loop.steps_per_rollout, formula
+
+
+def settle_schedule(
+    optim: OptimConfig, num_steps: int, formula: str = "", warmup_key: str = "optim.warmup_steps"
+) -> OptimConfig:
+    """``optim`` with warmup_steps, decay_steps and, for wsd, wsd_decay_steps in whole optimizer steps.
+
+    ``num_steps`` are the run's, of the keys of ``formula``; ``warmup_key`` is what the user set the warm-up by. Raises
+    ``ConfigError`` on a schedule that is longer than the run, leaves nothing to decay over, or is given steps that its
+    shape does not read.
+    """
+    if optim.min_lr > optim.lr:
+        raise ConfigError(f"optim.min_lr={optim.min_lr:g} is above optim.lr={optim.lr:g}: lower it")
+    decays, is_wsd = optim.schedule != "constant", optim.schedule == "wsd"
+    for name, value, read_by in (
+        ("decay_steps", optim.decay_steps, "linear, cosine and wsd" if not decays else None),
+        ("wsd_decay_steps", optim.wsd_decay_steps, "wsd" if not is_wsd else None),
+    ):
+        if value is not None and read_by and value != num_steps:
+            raise ConfigError(
+                f"optim.{name}={value} is read by optim.schedule {read_by} only, not by {optim.schedule}: "
+                "remove it, or choose such a schedule"
+            )
+    decay = (optim.decay_steps if decays else None) or num_steps
+    run = f"{num_steps} optimizer steps" + (f" ({formula})" if formula else "")
+    _fits("optim.decay_steps", decay, num_steps, run, "the rate would stop short of optim.min_lr")
+    warmup = optim.warmup_steps
+    if optim.warmup_fraction is not None:
+        if warmup:
+            raise ConfigError(
+                f"optim.warmup_steps={warmup} and optim.warmup_fraction={optim.warmup_fraction:g}: give one of them"
+            )
+        warmup = round(optim.warmup_fraction * decay)
+    _fits(warmup_key, warmup, num_steps, run, "the rate would never reach optim.lr")
+    tail = (optim.wsd_decay_steps or max(1, decay // 10)) if is_wsd else 0
+    if decays and warmup + tail >= decay + is_wsd:
+        more = f" and optim.wsd_decay_steps={tail} leave" if is_wsd else " leaves"
+        raise ConfigError(
+            f"{warmup_key}={warmup}{more} none of {decay} optimizer steps for "
+            f"optim.schedule={optim.schedule}: lower it, or raise optim.decay_steps"
+        )
+    return replace(
+        optim,
+        warmup_steps=warmup,
+        warmup_fraction=None,
+        decay_steps=decay,
+        wsd_decay_steps=tail if is_wsd else None,
+    )
+
+
+def _fits(key: str, value: int, num_steps: int, run: str, harm: str) -> None:
+    if value > num_steps:
+        raise ConfigError(
+            f"{key}={value} is longer than the run, which takes {run}: {harm}; set {key}={num_steps} or less, "
+            "or raise loop.num_rollout"
+        )

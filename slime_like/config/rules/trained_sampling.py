@@ -1,0 +1,163 @@
+"""Samples that are trained on are drawn from the model's own distribution, at ``rollout.temperature``.
+
+The trainer computes log-probabilities of that distribution and of no other. A key or an environment variable that makes an
+engine sample differently is refused at load; ``run.mode=rollout_only``, which trains on nothing, may have it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from slime_like.config.rules import foreign
+from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.rollout import RolloutConfig
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.util.reading import InputFile, shown
+
+_FIELDS = {
+    "SGLang merges it into every request, so that min_p or a penalty cuts and bends the distribution": (
+        "preferred_sampling_params",
+    ),
+    "a watermark biases every token": (
+        "enable_watermark",
+        *(f"watermark_{name}" for name in ("config", "key", "key_b", "context_window", "mixing_probability")),
+        *(f"watermark_{name}" for name in ("max_probability", "default_enabled", "enforce_all")),
+    ),
+    "drafts are accepted more often than the model would sample them": (
+        "speculative_accept_threshold_single",
+        "speculative_accept_threshold_acc",
+    ),
+    "a logit processor changes logits before a token is drawn": ("enable_custom_logit_processor",),
+    "tokens are blocked while the model thinks": ("enable_strict_thinking",),
+    "this backend puts tokens of its own in place of sampled ones": ("sampling_backend",),
+    "a diffusion decoder fills in tokens in another order than the trainer scores them": ("dllm_algorithm",),
+    "a prompt that is cut is not the prompt that the trainer sees": ("allow_auto_truncate",),
+    "the engine would run another model than the trainer; change config.json of model.hf_checkpoint, which both read": (
+        "json_model_override_args",
+    ),
+    "a hook changes the forward pass: the engine would run another model than the trainer": ("forward_hooks",),
+    "tokens would go to random experts: the engine would run another model than the trainer": (
+        "ep_dispatch_algorithm",
+    ),
+    "experts would be added a layer late: the engine would run another model than the trainer": (
+        "kt_max_deferred_experts_per_token",
+    ),
+    "it keeps KV beyond the flush after a push, so that prefixes of earlier weights are read": (
+        "hicache_storage_backend",
+        "enable_unified_cache_external_linker",
+        "enable_lmcache",
+        "enable_flexkv",
+    ),
+}
+CHANGES_SAMPLES: Mapping[str, str] = {field: why for why, fields in _FIELDS.items() for field in fields}
+"""Field of SGLang's ``ServerArgs`` -> why samples of an engine that has it cannot be trained on.
+
+Every other field is listed in ``tests/config/sglang_fields.txt``; a test names fields of a new SGLang that are in neither.
+"""
+HARMLESS: Mapping[str, tuple[object, ...]] = {
+    "sampling_backend": ("flashinfer", "pytorch", "ascend", "intel_xpu"),
+    "ep_dispatch_algorithm": ("static", "dynamic", "lp"),
+}
+"""Values of such a field, besides its default, that change nothing."""
+_PERTURBED = "it overwrites keys, values or drawn tokens at random, to test SGLang's checks"
+_EXPERTS = "tokens would go to made-up experts: the engine would run another model than the trainer"
+CHANGES_SAMPLES_BY_VARIABLE: Mapping[str, str] = {
+    "SGLANG_SIMULATE_ACC_LEN": "so many drafted tokens are accepted whatever the model says of them",
+    "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "drafts are accepted where they are the most probable token",
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS": _EXPERTS,
+    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": _EXPERTS,
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probabilities are reported at temperature 1 whatever tokens are sampled at",
+    "SGLANG_DEBUG_HISPARSE_SKIP_IO": "keys and values are left out, to measure how long their copies take",
+    "SGLANG_DEBUG_REVERT_PR": "it brings a mended bug of SGLang back",
+    "SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB": _PERTURBED,
+    "SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB": _PERTURBED,
+    "SGLANG_KV_CANARY_PERTURB_REAL_KV_UNUSED_CACHE_PROB": _PERTURBED,
+    "SGLANG_KV_CANARY_PERTURB_REAL_KV_POST_FORWARD_PROB": _PERTURBED,
+    "SGLANG_KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB": _PERTURBED,
+}
+"""Environment variable of SGLang -> why samples of an engine that has it cannot be trained on.
+
+Others with a name that speaks of sampling are listed in ``tests/config/sglang_environment.txt``; a test names those of a new
+SGLang that are in neither.
+"""
+
+
+def check_trained_sampling(cfg: TrainConfig, environment: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` on a key or variable that makes an engine sample from a distribution that no trainer computes."""
+    if cfg.run.mode == "rollout_only" or isinstance(cfg.algo, SftConfig):
+        return
+    for key, value, off in (("rollout.top_p", cfg.rollout.top_p, 1.0), ("rollout.top_k", cfg.rollout.top_k, -1)):
+        if value != off:
+            raise ConfigError(
+                f"{key}={value} cannot be trained on: tokens would be sampled from a cut distribution while the "
+                f"trainer computes log-probabilities of the whole one; set {key}={off:g} (evaluation.top_p is free)"
+            )
+    for field, value in cfg.rollout.sglang.items():
+        if field in CHANGES_SAMPLES and not _is_harmless(field, value):
+            raise ConfigError(
+                f"rollout.sglang.{field}={value!r} cannot be trained on: {CHANGES_SAMPLES[field]}; remove it "
+                "(run.mode=rollout_only may have it)"
+            )
+    for name in sorted(changing_variables(environment)):
+        raise ConfigError(
+            f"{name}={environment[name]} in the environment, which engines inherit: what they sample cannot be trained on: "
+            f"{CHANGES_SAMPLES_BY_VARIABLE[name]}; unset it (run.mode=rollout_only may have it)"
+        )
+
+
+def changing_variables(environment: Mapping[str, str]) -> set[str]:
+    """Names in ``environment`` of variables of SGLang that are set to change what an engine samples."""
+    return {name for name in CHANGES_SAMPLES_BY_VARIABLE if not _is_off(environment.get(name, ""))}
+
+
+def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
+    """Raise ``ConfigError`` where the rollouts in ``folder`` were sampled from another distribution than ``cfg`` trains on.
+
+    The settings of the run that dumped them are in ``config.yaml`` of its folder; a folder that was copied without that
+    file is not checked.
+    """
+    path = folder.parent / "config.yaml"
+    if isinstance(cfg.algo, SftConfig) or not path.is_file():
+        return
+    file = InputFile(path, ConfigError, "remove it to replay unchecked", "run.replay_from")
+    rollouts = _mapping(file, _mapping(file, file.yaml(), "").get("rollout"), "rollout")
+    for name in ("temperature", "top_p", "top_k"):
+        value, own = rollouts.get(name, getattr(RolloutConfig, name)), getattr(cfg.rollout, name)
+        if value != own:
+            fix = f"set rollout.{name}={value}" if name == "temperature" else "sample them again"
+            raise ConfigError(
+                f"run.replay_from={str(folder)!r} holds rollouts that were sampled at rollout.{name}={value} ({path}), but "
+                f"rollout.{name} is {own}: the trainer would compute log-probabilities of another distribution; {fix}"
+            )
+    for field, value in _mapping(file, rollouts.get("sglang"), "rollout.sglang").items():
+        if field in CHANGES_SAMPLES and not _is_harmless(field, value):
+            raise ConfigError(
+                f"run.replay_from={str(folder)!r} holds rollouts that were sampled with rollout.sglang.{field}={value!r} "
+                f"({path}), which cannot be trained on: {CHANGES_SAMPLES[field]}; sample them again without it"
+            )
+
+
+def _mapping(file: InputFile, value: object, key: str) -> dict[str, Any]:
+    """Return the value of ``key`` in a config file; an empty mapping where it is absent."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise file.refused(f"holds {shown(value)} as {key or 'its settings'}, not a mapping")
+    return cast("dict[str, Any]", value)
+
+
+def _is_harmless(field: str, value: Any) -> bool:
+    default = foreign.table(foreign.SGLANG)[field]["default"]
+    return (default is not None and value == ast.literal_eval(default)) or value in HARMLESS.get(field, ())
+
+
+def _is_off(value: str) -> bool:
+    """Return whether SGLang reads the value of a switch, number or probability as off."""
+    try:
+        return float(value) <= 0
+    except ValueError:
+        return value.lower() not in ("true", "yes", "y")  # anything else is off for SGLang too, which warns of it

@@ -1,0 +1,321 @@
+"""Rules across keys that need no file: every one fires at load, before any process, with key, value and fix."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from slime_like.config.rules import foreign
+from slime_like.config.rules.agents import check_agent
+from slime_like.config.rules.attention import check_attention
+from slime_like.config.rules.deterministic import check_seeds
+from slime_like.config.rules.eval_overrides import check_overrides, override_lengths
+from slime_like.config.rules.experts import RECOMPUTED, stage_ranks
+from slime_like.config.rules.gdn import check_gdn
+from slime_like.config.rules.over_sampling import check_over_sampling
+from slime_like.config.rules.pipeline import check_pipeline
+from slime_like.config.rules.roles import check_roles
+from slime_like.config.rules.schedule import actor_steps, settle_schedule
+from slime_like.config.rules.trained_sampling import check_trained_sampling
+from slime_like.config.rules.user_functions import check_function
+from slime_like.config.schema import names
+from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.base import within
+from slime_like.config.schema.known import ALGORITHMS
+from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
+from slime_like.config.schema.reward_names import ROW, check_reward_name, split_prefix
+from slime_like.config.schema.role_algo import DistillConfig
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.registry import check
+
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *RECOMPUTED)  # of layers that some family has
+BIG = 1e12
+
+
+def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, counted: bool = True) -> None:
+    """Raise ``ConfigError`` on the first rule that ``cfg`` breaks.
+
+    Without ``machine``, only rules that hold on every machine are checked; without ``code``, dotted paths are not imported.
+    Without ``counted``, loop.num_rollout is not known yet.
+    """
+    _ranges(cfg)
+    _names(cfg, code=code)
+    check_agent(cfg.rollout)
+    check_overrides(cfg.evaluation, cfg.reward)
+    _algorithm(cfg)
+    _mode(cfg)
+    batch_identity(cfg)
+    _lengths(cfg)
+    check_trained_sampling(cfg, os.environ if machine else {})
+    check_over_sampling(cfg)
+    stage_ranks(cfg, trainer_ranks(cfg))
+    check_pipeline(cfg.parallel)
+    _placement(cfg)
+    check_roles(cfg)
+    cfg.chaos.check_asked(cfg.reward.remote_url)
+    if counted:
+        cfg.chaos.check_reached(cfg.loop.num_rollout)
+        _schedule(cfg)
+    _memory_and_overlap(cfg)
+    check_attention(cfg, cfg.placement.device, cfg.model.dtype)
+    check_gdn(cfg, machine=machine)
+    foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
+    foreign.check_foreign("model.megatron", cfg.model.megatron)
+    _dp_attention(cfg)
+    check_seeds(cfg)
+
+
+def _dp_attention(cfg: TrainConfig) -> None:
+    """SGLang splits the attention of one engine; further engines are another key."""
+    size = cfg.rollout.sglang.get("attn_dp_size", 1)
+    if size < 1 or cfg.rollout.tp % size:
+        raise ConfigError(
+            f"rollout.sglang.attn_dp_size={size} does not divide the rollout.tp={cfg.rollout.tp} GPUs of an engine, whose "
+            "attention it splits: set a divisor; further engines are rollout.num_engines"
+        )
+
+
+def samples_per_rollout(cfg: TrainConfig) -> int:
+    """Samples that one rollout asks for."""
+    return cfg.rollout.batch_size * cfg.rollout.n_samples_per_prompt
+
+
+def batch_identity(cfg: TrainConfig) -> int:
+    """Samples per optimizer step. Raises ``ConfigError`` unless prompts * samples = global batch * steps."""
+    prompts, per_prompt, steps = cfg.rollout.batch_size, cfg.rollout.n_samples_per_prompt, cfg.loop.steps_per_rollout
+    total, step = prompts * per_prompt, cfg.loop.global_batch_size
+    asked = f"rollout.batch_size {prompts} * rollout.n_samples_per_prompt {per_prompt} = {total} samples per rollout"
+    if step is None:
+        if total % steps:
+            fits = [s for s in range(1, total + 1) if total % s == 0]
+            near = sorted(sorted(fits, key=lambda s: abs(s - steps))[:2])
+            raise ConfigError(
+                f"{asked}, which loop.steps_per_rollout={steps} does not divide: "
+                f"set loop.steps_per_rollout={' or '.join(map(str, near))}"
+            )
+        return total // steps
+    if total == step * steps:
+        return step
+    fixes = [f"loop.global_batch_size={total // steps}"] if total % steps == 0 else []
+    fixes += [f"loop.steps_per_rollout={total // step}"] if total % step == 0 else []
+    fixes += [f"rollout.batch_size={step * steps // per_prompt}"] if step * steps % per_prompt == 0 else []
+    fixes = fixes or ["loop.global_batch_size=null loop.steps_per_rollout=1"]
+    raise ConfigError(
+        f"{asked}, but loop.global_batch_size {step} * loop.steps_per_rollout {steps} = {step * steps}: "
+        f"set {', or '.join(fixes)}"
+    )
+
+
+def trainer_ranks(cfg: TrainConfig) -> int:
+    """Ranks of the trainer. Raises ``ConfigError`` unless they are a multiple of tp * pp * cp."""
+    p, place = cfg.parallel, cfg.placement
+    model = p.tp * p.pp * p.cp
+    product = f"parallel.tp {p.tp} * parallel.pp {p.pp} * parallel.cp {p.cp} = {model} ranks per model"
+    if place.actor_num_gpus_per_node is None:
+        if model % place.actor_num_nodes:
+            raise ConfigError(
+                f"{product}, which placement.actor_num_nodes={place.actor_num_nodes} does not divide: "
+                "set placement.actor_num_gpus_per_node"
+            )
+        return model
+    world = place.actor_num_nodes * place.actor_num_gpus_per_node
+    if world % model:
+        raise ConfigError(
+            f"{product} do not fit placement.actor_num_nodes {place.actor_num_nodes} * "
+            f"placement.actor_num_gpus_per_node {place.actor_num_gpus_per_node} = {world} ranks: make them a multiple of "
+            f"{model}, as with placement.actor_num_gpus_per_node={-(-world // model) * model // place.actor_num_nodes}"
+        )
+    dp = world // model
+    if dp > (step := batch_identity(cfg)):
+        raise ConfigError(
+            f"{step} samples per optimizer step leave some of the {dp} data-parallel ranks without a sequence: "
+            "raise rollout.batch_size, or set "
+            f"placement.actor_num_gpus_per_node={model * step // place.actor_num_nodes or 1}"
+        )
+    return world
+
+
+def _ranges(cfg: TrainConfig) -> None:
+    within("optim.", cfg.optim, 0.0, BIG, "lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
+    within("optim.", cfg.optim, 0.0, 1.0, "beta1", "beta2", "warmup_fraction", "cpu_offload_fraction")
+    within("loop.", cfg.loop, 0, BIG, "max_staleness")
+    within("weights.", cfg.weights, 0, BIG, "probe_sequences", "debug_skip_push_at")
+    within("run.", cfg.run, 0, 2**31 - 1, "seed")
+    within("rollout.", cfg.rollout, 0.0, 1.0, "top_p")
+    if isinstance(cfg.algo, PolicyConfig):
+        within("algo.", cfg.algo, -10.0, 10.0, "entropy_coef")
+        if hasattr(cfg.algo, "kl_coef"):
+            within("algo.", cfg.algo, 0.0, 10.0, "kl_coef")
+    if unknown := [m for m in cfg.model.recompute_modules if m not in RECOMPUTE_MODULES]:
+        raise ConfigError(f"model.recompute_modules={unknown} is unknown: known are {', '.join(RECOMPUTE_MODULES)}")
+
+
+def _names(cfg: TrainConfig, *, code: bool) -> None:
+    """Names stand in their table; a dotted path, where one may stand, can be imported and called if ``code``."""
+    check("algo.loss", cfg.algo.loss, names.LOSSES)
+    if cfg.algo.group_advantage is not None:
+        check("algo.group_advantage", cfg.algo.group_advantage, names.GROUP_ADVANTAGES)
+    if cfg.algo.token_advantage is not None:
+        check("algo.token_advantage", cfg.algo.token_advantage, names.TOKEN_ADVANTAGES)
+    if cfg.model.family != "auto":
+        check("model.family", cfg.model.family, names.FAMILIES)
+    if cfg.model.attention != "auto":
+        check("model.attention", cfg.model.attention, names.ATTENTIONS)
+    if cfg.model.gdn.backend != "auto":
+        check("model.gdn.backend", cfg.model.gdn.backend, names.GDN_BACKENDS)
+    check_reward_name("reward.name", cfg.reward.name, dotted=True)
+    for key, name, table in _open_names(cfg):
+        check(key, name, table, dotted=True)
+        if code:
+            check_function(key, name, table)
+    # Imported when it is called: what it imports may be heavy.
+    if cfg.run.prepare is not None and ":" not in cfg.run.prepare:
+        raise ConfigError(f"run.prepare={cfg.run.prepare!r} is not a dotted path such as my_package.my_module:function")
+
+
+def _open_names(cfg: TrainConfig) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Key, value and table of each name that may also be a dotted path."""
+    yield "reward.name", split_prefix(cfg.reward.name)[1], names.REWARDS
+    for name in (name for name in cfg.reward.weights if name != ROW):
+        check_reward_name("reward.weights", name, dotted=True)
+        yield "reward.weights", split_prefix(name)[1], names.REWARDS
+    yield "rollout.generate", cfg.rollout.generate, names.GENERATE
+    yield "data.source", cfg.data.source, names.DATA_SOURCES
+    for name in cfg.rollout.filters:
+        yield "rollout.filters", name, names.FILTERS
+
+
+def _algorithm(cfg: TrainConfig) -> None:
+    algo = cfg.algo
+    chosen = next(name for name, schema in ALGORITHMS.items() if type(algo) is schema)
+    if algo.name != chosen:
+        raise ConfigError(f"algo.name={algo.name!r} cannot be set: choose the algorithm with algo={algo.name}")
+    _fixed_by_algorithm(algo, chosen)
+    n = cfg.rollout.n_samples_per_prompt
+    if isinstance(algo, SftConfig):
+        if n != 1:
+            raise ConfigError(f"rollout.n_samples_per_prompt={n} with algo=sft: a row has one label; set it to 1")
+        if cfg.evaluation.datasets:
+            raise ConfigError(
+                "evaluation.datasets with algo=sft: no engine runs that could answer; set evaluation.datasets={}"
+            )
+        return
+    if algo.group_advantage is not None and n < 2 and cfg.run.mode != "rollout_only":
+        raise ConfigError(
+            f"rollout.n_samples_per_prompt={n} with algo.group_advantage={algo.group_advantage}: every advantage "
+            "would be 0, as a group is its own baseline; set at least 2, or algo=reinforce_pp"
+        )
+
+
+def _fixed_by_algorithm(algo: AlgoConfig, chosen: str) -> None:
+    """The loss, and where advantages come from, follow from the algorithm: its other keys are those that they read."""
+    default = ALGORITHMS[chosen]()
+    if algo.loss != default.loss:
+        others = [name for name, schema in ALGORITHMS.items() if schema().loss == algo.loss]
+        raise ConfigError(
+            f"algo.loss={algo.loss!r} under algo={chosen}: that loss would not read the keys of algo={chosen}; "
+            f"choose the algorithm with algo={' or '.join(others)}"
+        )
+    if algo.token_advantage != default.token_advantage:
+        others = [name for name, schema in ALGORITHMS.items() if schema().token_advantage == algo.token_advantage]
+        raise ConfigError(
+            f"algo.token_advantage={algo.token_advantage!r} under algo={chosen}: it would not read the keys of "
+            f"algo={chosen}; choose the algorithm with algo={' or '.join(others)}"
+        )
+    if not isinstance(algo, DistillConfig) and (algo.group_advantage is None) != (default.group_advantage is None):
+        source = default.token_advantage or "none, as labels say what is right"
+        fix = f"set algo.group_advantage={default.group_advantage}" if default.group_advantage else "set it to null"
+        raise ConfigError(
+            f"algo.group_advantage={algo.group_advantage!r} under algo={chosen}, whose advantages are "
+            f"{default.group_advantage or source}: {fix}, or choose another algo"
+        )
+
+
+def _mode(cfg: TrainConfig) -> None:
+    run = cfg.run
+    if run.mode == "train_only" and run.replay_from is None and not isinstance(cfg.algo, SftConfig):
+        raise ConfigError(
+            "run.mode=train_only needs dumped rollouts: set run.replay_from=<folder> (run.dump_rollouts=true makes one)"
+        )
+    if run.mode == "train_only" and cfg.evaluation.datasets:
+        raise ConfigError(
+            "evaluation.datasets with run.mode=train_only: no engine runs that could answer; set evaluation.datasets={}"
+        )
+    if run.replay_from is not None and run.mode != "train_only":
+        raise ConfigError(
+            f"run.replay_from={run.replay_from!r} with run.mode={run.mode}: a replay generates nothing; "
+            "set run.mode=train_only"
+        )
+    if run.mode == "rollout_only" and isinstance(cfg.algo, SftConfig):
+        raise ConfigError(
+            "run.mode=rollout_only with algo=sft: supervised fine-tuning has no rollout; choose another algo"
+        )
+
+
+def _lengths(cfg: TrainConfig) -> None:
+    buffer = cfg.reward.overlong_buffer_len
+    if buffer is not None and isinstance(cfg.algo, SftConfig):
+        raise ConfigError(f"reward.overlong_buffer_len={buffer} with algo=sft, which reads no reward: remove it")
+    if buffer is not None and buffer > cfg.rollout.max_response_len:
+        raise ConfigError(
+            f"reward.overlong_buffer_len={buffer} is above rollout.max_response_len={cfg.rollout.max_response_len}, "
+            "so that no length would be free of a penalty: lower it"
+        )
+    longest = cfg.rollout.max_context_len
+    for key, value in (
+        ("rollout.max_response_len", cfg.rollout.max_response_len),
+        ("evaluation.max_response_len", cfg.evaluation.max_response_len),
+        *override_lengths(cfg.evaluation),
+    ):
+        if longest is not None and value is not None and value > longest:
+            raise ConfigError(
+                f"{key}={value} is longer than rollout.max_context_len={longest}, in which the prompt lies as well: "
+                "lower it, or raise the context"
+            )
+
+
+def _placement(cfg: TrainConfig) -> None:
+    mode, transport = cfg.placement.mode, cfg.weights.transport
+    if cfg.loop.max_staleness > 0 and mode == "colocated":
+        raise ConfigError(
+            f"loop.max_staleness={cfg.loop.max_staleness} with placement.mode=colocated: rollout and training share "
+            "devices and cannot overlap; set placement.mode=split, or loop.max_staleness=0"
+        )
+    if (mode, transport) in (("split", "tensor"), ("colocated", "broadcast")):
+        right = "broadcast" if mode == "split" else "tensor"
+        raise ConfigError(
+            f"weights.transport={transport} with placement.mode={mode}: set weights.transport={right} or auto"
+        )
+    if cfg.placement.actor_num_nodes > 1 and cfg.placement.ray_address is None:
+        raise ConfigError(
+            f"placement.actor_num_nodes={cfg.placement.actor_num_nodes} needs a running Ray cluster: "
+            "set placement.ray_address=auto or its address"
+        )
+
+
+def _schedule(cfg: TrainConfig) -> None:
+    if cfg.run.mode != "rollout_only":
+        settle_schedule(cfg.optim, *actor_steps(cfg))
+
+
+def _memory_and_overlap(cfg: TrainConfig) -> None:
+    """What a key needs of another."""
+    model, p, optim = cfg.model, cfg.parallel, cfg.optim
+    if model.recompute_num_layers is not None and model.recompute != "full":
+        raise ConfigError(
+            f"model.recompute_num_layers={model.recompute_num_layers} with model.recompute={model.recompute}: "
+            "only model.recompute=full counts layers; set that, or remove it"
+        )
+    if p.overlap_param_gather and not (p.overlap_grad_reduce and p.distributed_optimizer):
+        raise ConfigError(
+            "parallel.overlap_param_gather=true needs parallel.overlap_grad_reduce=true and "
+            "parallel.distributed_optimizer=true: set them, or remove it"
+        )
+    if p.bucket_size is not None and not p.overlap_grad_reduce:
+        raise ConfigError(
+            f"parallel.bucket_size={p.bucket_size} without parallel.overlap_grad_reduce=true: gradients are then "
+            "reduced in one piece; set that, or remove it"
+        )
+    if optim.cpu_offload and not p.distributed_optimizer:
+        raise ConfigError("optim.cpu_offload=true needs parallel.distributed_optimizer=true: set it")

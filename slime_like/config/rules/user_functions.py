@@ -1,0 +1,61 @@
+"""Signatures of functions that a config names by dotted path, checked before any process starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.errors import ConfigError
+from slime_like.registry import resolve
+from slime_like.util.user_code import check_signature
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The call that a key's function must accept."""
+
+    call: str  # as a user writes it
+    num_args: int
+    is_async: bool = False
+
+
+FORMS = {
+    "rollout.generate": Form("async def generate(prompt, engine, seeds, context)", 4, is_async=True),
+    "rollout.filters": Form("filter(group) -> None or a reason", 1),
+    "data.source": Form("source(config, context)", 2),
+    "run.prepare": Form("prepare(config)", 1),
+}
+"""Rewards and agents are checked where they are loaded (``reward.check``, ``config.agent_rules``)."""
+
+
+def check_function(key: str, name: str, table: dict[str, str]) -> None:
+    """Raise ``ConfigError`` unless ``name`` is of ``table``, or a dotted path to a function of the form of ``key``.
+
+    A class that is named where a coroutine is expected is constructed with the config group, and its instances are called.
+    """
+    if name in table:
+        return
+    function = resolve(key, name, table)
+    if not callable(function):
+        raise ConfigError(f"{key}={name!r} is not callable: name a function or class")
+    form = FORMS.get(key)
+    if form is None:
+        return
+    if inspect.isclass(function) and form.is_async:
+        check_signature(key, name, function, f"{function.__name__}(config)", 1)
+        function = getattr(function, "__call__", None)  # noqa: B004  the instances' method, not whether it can be called
+        form = Form(f"{form.call} of its instances", form.num_args + 1, is_async=True)
+    _check(key, name, function, form)
+
+
+def _check(key: str, name: str, function: Callable[..., Any] | None, form: Form) -> None:
+    if function is None:
+        raise ConfigError(f"{key}={name!r}: its instances cannot be called; it must have {form.call}")
+    own_call = getattr(function, "__call__", None)  # noqa: B004  of an instance with an async __call__
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(own_call)
+    if is_async != form.is_async:
+        wrong = "is no coroutine function" if form.is_async else "is a coroutine function, which nobody awaits"
+        raise ConfigError(f"{key}={name!r} {wrong}: it must be {form.call}")
+    check_signature(key, name, function, form.call, form.num_args)

@@ -1,0 +1,154 @@
+"""The safetensors files of a Hugging Face folder, checked by their headers alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_like.config.rules.hf import HfConfig, downloaded
+from slime_like.config.rules.quantised import check_tensors
+from slime_like.errors import CheckpointError
+from slime_like.util.reading import Count, InputFile, parse_json, shown, typed
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_BESIDE = re.compile(r"(?:^|\.)(?:mtp|visual|vision_tower|vision_model)\.")  # towers with layers of their own
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+LONGEST_NAME = 255  # bytes of a file's name, on the file systems of Linux
+BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+"""Bits of an element of each dtype that safetensors knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as the header of its file describes it."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
+
+
+def check_weights(key: str, folder: str) -> int:
+    """Return the number of parameters in the safetensors of ``folder``, once every file is known to be there and whole.
+
+    Whole: its header describes tensors that fill the file. Raises ``CheckpointError`` naming ``key`` and the file where
+    one is not, or where the model is quantised.
+    """
+    return sum(map(_parameters, _headers(key, folder).values()))
+
+
+def check_shapes(key: str, model: HfConfig) -> None:
+    """Raise ``CheckpointError`` naming ``key`` unless the weights have the vocabulary, width and layers of config.json."""
+    headers = _headers(key, model.folder)
+    tensors = {
+        name: tensor for header in headers.values() for name, tensor in header.items() if not _BESIDE.search(name)
+    }
+    for name, tensor in tensors.items():
+        due = (model.vocab_size, model.hidden_size)
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and tensor.shape != due:
+            raise CheckpointError(
+                f"{key}={model.folder!r}: {name} is {list(tensor.shape)}, and config.json says vocab_size {due[0]} and "
+                f"hidden_size {due[1]}: are config.json and the weights of one model?"
+            )
+    layers = {int(found[1]) for name in tensors if (found := _LAYER.search(name))}
+    if layers and (missing := set(range(model.num_layers)) - layers):
+        raise CheckpointError(
+            f"{key}={model.folder!r}: config.json says num_hidden_layers {model.num_layers}, and the weights have no layer "
+            f"{min(missing)}: are config.json and the weights of one model?"
+        )
+    if layers and max(layers) >= model.num_layers:
+        raise CheckpointError(
+            f"{key}={model.folder!r}: the weights have a layer {max(layers)}, and config.json says num_hidden_layers "
+            f"{model.num_layers}, so that it would be left out: are config.json and the weights of one model?"
+        )
+
+
+def _headers(key: str, folder: str) -> dict[str, dict[str, Stored]]:
+    """Return file name -> tensors of every safetensors file of ``folder``, each file checked."""
+    root = Path(folder)
+    index = root / INDEX
+    if not index.exists():
+        single = root / SINGLE
+        if not single.exists():
+            raise CheckpointError(
+                f"{key}={folder!r} has neither {SINGLE} nor {INDEX}: download the model in safetensors format"
+            )
+        return {SINGLE: read_header(key, single)}
+    placed = read_index(key, index)
+    headers = {name: read_header(key, root / name) for name in sorted(set(placed.values()))}
+    if lost := sorted(name for name, file in placed.items() if name not in headers[file]):
+        raise CheckpointError(
+            f"{key}: {index} places {shown(lost[0])} in {placed[lost[0]]}, which does not hold it "
+            f"({len(lost)} such tensors); download the model again"
+        )
+    return headers
+
+
+def read_index(key: str, path: Path) -> dict[str, str]:
+    """Return tensor name -> file name of an index. Raises ``CheckpointError`` naming ``key`` and the index."""
+    file = downloaded(key, path)
+    placed = file.json_object().get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise file.refused("has no weight_map")
+    found = file.typed(placed, dict[str, str])
+    if strange := next((name for name in found.values() if Path(name).name != name or len(name) > LONGEST_NAME), None):
+        raise file.refused(f"names the file {shown(strange)}, which is not beside it")
+    return found
+
+
+def read_header(key: str, path: Path) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file by name.
+
+    Raises ``CheckpointError`` naming ``key`` and the file unless they fill it, each as large as its dtype and shape say.
+    """
+    file = downloaded(key, path)
+    file.check_regular()
+    tensors, start = _parsed(file)
+    check_tensors(key, path, {name: tensor.dtype for name, tensor in tensors.items()})
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        begin, stop = tensor.data_offsets
+        if tensor.dtype not in BITS:
+            raise file.refused(
+                f"has tensor {shown(name)} of dtype {shown(tensor.dtype)}, which safetensors does not know"
+            )
+        needed = math.prod(tensor.shape) * BITS[tensor.dtype]
+        if begin != end or (stop - begin) * 8 != needed:
+            raise file.refused(
+                f"has tensor {shown(name)} at data_offsets {[begin, stop]} where {end} and {needed // 8} bytes "
+                f"of {tensor.dtype}{list(tensor.shape)} are due"
+            )
+        end = stop
+    if (size := path.stat().st_size) != start + end:
+        raise file.refused(f"has {size} bytes where its header needs {start + end}")
+    return tensors
+
+
+def _parsed(file: InputFile) -> tuple[dict[str, Stored], int]:
+    """Entries of the header, and where the tensors begin."""
+    size = file.path.stat().st_size
+    try:
+        with file.path.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise file.refused(f"is cut off inside its header ({size} bytes)")
+            values = parse_json(content.read(length))
+        if isinstance(values, Mapping):
+            values = {name: entry for name, entry in values.items() if name != "__metadata__"}
+        return typed(values, dict[str, Stored]), 8 + length
+    except (OSError, ValueError) as error:
+        raise file.refused(f"has no readable safetensors header ({error})") from error
+
+
+def _parameters(tensors: Mapping[str, Stored]) -> int:
+    return sum(math.prod(tensor.shape) for tensor in tensors.values())

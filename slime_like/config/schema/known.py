@@ -1,0 +1,156 @@
+"""Which dotted keys exist, what type they have, and the messages about those that do not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, fields
+from typing import Any, cast
+
+from slime_like.config.schema.algo import (
+    CispoConfig,
+    DapoConfig,
+    DrGrpoConfig,
+    GrpoConfig,
+    GspoConfig,
+    ReinforcePlusPlusBaselineConfig,
+    ReinforcePlusPlusConfig,
+    RlooConfig,
+    SftConfig,
+)
+from slime_like.config.schema.base import MISSING, keys
+from slime_like.config.schema.policy import AlgoConfig
+from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
+from slime_like.config.schema.root import TrainConfig
+from slime_like.registry import nearest
+
+ALGORITHMS: dict[str, type[AlgoConfig]] = {
+    "grpo": GrpoConfig,
+    "dr_grpo": DrGrpoConfig,
+    "rloo": RlooConfig,
+    "gspo": GspoConfig,
+    "cispo": CispoConfig,
+    "dapo": DapoConfig,
+    "reinforce_pp": ReinforcePlusPlusConfig,
+    "reinforce_pp_baseline": ReinforcePlusPlusBaselineConfig,
+    "ppo": PpoConfig,
+    "distill": DistillConfig,
+    "sft": SftConfig,
+}
+"""``algo=<name>`` -> schema, the default first. Each has a file configs/algo/<name>.yaml."""
+
+TYPE_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a word or path",
+    "list[str]": "a list such as [a,b]",
+    "list[int]": "a list such as [1,2]",
+    "dict[str, Any]": "a mapping such as {name: value}",
+    "dict[str, float]": r"a mapping such as {name: 0.5, my_package.my_module\:function: 0.1}",
+    "dict[str, str]": "a mapping such as {name: value}",
+}
+
+
+@functools.cache
+def known_keys(algo: str | None = None) -> dict[str, Field[Any]]:
+    """Dotted key -> dataclass field, with the algo.* keys of one algorithm, or of all when ``algo`` is None.
+
+    A key that several algorithms have is then that of the default algorithm, or of the first that has it.
+    """
+    found = {name: item for name, item in keys(TrainConfig) if name != "algo"}
+    for name in ALGORITHMS if algo is None else [algo]:
+        for key, item in keys(ALGORITHMS[name], "algo."):
+            found.setdefault(key, item)
+    return found
+
+
+def type_of(item: Field[Any]) -> str:
+    """The field's annotation as written, such as ``int | None``."""
+    return item.type if isinstance(item.type, str) else item.type.__name__
+
+
+@functools.cache
+def free_keys() -> frozenset[str]:
+    """Keys that hold a free mapping, such as rollout.sglang: anything below them is a key of another project."""
+    return frozenset(name for name, item in known_keys().items() if type_of(item).startswith("dict["))
+
+
+def free_root(key: str) -> str | None:
+    """The free mapping that ``key`` is or lies in."""
+    return next((root for root in free_keys() if key == root or key.startswith(f"{root}.")), None)
+
+
+def is_text(key: str) -> bool:
+    """Whether the value of ``key`` is a string, so that a path such as ``data.jsonl@[0:100]`` needs no quotes."""
+    root = free_root(key)
+    if root is not None:
+        return key != root and type_of(known_keys()[root]) == "dict[str, str]"
+    item = known_keys().get(key)
+    return item is not None and type_of(item) in ("str", "str | None")
+
+
+def default_of(item: Field[Any]) -> Any:
+    """The field's default value, or ``???`` for a key that must be given."""
+    if item.default is not NO_DEFAULT:
+        return item.default
+    return item.default_factory() if item.default_factory is not NO_DEFAULT else MISSING
+
+
+def describe(key: str) -> str:
+    """Type, default and help of a known key, for messages."""
+    item = known_keys()[key]
+    name = type_of(item)
+    optional = " or null" if name.endswith(" | None") else ""
+    word = TYPE_WORDS.get(name.removesuffix(" | None"), name)
+    default = default_of(item)
+    default_text = "" if default == MISSING else f", default {format_value(default)}"
+    return f"{word}{optional}{default_text} ({item.metadata.get('help', '').rstrip('.')})"
+
+
+def format_value(value: Any) -> str:
+    """A value as it is written on the command line."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list():
+            return f"[{','.join(format_value(item) for item in cast('list[Any]', value))}]"
+        case _:
+            return str(value)
+
+
+def unknown(key: str, algo: str | None) -> str:
+    """Why ``key`` does not exist: the algorithm that has it, or the nearest known key."""
+    name = key.removeprefix("algo.")
+    if algo in ALGORITHMS and key.startswith("algo."):
+        own = known_keys(algo)
+        having = [other for other, schema in ALGORITHMS.items() if name in {f.name for f in fields(schema)}]
+        if having and key not in own:
+            return f"exists only under algo={' or '.join(having)}, and this run has algo={algo}; {_nearest(key, own)}"
+        return f"is unknown under algo={algo}: {_nearest(key, own)}"
+    known = known_keys()
+    below = [k for k in known if k.startswith(f"{key}.")]
+    if below:
+        return f"is a group, not a key: set one of {', '.join(below)}"
+    return f"is unknown: {_nearest(key, known)}"
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    """The nearest known key: by its last word within its group, or in any group, or else what the group has."""
+    group, _, last = key.rpartition(".")
+    options = list(known)
+    last_words = {k.rpartition(".")[2]: k for k in options if group and k.startswith(f"{group}.")}
+    hint = nearest(last, last_words) if last_words else ""
+    if hint.startswith("did you mean"):
+        return f"did you mean {last_words[hint.split("'")[1]]!r}?"
+    if same_word := [k for k in options if k.rpartition(".")[2] == last]:
+        return f"did you mean {' or '.join(repr(k) for k in same_word)}?"
+    if last_words:
+        return f"{group} has {', '.join(last_words)}"
+    hint = nearest(key, options)
+    return (
+        hint if hint.startswith("did you mean") else f"the groups are {', '.join(f.name for f in fields(TrainConfig))}"
+    )

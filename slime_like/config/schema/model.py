@@ -1,0 +1,141 @@
+"""model.* and parallel.*: what is trained and how it is split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.config.schema.base import MISSING, Config, key, positive
+from slime_like.config.schema.gdn import GDNConfig
+from slime_like.config.schema.unread import refuse_unread
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Config):
+    """The policy and its reference."""
+
+    hf_checkpoint: str = key(MISSING, "Folder with the HF config, tokenizer and safetensors the run starts from.")
+    megatron_checkpoint: str | None = key(
+        None, "Megatron torch_dist folder with the weights to start from instead of hf_checkpoint's (slime: --load)."
+    )
+    ref_checkpoint: str | None = key(
+        None, "HF or Megatron torch_dist folder of the reference policy; null: what the policy starts from."
+    )
+    family: str = key("auto", "Weight-name family; auto: by the HF config's model_type.")
+    dtype: str = key(
+        "auto", "Compute dtype; auto: bfloat16 on GPU, float32 on CPU.", choices=("auto", "float32", "bfloat16")
+    )
+    attention: str = key(
+        "auto",
+        "Core attention (table ATTENTIONS): torch (our own; auto) or te (TransformerEngine's, where it is installed).",
+    )
+    gdn: GDNConfig = key(GDNConfig, "Gated DeltaNet layers, where the model has them.")
+    cpu_kernels: str = key(
+        "auto",
+        "Attention, norms, rotation, SwiGLU and log-probabilities of a trainer on a CPU: c (compiled where it runs), torch, or auto: c where there is "
+        "a C compiler and run.deterministic is off.",
+        choices=("auto", "c", "torch"),
+    )
+    recompute: str = key(
+        "none",
+        "Activation recompute: none, selective (recompute_modules) or full.",
+        choices=("none", "selective", "full"),
+    )
+    recompute_method: str = key(
+        "uniform",
+        "Of recompute=full. uniform: every stretch of recompute_num_layers blocks keeps its input; "
+        "block: the first recompute_num_layers blocks of each pipeline stage do, the others keep everything.",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = key(None, "Decoder blocks of recompute_method; null: 1.")
+    recompute_modules: list[str] = key(
+        ["core_attn"],
+        "Modules recomputed when recompute=selective: core_attn, mlp, layernorm; with experts also moe, shared_experts.",
+    )
+    logits_chunk: int = key(
+        4096, "Tokens per chunk when logits become log-probabilities: bounds the peak of the vocabulary projection."
+    )
+    megatron: dict[str, Any] = key({}, "Extra megatron-core TransformerConfig fields; unknown ones are refused.")
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        positive(prefix, self, "logits_chunk", "recompute_num_layers")
+        if self.recompute != "full":
+            setting = f"{prefix}recompute={self.recompute}"
+            refuse_unread(prefix, self, ("recompute_method",), setting, f"{prefix}recompute=full")
+
+
+@dataclass(kw_only=True)
+class ParallelConfig(Config):
+    """Layout of the trainer. dp is what is left of the trainer's ranks."""
+
+    tp: int = key(1, "Tensor parallel size.")
+    pp: int = key(1, "Pipeline parallel size.")
+    vpp: int = key(1, "Virtual pipeline stages per pipeline rank: the interleaved schedule.")
+    layers_per_virtual_stage: int | None = key(None, "Instead of vpp: decoder layers per virtual stage.")
+    first_stage_layers: int | None = key(None, "Decoder layers of the first pipeline rank; null: an even split.")
+    last_stage_layers: int | None = key(None, "Decoder layers of the last pipeline rank; null: an even split.")
+    pipeline_layout: str | None = key(
+        None, "Every pipeline segment, in Megatron's notation: Ett|ttt|ttL (t layer, E embedding, L output layer)."
+    )
+    cp: int = key(1, "Context parallel size: ranks that share each sequence.")
+    ep: int = key(1, "Expert parallel size: ranks of tp * cp * dp that share the experts of each block.")
+    sequence_parallel: bool = key(True, "Shard norms and residuals over tp as well (no effect with tp=1).")
+    distributed_optimizer: bool = key(True, "Shard optimizer state over dp.")
+    overlap_grad_reduce: bool = key(False, "Reduce gradients over dp bucket by bucket while backward goes on.")
+    overlap_param_gather: bool = key(
+        False, "Gather updated weights over dp while the next step's forward goes on; needs overlap_grad_reduce."
+    )
+    bucket_size: int | None = key(
+        None, "Parameters per bucket of overlap_grad_reduce; null: megatron's (the larger of 40M and 1M * dp)."
+    )
+    max_tokens_per_rank: int = key(
+        8192,
+        "Token budget of one rank for a packed micro-batch; cp ranks hold cp times as much (slime: --max-tokens-per-gpu).",
+    )
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        positive(prefix, self, "tp", "pp", "cp", "ep", "max_tokens_per_rank", "bucket_size")
+        positive(prefix, self, "vpp", "layers_per_virtual_stage", "first_stage_layers", "last_stage_layers")
+
+
+@dataclass(kw_only=True)
+class OptimConfig(Config):
+    """AdamW and its schedule."""
+
+    lr: float = key(1e-6, "Peak learning rate.")
+    min_lr: float = key(0.0, "Learning rate at the end of a decaying schedule.")
+    schedule: str = key(
+        "constant",
+        "Shape after warm-up; wsd: constant, then a decay over the last wsd_decay_steps.",
+        choices=("constant", "linear", "cosine", "wsd"),
+    )
+    warmup_steps: int = key(0, "Optimizer steps of linear warm-up.")
+    warmup_fraction: float | None = key(None, "Instead of warmup_steps: their share of decay_steps.")
+    decay_steps: int | None = key(None, "Optimizer steps until min_lr, warm-up included; null: all of the run's.")
+    wsd_decay_steps: int | None = key(None, "Optimizer steps of the decay of wsd; null: a tenth of decay_steps.")
+    wsd_decay_style: str = key(
+        "exponential",
+        "Shape of the decay of wsd.",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
+    weight_decay: float = key(0.0, "Decoupled weight decay; norms and biases are exempt.")
+    beta1: float = key(0.9, "Adam's first moment decay.")
+    beta2: float = key(0.98, "Adam's second moment decay.")
+    eps: float = key(1e-8, "Adam's epsilon.")
+    clip_grad: float = key(1.0, "Largest global gradient norm; 0: no clipping.")
+    cpu_offload: bool = key(
+        False, "Keep main weights and moments in host memory and update them there (no effect on CPU)."
+    )
+    cpu_offload_fraction: float = key(1.0, "Share of the parameters that cpu_offload takes.")
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        positive(prefix, self, "eps", "decay_steps", "wsd_decay_steps", "cpu_offload_fraction")
+        if self.schedule != "wsd":
+            setting = f"{prefix}schedule={self.schedule}"
+            refuse_unread(prefix, self, ("wsd_decay_style",), setting, f"{prefix}schedule=wsd")
+        if not self.cpu_offload:
+            setting = f"{prefix}cpu_offload=false"
+            refuse_unread(prefix, self, ("cpu_offload_fraction",), setting, f"{prefix}cpu_offload=true")

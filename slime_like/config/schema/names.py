@@ -1,0 +1,85 @@
+"""What a name in the config stands for: name -> "module:attribute". Torch-free; a new entry is one file and one line."""
+
+LOSSES = {
+    "policy_gradient": "slime_like.algo.loss:policy_gradient",
+    "gspo": "slime_like.algo.loss:gspo",
+    "cispo": "slime_like.algo.loss:cispo",
+    "sft": "slime_like.algo.loss:sft",
+}
+GROUP_ADVANTAGES = {
+    "grpo": "slime_like.algo.advantage:grpo",
+    "dr_grpo": "slime_like.algo.advantage:dr_grpo",
+    "rloo": "slime_like.algo.advantage:rloo",
+}
+TOKEN_ADVANTAGES = {
+    "gae": "slime_like.algo.gae:GeneralisedAdvantage",
+    "distill": "slime_like.algo.distill:ReverseKL",
+    "reinforce_pp": "slime_like.algo.token_advantage:ReinforcePlusPlus",
+    "reinforce_pp_baseline": "slime_like.algo.token_advantage:ReinforcePlusPlusBaseline",
+}
+KL_ESTIMATORS = {
+    "k1": "slime_like.algo.kl:k1",
+    "k2": "slime_like.algo.kl:k2",
+    "k3": "slime_like.algo.kl:k3",
+    "low_var_kl": "slime_like.algo.kl:low_var_kl",
+}
+FILTERS = {
+    "nonzero_std": "slime_like.algo.filters:nonzero_std",
+    "completed": "slime_like.algo.filters:completed",
+}
+REWARDS = {
+    "answer": "slime_like.reward.answer:answer",
+    "dapo": "slime_like.reward.dapo:dapo",
+    "deepscaler": "slime_like.reward.deepscaler:deepscaler",
+    "exact": "slime_like.reward.exact:exact",
+    "f1": "slime_like.reward.f1:f1",
+    "given": "slime_like.reward.given:given",
+    "gpqa": "slime_like.reward.gpqa:gpqa",
+    "math": "slime_like.reward.math:math",
+    "remote_rm": "slime_like.reward.remote:RemoteReward",
+}
+"""Each also with the prefix ``boxed_``: it then reads what stands in the response's last box."""
+GENERATE = {
+    "openai_agent": "slime_like.rollout.agent.generate:OpenAIAgent",
+    "single_turn": "slime_like.rollout.generate.single_turn:single_turn",
+}
+DATA_SOURCES = {
+    "file": "slime_like.data.prompts:FileSource",
+}
+FAMILIES = {
+    "llama": "slime_like.train.megatron.families.llama:Llama",
+    "qwen2": "slime_like.train.megatron.families.qwen2:Qwen2",
+    "qwen3": "slime_like.train.megatron.families.qwen3:Qwen3",
+    "qwen3_5": "slime_like.train.megatron.families.qwen3_5:Qwen35",
+    "qwen3_5_moe": "slime_like.train.megatron.families.qwen3_5:Qwen35Moe",
+    "qwen3_5_moe_text": "slime_like.train.megatron.families.qwen3_5:Qwen35Moe",
+    "qwen3_5_text": "slime_like.train.megatron.families.qwen3_5:Qwen35",
+    "qwen3_moe": "slime_like.train.megatron.families.qwen3_moe:Qwen3Moe",
+    "qwen3_next": "slime_like.train.megatron.families.qwen3_next:Qwen3Next",
+}
+MIXERS = {
+    "G": "slime_like_plugins.qwen_gdn.spec:layer_spec",
+}
+"""Symbol of a hybrid stack's layer that a plugin supplies -> what makes its ModuleSpec."""
+ATTENTIONS = {
+    "torch": "slime_like.train.megatron.model.layers:PackedAttention",
+    "te": "slime_like.train.megatron.model.te_attention:TEAttention",
+}
+EXACT_LAYERS = {
+    "attention": "slime_like.train.megatron.model.exact_layers:attention",
+    "gdn": "slime_like_plugins.qwen_gdn.exact:delta_net",
+    "mlp": "slime_like.train.megatron.model.exact_layers:mlp",
+}
+"""Kind of layer -> what computes those of a model in float64, for weights.probe_layers."""
+GDN_BACKENDS = {
+    "fla": "slime_like_plugins.qwen_gdn.fla:FlaGDN",
+    "flashqla": "slime_like_plugins.qwen_gdn.flashqla:FlashQLAGDN",
+    "torch": "slime_like_plugins.qwen_gdn.torch_chunk:TorchGDN",
+}
+CPU_KERNELS = {
+    "c": "slime_like_plugins.megatron_cpu.layer:with_c_kernels",
+}
+TRANSPORTS = {
+    "tensor": "slime_like.weights.tensor:TensorSender",
+    "broadcast": "slime_like.weights.broadcast:BroadcastSender",
+}

@@ -1,0 +1,128 @@
+"""Keys that algorithms share: names into tables, and what every policy loss reads. The schemas are in ``config.algo``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.config.schema.base import Config, key, within
+from slime_like.config.schema.unread import refuse_unread
+from slime_like.errors import ConfigError
+
+KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
+AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
+REJECTIONS = ("none", "product", "geometric")
+
+
+@dataclass(kw_only=True)
+class AlgoConfig(Config):
+    """What every algorithm has: names into the tables of ``config.names`` and how token losses add up."""
+
+    name: str = key("grpo", "Algorithm.")
+    loss: str = key("policy_gradient", "Token loss (table LOSSES); it follows from the algorithm.")
+    group_advantage: str | None = key(None, "Advantage from the rewards of a group (table GROUP_ADVANTAGES).")
+    token_advantage: str | None = key(None, "Advantage per token, computed on the ranks (table TOKEN_ADVANTAGES).")
+    aggregation: str = key(
+        "token_mean",
+        "How token losses add up: token_mean, sequence_mean or dr_grpo (sum over max_response_len).",
+        choices=AGGREGATIONS,
+    )
+
+
+@dataclass(kw_only=True)
+class PolicyConfig(AlgoConfig):
+    """Keys of every loss that weighs tokens by an advantage and a clipped ratio to the policy that sampled them."""
+
+    eps_clip: float = key(0.2, "Lower clip range: the ratio to the old policy is clipped at 1 - eps_clip.")
+    eps_clip_high: float | None = key(None, "Upper clip range; null: eps_clip.")
+    entropy_coef: float = key(0.0, "Weight of the entropy bonus.")
+    kl_loss_coef: float = key(0.0, "Weight of the KL to the reference in the loss; 0: no reference is loaded for it.")
+    kl_loss_type: str = key("low_var_kl", "KL estimator in the loss (low_var_kl: k3, at most 10).", choices=KL_TYPES)
+    mask_truncated: bool = key(False, "Samples cut at the length limit get no weight (DAPO's overlong filtering).")
+    mask_offpolicy: bool = key(
+        False, "Of a sample that was continued under new weights, only the tokens of the newest ones get weight."
+    )
+    use_rollout_logprobs: bool = key(False, "The old policy is the one that sampled, as the engine reported it.")
+    use_tis: bool = key(False, "Truncated importance sampling between rollout and old policy.")
+    tis_clip: float = key(2.0, "Largest importance weight under use_tis.")
+    tis_clip_low: float = key(0.0, "Smallest importance weight under use_tis.")
+    use_mis: bool = key(False, "Masked importance sampling: tokens whose weight is outside [mis_low, mis_high] get 0.")
+    mis_low: float = key(0.5, "Smallest importance weight that counts under use_mis.")
+    mis_high: float = key(5.0, "Largest importance weight that counts under use_mis.")
+    rejection: str = key(
+        "none",
+        "Drop sequences by their ratio of old to rollout policy: the product over tokens, or its geometric mean.",
+        choices=REJECTIONS,
+    )
+    rejection_low: float | None = key(None, "Smallest ratio of a sequence that is kept; null: no bound.")
+    rejection_high: float | None = key(None, "Largest ratio of a sequence that is kept; null: no bound.")
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        within(prefix, self, 0.0, 10.0, "eps_clip", "eps_clip_high", "kl_loss_coef")
+        within(prefix, self, 1.0, 1e6, "tis_clip", "mis_high")
+        within(prefix, self, 0.0, 1.0, "tis_clip_low", "mis_low")
+        within(prefix, self, 0.0, 1.0, "rejection_low")
+        within(prefix, self, 1.0, 1e30, "rejection_high")
+        _unread(prefix, self, "use_tis", "tis_clip", "tis_clip_low")
+        _unread(prefix, self, "use_mis", "mis_low", "mis_high")
+        refuse_idle_kl(prefix, self, "kl_loss_coef", "kl_loss_type")
+        self._check_corrections(prefix)
+
+    def _check_corrections(self, prefix: str) -> None:
+        if self.use_tis and self.use_mis:
+            raise ConfigError(
+                f"{prefix}use_tis=true with {prefix}use_mis=true: a token has one importance weight, truncated or "
+                "masked; set one of them to false"
+            )
+        bounds = (self.rejection_low, self.rejection_high)
+        if self.rejection == "none" and bounds != (None, None):
+            name = "rejection_low" if self.rejection_low is not None else "rejection_high"
+            raise ConfigError(
+                f"{prefix}{name}={getattr(self, name):g} has no effect with {prefix}rejection=none: "
+                f"set {prefix}rejection=geometric or product, or remove it"
+            )
+        if self.rejection != "none" and bounds == (None, None):
+            raise ConfigError(
+                f"{prefix}rejection={self.rejection} has no bounds: set {prefix}rejection_low or {prefix}rejection_high, "
+                "such as 0.99 and 1.01 for the geometric mean"
+            )
+        asked = [
+            f"{prefix}{name}"
+            for name, on in (
+                ("use_tis", self.use_tis),
+                ("use_mis", self.use_mis),
+                ("rejection", self.rejection != "none"),
+            )
+            if on
+        ]
+        if self.use_rollout_logprobs and asked:
+            raise ConfigError(
+                f"{prefix}use_rollout_logprobs=true with {asked[0]}: the old policy already is the rollout policy, so "
+                "there is nothing to correct; set one of them to its default"
+            )
+
+
+@dataclass(kw_only=True)
+class PolicyGradientConfig(PolicyConfig):
+    """Keys of the clipped policy-gradient loss."""
+
+    eps_clip_c: float | None = key(None, "Dual clip: with a negative advantage the ratio counts up to this; null: off.")
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        if self.eps_clip_c is not None and not 1.0 < self.eps_clip_c <= 1e6:
+            raise ConfigError(
+                f"{prefix}eps_clip_c={self.eps_clip_c!r} must be above 1: it bounds the ratio from above, such as 3"
+            )
+
+
+def refuse_idle_kl(prefix: str, config: Config, coef: str, kind: str) -> None:
+    """Raise ``ConfigError`` where the KL estimator ``kind`` was changed though the weight ``coef`` of that KL is 0."""
+    if getattr(config, coef) == 0:
+        refuse_unread(prefix, config, (kind,), f"{prefix}{coef}=0", f"{prefix}{coef} above 0")
+
+
+def _unread(prefix: str, config: Config, switch: str, *names: str) -> None:
+    """Raise ``ConfigError`` on a key that was changed though the switch that makes it count is off."""
+    if not getattr(config, switch):
+        refuse_unread(prefix, config, names, f"{prefix}{switch}=false", f"{prefix}{switch}=true")

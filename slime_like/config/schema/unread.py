@@ -1,0 +1,19 @@
+"""A key that was changed where nothing reads it is a mistake, not a wish."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import fields
+
+from slime_like.config.schema.base import Config
+from slime_like.errors import ConfigError
+
+
+def refuse_unread(prefix: str, config: Config, names: Container[str], setting: str, cure: str) -> None:
+    """Raise ``ConfigError`` where one of ``names`` was changed: under ``setting`` it has no effect, and ``cure`` changes that."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if item.name in names and value != item.default:
+            raise ConfigError(
+                f"{prefix}{item.name}={value!r} has no effect with {setting}: set {cure}, or remove {prefix}{item.name}"
+            )

@@ -1,0 +1,287 @@
+"""The last collectives of one rank in memory that other processes of the node can read: after a hang, or after its death.
+
+A ring is a file of ``/dev/shm`` mapped by its rank: recording an op is two writes to memory, no call, no round trip.
+``slime_like.distributed.forensics.report`` reads it. Torch-free, as the driver reads rings too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import mmap
+import os
+import shutil
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_like.config.schema.collectives import OPS, Op
+from slime_like.util.private import create_private, private_folder
+
+SHARED = Path("/dev/shm")
+PREFIX = "slime_like."
+MAGIC = 0x51_6C_69_6D_65_02
+# Bytes: magic, pid, start time of the process, slots, its namespace of process ids, rebuilds begun; then of memory: what
+# was free, held by the process, and there in all, as last asked for, and when that was.
+HEAD = 128
+RECORD = struct.Struct("7q")  # index, started ns, ended ns, bytes, code, sequence, peer
+REBUILDS, FREE, HELD, TOTAL, ASKED = 5, 6, 7, 8, 9  # words of the head
+ENDED, FAILED = 2, -1  # field that says when an op ended; what it holds where it failed
+OP_BITS, PHASE_BITS = 8, 8
+CODES = {op.name: number for number, op in enumerate(OPS)}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """A process group as a ring names it."""
+
+    number: int  # on this rank
+    name: str  # the same on every rank
+    label: str
+    ranks: tuple[int, ...]  # global, in the order of the group
+    foreign: bool = False  # made of this rank and processes outside the trainer's world
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """One op that a rank issued."""
+
+    index: int
+    started_ns: int
+    ended_ns: int  # 0: in flight; FAILED
+    num_bytes: int
+    op: Op
+    phase: str
+    group: GroupInfo
+    sequence: int  # of this op among the group's collectives, or among those with this peer
+    peer: int | None  # rank in the group of a send's receiver or a receive's sender; -1: any
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether it has not ended."""
+        return self.ended_ns == 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryState:
+    """Memory as a rank last asked for it, in bytes."""
+
+    free: int
+    held: int  # by the rank's process
+    total: int
+    asked_ns: int
+
+    def told(self, now_ns: int) -> str:
+        """In a few words."""
+        return (
+            f"memory {(now_ns - self.asked_ns) / 1e9:.1f} s ago: {self.free / 2**30:.2f} of {self.total / 2**30:.2f} GiB "
+            f"free, it held {self.held / 2**30:.2f}"
+        )
+
+
+class Ring:
+    """What a rank writes. ``folder`` None: memory of its own, for a rank whose ops nobody reads."""
+
+    def __init__(self, folder: Path | None, name: str, slots: int) -> None:
+        """``slots`` is rounded up to a power of two."""
+        self.slots = 1 << max(0, slots - 1).bit_length()
+        size = HEAD + self.slots * RECORD.size
+        self.folder = folder
+        self.path = None if folder is None else folder / f"{name}.ring"
+        if self.path is None:
+            self.memory = mmap.mmap(-1, size)
+        else:
+            private_folder(self.path.parent)
+            with create_private(self.path) as file:
+                file.truncate(size)
+                self.memory = mmap.mmap(file.fileno(), size)
+        self.words = memoryview(self.memory).cast("q")
+        self.words[1], self.words[2], self.words[3] = os.getpid(), start_time(os.getpid()), self.slots
+        self.words[4] = pid_namespace()
+        self.words[0] = MAGIC
+        # For each op its number, where its record begins, in bytes, and the word that says when it ended.
+        offsets = [self.place(slot) * 8 for slot in range(self.slots)]
+        ends = [self.place(slot) + ENDED for slot in range(self.slots)]
+        self.take: Callable[[], tuple[int, int, int]] = zip(
+            itertools.count(), itertools.cycle(offsets), itertools.cycle(ends), strict=False
+        ).__next__
+        self.let_go: Callable[[], object] = lambda: None  # before the memory goes
+        self._groups: list[GroupInfo] = []
+        self._phases: dict[str, int] = {}
+
+    @property
+    def num_groups(self) -> int:
+        """Groups so far: the number of the next."""
+        return len(self._groups)
+
+    def place(self, index: int) -> int:
+        """Where in ``words`` the record of op ``index`` begins."""
+        return (HEAD + (index & (self.slots - 1)) * RECORD.size) // 8
+
+    def add_group(self, info: GroupInfo) -> None:
+        """Make a group's number known to readers."""
+        self._groups.append(info)
+        self._describe()
+
+    def phase(self, name: str) -> int:
+        """The number of a phase, made known to readers."""
+        if name not in self._phases:
+            self._phases[name] = len(self._phases) % (1 << PHASE_BITS)
+            self._describe()
+        return self._phases[name]
+
+    def _describe(self) -> None:
+        if self.path is None:
+            return
+        groups = [[g.number, g.name, g.label, list(g.ranks), g.foreign] for g in self._groups]
+        text = json.dumps({"groups": groups, "phases": list(self._phases)})
+        scratch = self.path.with_suffix(".tmp")
+        scratch.write_text(text)
+        scratch.rename(self.path.with_suffix(".json"))
+
+    def rebuilding(self, number: int) -> None:
+        """This rank begins to make its communicators again, for the ``number``-th time."""
+        self.words[REBUILDS] = number
+
+    def free(self, num_bytes: int, total: int) -> None:
+        """So much memory was found free just now."""
+        self.words[FREE], self.words[TOTAL], self.words[ASKED] = num_bytes, total, time.perf_counter_ns()
+
+    def held(self, num_bytes: int) -> None:
+        """So much was found to be held by this process."""
+        self.words[HELD] = num_bytes
+
+    def memory_state(self) -> MemoryState | None:
+        """What was noted last."""
+        words = self.words
+        return MemoryState(words[FREE], words[HELD], words[TOTAL], words[ASKED]) if words[ASKED] else None
+
+    def close(self) -> None:
+        """Remove the file, and the folder when this was the last."""
+        self.let_go()
+        self.words.release()
+        self.memory.close()
+        if self.path is not None and self.folder is not None:
+            self.path.unlink(missing_ok=True)
+            self.path.with_suffix(".json").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # others are in it, or the last of them has removed it
+                self.folder.rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A ring as another process finds it."""
+
+    name: str  # such as trainer_rank1
+    pid: int
+    state: str  # running, stopped, dead ...
+    records: tuple[OpRecord, ...]  # oldest first
+    rebuilds: int = 0  # how often it began to make its communicators again
+    memory: MemoryState | None = None  # None: it never asked
+
+
+def read_rings(folder: Path) -> dict[str, Reading]:
+    """Every ring of ``folder`` by name. A ring that is being made is left out."""
+    return {path.stem: reading for path in sorted(folder.glob("*.ring")) if (reading := _read(path)) is not None}
+
+
+def _read(path: Path) -> Reading | None:
+    try:
+        data = path.read_bytes()
+    except OSError:  # removed since it was listed
+        return None
+    try:
+        described = json.loads(path.with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        described = {"groups": [], "phases": []}
+    if len(data) < HEAD or struct.unpack_from("=q", data)[0] != MAGIC:
+        return None
+    _, pid, started, slots, _, rebuilds, free, held, total, asked = struct.unpack_from("=10q", data)
+    groups = {number: GroupInfo(number, name, label, tuple(r), f) for number, name, label, r, f in described["groups"]}
+    found = sorted(_records(data, slots, groups, described["phases"]), key=lambda record: record.index)
+    memory = MemoryState(free, held, total, asked) if asked else None
+    return Reading(path.stem, pid, process_state(pid, started), tuple(found), rebuilds, memory)
+
+
+def _records(data: bytes, slots: int, groups: dict[int, GroupInfo], phases: list[str]) -> Iterator[OpRecord]:
+    for slot in range(slots):
+        index, started, ended, size, code, sequence, peer = RECORD.unpack_from(data, HEAD + slot * RECORD.size)
+        op, phase = code & ((1 << OP_BITS) - 1), (code >> OP_BITS) & ((1 << PHASE_BITS) - 1)
+        number = code >> (OP_BITS + PHASE_BITS)
+        if not started or op >= len(OPS) or number not in groups:
+            continue
+        name = phases[phase] if phase < len(phases) else "?"
+        place = None if peer == NO_PEER else peer
+        yield OpRecord(index, started, ended, size, OPS[op], name, groups[number], sequence, place)
+
+
+NO_PEER = -2
+
+
+def process_state(pid: int, started: int) -> str:
+    """What /proc says of the process that made a ring."""
+    state, since = _stat(pid)
+    return (
+        {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(state, "running") if since == started else "dead"
+    )
+
+
+def start_time(pid: int) -> int:
+    """Clock ticks from boot to the start of a process: with its id, its identity. -1 where there is none."""
+    return _stat(pid)[1]
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and start time, read at once: processes end while they are looked at."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", -1
+    return fields[0], int(fields[19])
+
+
+def pid_namespace() -> int:
+    """What this process's id is an id in: containers may share /dev/shm and still number their processes each."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def sweep(shared: Path = SHARED, keep: Path | None = None) -> list[Path]:
+    """Remove this user's folders of rings all of whose processes are dead: what runs that were killed left behind.
+
+    ``keep``: the folder that this process and others are about to fill, of which one may find only what was there before.
+    """
+    removed: list[Path] = []
+    for folder in shared.glob(f"{PREFIX}*"):
+        rings = list(folder.glob("*.ring"))
+        if folder != keep and _is_own(folder) and rings and not any(_alive(path) for path in rings):
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+    return removed
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        state = folder.lstat()
+    except OSError:  # removed meanwhile
+        return False
+    return stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
+
+
+def _alive(path: Path) -> bool:
+    try:
+        head = path.read_bytes()[:HEAD]
+    except OSError:
+        return False
+    if len(head) < HEAD:
+        return True  # being made
+    magic, pid, started, _, namespace = struct.unpack_from("=5q", head)
+    if magic != MAGIC or namespace != pid_namespace():
+        return True  # being made, or of a container whose processes are not seen from here
+    return process_state(pid, started) != "dead"

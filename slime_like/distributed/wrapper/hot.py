@@ -1,0 +1,119 @@
+"""The hot path in C (``csrc/hot.c``), where the machine has a compiler: it is made once per machine and user.
+
+Each object stands before the Python function that does the same (``slime_like.distributed.wrapper.calls``) and hands it every call
+that is not plain. Goes when torch offers hooks that cost as little.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import inspect
+import logging
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from slime_like.config.schema.collectives import Kind, Op
+from slime_like.distributed.forensics.ring import HEAD, Ring
+from slime_like.distributed.wrapper import calls
+from slime_like.util.c_build import BuildError, Recipe, build
+
+if TYPE_CHECKING:
+    from slime_like.distributed.wrapper.wrapper import Wrapper
+
+SOURCE = Path(__file__).parent / "csrc" / "hot.c"
+NAME = "_hot"
+
+
+def recipe() -> Recipe:
+    """An extension of this very interpreter."""
+    include = f"-I{sysconfig.get_path('include')}"
+    interpreter = f"-DINTERPRETER={sys.hexversion:#x}"  # so that its name is another for another interpreter
+    return Recipe(
+        SOURCE, ("-O2", "-std=gnu11", "-fPIC", "-shared", "-w", include, interpreter), what="hot path's source"
+    )
+
+
+@functools.cache
+def load() -> Any:
+    """The extension; None, and a word why, where it cannot be made."""
+    try:
+        path = str(build(recipe()).path)
+        loader = importlib.machinery.ExtensionFileLoader(NAME, path)
+        spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except (BuildError, ImportError, OSError) as error:
+        logging.getLogger(__name__).warning("collectives are counted in Python, about 1 us more for each: %s", error)
+        return None
+    return module
+
+
+@dataclass(frozen=True, slots=True)
+class NativeHooks:
+    """The extension on one ring."""
+
+    module: Any
+    ring: Any
+
+    @classmethod
+    def on(cls, module: Any, ring: Ring) -> NativeHooks:
+        """Records of ``ring`` are taken by the extension from now on."""
+        native = module.Ring(ring.memory, HEAD, ring.slots)
+        ring.take, ring.let_go = native.take, native.close
+        return cls(module, native)
+
+    def method(self, w: Wrapper, op: Op, name: str, raw: Callable[..., Any], slow: Callable[..., Any]) -> Any:
+        """What stands in the place of a method of ``ProcessGroup``; ``slow``: the same in Python."""
+        kind = self.module.POINT if op.kind is Kind.POINT else self.module.COLLECTIVE
+        payload = -1 if op.payload is None else op.payload
+        return self._call(w, kind, raw, slow, w.tables[op.name], payload, name == "recv_anysource")
+
+    def wait(self, w: Wrapper, raw: Callable[..., Any], slow: Callable[..., Any]) -> Any:
+        """What stands in the place of ``GroupTask.wait``."""
+        return self._call(w, self.module.WAIT, raw, slow)
+
+    def composite(self, w: Wrapper, op: Op, raw: Callable[..., Any], slow: Callable[..., Any]) -> Any:
+        """What stands in the place of a function made of several ops."""
+        place = calls.group_place(raw)
+        call = self._call(w, self.module.COMPOSITE, raw, slow, w.tables[op.name], -1 if place is None else place)
+        return functools.update_wrapper(call, raw)
+
+    def _call(
+        self,
+        w: Wrapper,
+        kind: int,
+        raw: Callable[..., Any],
+        slow: Callable[..., Any],
+        table: dict[Any, Any] | None = None,
+        payload: int = -1,
+        anyone: bool = False,
+    ) -> Any:
+        return self.module.Call(
+            kind=kind,
+            slow=slow,
+            raw=raw,
+            table={} if table is None else table,
+            ring=self.ring,
+            loose=w.loose,
+            wait=w.await_,
+            failed=w.failed,
+            outstanding=w.outstanding,
+            size=calls.size_of,
+            world=c10d._world,
+            tensor=Tensor,
+            nbytes=inspect.getattr_static(Tensor, "nbytes"),
+            counter=w.make_counter,
+            payload=payload,
+            anyone=anyone,
+            purge_at=calls.PURGE_AT,
+        )

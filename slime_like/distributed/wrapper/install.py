@@ -1,0 +1,132 @@
+"""The one wrapper of a process: installed before its first collective, removable, and none at all where it is off."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from pathlib import Path
+
+import torch
+
+from slime_like.config.schema.guard_policy import GuardSpec
+from slime_like.distributed.forensics.ring import Ring, sweep
+from slime_like.distributed.guard import counters
+from slime_like.distributed.guard.memory import MemorySource, RecordingMemorySource, make_source
+from slime_like.distributed.guard.memory_guard import Guard
+from slime_like.distributed.guard.requests import Requests
+from slime_like.distributed.wrapper import reload
+from slime_like.distributed.wrapper.errors import explain
+from slime_like.distributed.wrapper.hot import NativeHooks, load
+from slime_like.distributed.wrapper.profile import Profile
+from slime_like.distributed.wrapper.watchdog import Watchdog
+from slime_like.distributed.wrapper.wrapper import Wrapper
+from slime_like.metrics.types import Max, Metric
+from slime_like.util import deadline
+
+_current: Wrapper | None = None
+_watchdog: Watchdog | None = None
+
+
+def install(
+    spec: GuardSpec, device: torch.device, rank: int, source: MemorySource | None = None, *, in_c: bool = True
+) -> Wrapper | None:
+    """Wrap the collectives of this process as ``spec`` says; the wrapper that was there goes. ``source``: for tests.
+
+    ``in_c=False``: the hot path is that of Python, as it is where there is no compiler.
+    """
+    global _current, _watchdog
+    _remove(replaced=spec.wrap and spec.release)
+    if spec.wrap:
+        folder = None if spec.folder is None else Path(spec.folder)
+        sweep(keep=folder)
+        name = f"{spec.name}_rank{rank}"
+        ring = Ring(folder, name, spec.ring)
+        requests = Requests(folder / f"{spec.name}.requests") if spec.symmetric and folder is not None else None
+        guard = Guard(
+            RecordingMemorySource(source, ring) if source is not None else _asked(spec, device, ring), requests
+        )
+        _current = Wrapper(spec, ring, guard, explain)
+        _current.profile = Profile() if spec.profile is not None else None
+        _current.name = name
+        _current.hot = NativeHooks.on(module, ring) if in_c and (module := load()) is not None else None
+        if requests is not None and _current.hot is not None:
+            requests.watched_by(_current.hot.ring)
+        _current.place()
+        _watchdog = Watchdog(_current, spec.deadline_s * deadline.scale())
+    return _current
+
+
+def _asked(spec: GuardSpec, device: torch.device, ring: Ring) -> MemorySource:
+    """The source of ``spec``, asked once: a rank that never asks again says at its death what there was."""
+    source = RecordingMemorySource(make_source(spec.memory, device), ring)
+    source.free()
+    source.held()
+    return source
+
+
+def remove() -> None:
+    """Torch's own methods and functions again, and no trace in shared memory.
+
+    Raises ``CollectiveError`` while there are groups whose communicators come and go: they would refuse every op.
+    """
+    _remove(replaced=False)
+
+
+def _remove(*, replaced: bool) -> None:
+    """``replaced``: another wrapper comes at once that carries such groups on."""
+    global _current, _watchdog
+    reload.check_removable(_current, replaced=replaced)
+    if _watchdog is not None:
+        _watchdog.stop()
+    if _current is not None:
+        _current.remove()
+    _current = _watchdog = None
+
+
+def current() -> Wrapper | None:
+    """The wrapper of this process, if there is one."""
+    return _current
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Generator[None]:
+    """Collectives inside belong to this phase of the run: step, push, save ..."""
+    wrapper = _current
+    if wrapper is None:
+        yield
+        return
+    outer = wrapper.phase_name
+    wrapper.set_phase(name)
+    try:
+        if wrapper.released:
+            reload.rebuild(wrapper)
+        yield
+    finally:
+        if wrapper is _current:
+            wrapper.set_phase(outer)
+
+
+def release() -> None:
+    """Destroy all communicators until the next ``phase``, under ``guard.release``. A collective: every rank calls it."""
+    if _current is not None and _current.spec.release:
+        reload.release(_current)
+
+
+def label_group(name: str, label: str) -> None:
+    """Call a group that is not megatron's ``label``; its other ranks are outside this world. Before its first op."""
+    if _current is not None:
+        _current.labels[name] = label
+
+
+def drain() -> list[Metric]:
+    """``comm/...`` and ``guard/...`` of this rank since the last drain."""
+    if _current is None:
+        return []
+    found = list(counters.metrics(_current.counters(), _current.guard.lowest))
+    _current.guard.lowest = None
+    if _current.profile is not None and _current.spec.profile is not None:
+        _current.profile.write(_current, Path(_current.spec.profile), _current.name)
+    if _current.spec.release:
+        found.append(Max("guard/reload_time", _current.reload_ns / 1e9))
+        _current.reload_ns = 0
+    return found

@@ -1,0 +1,71 @@
+"""The end of a rank whose collective does not end: a thread that looks at the rank's own ring now and then."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from slime_like.distributed.forensics.report import report
+from slime_like.distributed.forensics.ring import RECORD
+from slime_like.distributed.wrapper.errors import memory_soon
+from slime_like.printable import visible
+
+if TYPE_CHECKING:
+    from slime_like.distributed.wrapper.wrapper import Wrapper
+
+EXIT_CODE = 70
+GRACE = 1.1  # of the deadline: gloo and NCCL, which have the same, are to fail first, where they notice
+GRACE_S = 2.0
+ASK_S = 2.0  # for free memory, at the end
+
+
+class Watchdog:
+    """Ends the process when an op has been in flight for longer than ``seconds``, saying who was where.
+
+    Most hangs end before: the process group has the same deadline and raises. This is for those that it does not notice.
+    """
+
+    def __init__(self, wrapper: Wrapper, seconds: float, die: Callable[[], None] | None = None) -> None:
+        self._wrapper = wrapper
+        self._limit = seconds * GRACE + GRACE_S
+        self._period = min(10.0, max(0.2, seconds / 10))
+        self._stopped = threading.Event()
+        self._die = die or (lambda: os._exit(EXIT_CODE))
+        self._thread = threading.Thread(target=self._watch, name="collectives", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped.set()
+        self._thread.join(timeout=1.0)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._period):
+            self._wrapper.settle()
+            since = oldest_in_flight(self._wrapper)
+            if since is not None and (time.perf_counter_ns() - since) / 1e9 > self._limit:
+                try:
+                    _say(f"a collective did not end in {self._limit:.0f} s\n{report(self._wrapper.ring.folder)}")
+                    _say(memory_soon(self._wrapper, ASK_S))
+                finally:
+                    self._die()
+                return
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(visible(f"{text}\n"))
+    sys.stderr.flush()
+
+
+def oldest_in_flight(wrapper: Wrapper) -> int | None:
+    """When the oldest op of this rank that has not ended was issued, in ns of ``perf_counter_ns``."""
+    ring = wrapper.ring
+    width = RECORD.size // 8
+    first, stop = ring.place(0), ring.place(0) + ring.slots * width
+    words = ring.words
+    found = [words[at + 1] for at in range(first, stop, width) if words[at + 1] and not words[at + 2]]
+    return min(found, default=None)

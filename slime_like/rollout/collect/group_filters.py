@@ -1,0 +1,115 @@
+"""``rollout.filters`` applied to every generated group, with counts of what they drop and means over what they see."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from slime_like.config.schema import names
+from slime_like.config.schema.rollout import RolloutConfig
+from slime_like.errors import UserCodeError
+from slime_like.interfaces import GroupFilter
+from slime_like.metrics.types import Mean, Metric, Sum
+from slime_like.registry import resolve
+from slime_like.types import SampleGroup
+from slime_like.util.user_code import errors_named
+
+KEY = "rollout.filters"
+MAX_REASONS = 20  # metrics per filter; further reasons are counted together
+OTHER = "other"
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Sums over the groups of a rollout before any filter."""
+
+    scores: list[float] = field(default_factory=list[float])
+    accuracies: list[float] = field(default_factory=list[float])
+    spreads: list[bool] = field(default_factory=list[bool])  # whether a group's rewards differ
+    num_groups: int = 0
+    first: SampleGroup | None = None
+
+    def add(self, group: SampleGroup) -> None:
+        self.num_groups, self.first = self.num_groups + 1, self.first or group
+        rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+        self.scores += [reward.score for reward in rewards]
+        self.accuracies += [reward.accuracy for reward in rewards if reward.accuracy is not None]
+        if rewards:
+            self.spreads.append(len({reward.score for reward in rewards}) > 1)
+
+    def metrics(self) -> list[Metric]:
+        """``rollout/generated/*``; a mean of nothing is left out."""
+        columns = {
+            "raw_reward": self.scores,
+            "accuracy": self.accuracies,
+            "zero_std_ratio": [not differs for differs in self.spreads],
+        }
+        return [Mean(f"rollout/generated/{name}", float(np.mean(values))) for name, values in columns.items() if values]
+
+
+@dataclass(frozen=True, slots=True)
+class FilterReport:
+    """Groups that a rollout's filters saw: their metrics, one clause in words, and the first of them."""
+
+    metrics: tuple[Metric, ...] = ()
+    summary: str = "its groups were generated before the run was resumed"
+    example: SampleGroup | None = None
+
+
+class GroupFilters:
+    """The filters of a run in their order."""
+
+    def __init__(self, cfg: RolloutConfig) -> None:
+        self._rules: list[tuple[str, GroupFilter]] = [(name, resolve(KEY, name, names.FILTERS)) for name in cfg.filters]
+        self._dropped: dict[str, Counter[str]] = defaultdict(
+            Counter
+        )  # filter -> reason -> groups since the last report
+        self._seen = _Seen()
+
+    def keep(self, group: SampleGroup) -> bool:
+        """Return whether the group passes every filter.
+
+        Raises ``UserCodeError`` when a filter raises, or returns something other than None or a reason.
+        """
+        self._seen.add(group)
+        for name, rule in self._rules:
+            subject = f"the group of prompt {group.prompt.prompt_id} ({group.prompt.dataset})"
+            with errors_named(KEY, name, subject):
+                reason = cast(object, rule(group))  # code of a user's may return anything
+            if reason is None:
+                continue
+            if not isinstance(reason, str) or not reason:
+                raise UserCodeError(
+                    f"{KEY}={name} returned {reason!r:.80} ({type(reason).__name__}) for {subject}: a filter returns None to "
+                    "keep a group, or a word that says why it is dropped"
+                )
+            self._count(name, reason)
+            return False
+        return True
+
+    def report(self) -> FilterReport:
+        """Report the groups since the last call: those dropped per filter and reason, means over all that were generated.
+
+        A reason that was reported once is reported as 0 from then on, so that its curve has no holes.
+        """
+        summary, metrics = self._summary(), list[Metric]()
+        for name, _ in self._rules:
+            reasons = self._dropped[name]
+            metrics.append(Sum(f"rollout/dropped_groups/{name}", sum(reasons.values())))
+            metrics += [Sum(f"rollout/dropped_groups/{name}/{reason}", count) for reason, count in reasons.items()]
+            self._dropped[name] = Counter(dict.fromkeys(reasons, 0))
+        seen, self._seen = self._seen, _Seen()
+        return FilterReport((*metrics, *seen.metrics()), summary, seen.first)
+
+    def _summary(self) -> str:
+        dropped = {name: {r: n for r, n in reasons.items() if n} for name, reasons in self._dropped.items()}
+        causes = [f"{name} dropped {sum(r.values())} ({', '.join(r)})" for name, r in dropped.items() if r]
+        return f"{self._seen.num_groups} groups were generated{''.join(f', {cause}' for cause in causes)}"
+
+    def _count(self, name: str, reason: str) -> None:
+        reasons = self._dropped[name]
+        label = reason if reason.isprintable() and "/" not in reason and len(reason) <= 60 else OTHER
+        reasons[label if label in reasons or len(reasons) < MAX_REASONS else OTHER] += 1

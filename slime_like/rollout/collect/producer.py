@@ -1,0 +1,124 @@
+"""Makes rollouts in order, ahead of the trainer by no more than the staleness allows.
+
+consumes  admission (``want``), weights (``served``)
+produces  ``Produced`` per rollout id, in order
+waits for the trainer to ask: rollout j starts once rollout ``j - max_staleness`` has been asked for
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from slime_like.errors import SlimeLikeError
+from slime_like.types import SampleGroup
+from slime_like.util.together import being_cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """One rollout's scored groups, and when they were generated."""
+
+    rollout_id: int
+    groups: tuple[SampleGroup, ...]
+    started: float  # unix seconds
+    stopped: float
+    num_generated: int = 0  # groups asked for, those that filters dropped included
+    num_refills: int = 0  # rounds of further prompts
+
+
+class Producer:
+    """One task that runs ``make(rollout_id)`` for each admitted rollout.
+
+    Example: ``max_staleness=1``: asking for rollout 0 admits 0 and 1, so 1 is generated while the trainer trains on 0.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Awaitable[Produced]], *, first: int, last: int, max_staleness: int
+    ) -> None:
+        self._make = make
+        self._next = first
+        self._last = last
+        self._ahead = max_staleness
+        self._admitted = first - 1
+        self._wake = asyncio.Event()
+        self._ready: dict[int, asyncio.Future[Produced]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+
+    async def get(self, rollout_id: int) -> Produced:
+        """Rollout ``rollout_id``, when it is whole. Raises what stopped its making."""
+        if self._failure is not None and rollout_id not in self._ready:
+            raise self._failure
+        self._admitted = max(self._admitted, rollout_id + self._ahead)
+        self._wake.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="rollout producer")
+        return await self._slot(rollout_id)
+
+    async def settled(self) -> None:
+        """Wait until everything that was admitted is made, or its making has failed."""
+        for rollout_id in range(self._next, min(self._admitted + 1, self._last)):
+            if self._failure is None:
+                await asyncio.wait([self._slot(rollout_id)])
+
+    def waiting(self) -> list[Produced]:
+        """Rollouts that are made and not consumed, in order."""
+        return [slot.result() for _, slot in sorted(self._ready.items()) if slot.done()]
+
+    def restore(self, made: Sequence[Produced]) -> None:
+        """Take rollouts that an earlier run made as made."""
+        for produced in made:
+            self._slot(produced.rollout_id).set_result(produced)
+            self._next, self._admitted = produced.rollout_id + 1, produced.rollout_id
+
+    def forget(self, rollout_id: int) -> None:
+        """Release a consumed rollout."""
+        self._ready.pop(rollout_id, None)
+
+    async def stop(self) -> None:
+        """Cancel what is being made."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _slot(self, rollout_id: int) -> asyncio.Future[Produced]:
+        return self._ready.setdefault(rollout_id, asyncio.get_running_loop().create_future())
+
+    async def _run(self) -> None:
+        while self._next < self._last:
+            while self._next > self._admitted:
+                self._wake.clear()
+                await self._wake.wait()
+            slot = self._slot(self._next)
+            try:
+                slot.set_result(await self._make(self._next))
+            except asyncio.CancelledError as error:
+                if being_cancelled():
+                    raise
+                self._fail(slot, _own_cancel(self._next, error))
+                return
+            except Exception as error:  # noqa: BLE001  the fault boundary of the task: whoever waits for this rollout gets it
+                self._fail(slot, error)
+                return
+            self._next += 1
+
+    def _fail(self, slot: asyncio.Future[Produced], error: Exception) -> None:
+        self._failure = error
+        slot.set_exception(error)
+
+
+def _own_cancel(rollout_id: int, error: asyncio.CancelledError) -> SlimeLikeError:
+    failure = SlimeLikeError(
+        f"rollout {rollout_id}: rollout.generate raised CancelledError, though nothing cancelled it: a task or future that "
+        "it waits for was cancelled; catch that in it"
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def now() -> float:
+    """Unix seconds, comparable between the processes of a run."""
+    return time.time()

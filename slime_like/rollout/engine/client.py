@@ -1,0 +1,272 @@
+"""What the rest of the framework knows of an engine: one SGLang HTTP server, spoken to in token ids."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+
+from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
+from slime_like.interfaces import Completion, Sampling, TensorMeta
+from slime_like.rollout.engine.replies import any_aborted, completions, error_text, scores
+from slime_like.types import F32, I32
+from slime_like.util.deadline import Deadline
+
+KEEP_ALIVE_S = 60.0  # shorter than the server's, so that no request goes out on a connection about to be closed
+
+
+class EngineClient:
+    """Async client of one engine; implements ``interfaces.Engine`` and ``interfaces.WeightReceiver``.
+
+    Every call has a deadline. Every failure is an ``EngineError`` naming engine, address, endpoint and what the engine
+    said (``EngineLost`` where it cannot be reached), or ``DeadlineExceeded``. ``cause`` is asked why it is gone.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        admin_key: str,
+        name: str = "engine",
+        tp: int = 1,
+        deadline_s: float = 600.0,
+        cause: Callable[[], str] | None = None,
+    ) -> None:
+        self.name = name
+        self._url = url
+        self._tp = tp
+        self._deadline_s = deadline_s
+        self._cause = cause
+        self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
+        self._session: aiohttp.ClientSession | None = None
+        self.num_aborts = 0  # calls of ``abort_all``
+        self._aborting = 0  # of these, those on their way
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks of the engine."""
+        return self._tp
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self._url
+
+    @property
+    def host(self) -> str:
+        """Address of the server's node."""
+        return str(urlsplit(self._url).hostname)
+
+    @property
+    def num_ended_aborts(self) -> int:
+        """What a request notes when it begins: one of more ``num_aborts`` at its end may be what ended it.
+
+        An abort that is still on its way counts among these: the engine may see it after the request.
+        """
+        return self.num_aborts - self._aborting
+
+    # ---- generation --------------------------------------------------------------------------------------------------
+    async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+        """``len(seeds)`` completions of one prompt, one request. The same seed gives the same tokens."""
+        n = len(seeds)
+        return await self.extend([token_ids] * n, seeds, [sampling.max_new_tokens] * n, sampling)
+
+    async def extend(
+        self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
+    ) -> list[Completion]:
+        """One completion of each sequence, one request. ``max_new_tokens`` stands for that of ``sampling``.
+
+        A seed draws the same token at the same position of a sequence, wherever its request began.
+        """
+        base = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": list(sampling.stop_token_ids),
+        }
+        params = [
+            {**base, "max_new_tokens": most, "sampling_seed": seed}
+            for seed, most in zip(seeds, max_new_tokens, strict=True)
+        ]
+        return await self._complete("generate", token_ids, params)
+
+    async def continuations(self, token_ids: Sequence[I32], temperature: float, num_tokens: int) -> list[Completion]:
+        """``num_tokens`` sampled after each sequence, whatever would end an answer; fewer where ``abort_all`` came between."""
+        base = {"temperature": temperature, "max_new_tokens": num_tokens, "ignore_eos": True}
+        return await self._complete(
+            "continue", token_ids, [{**base, "sampling_seed": seed} for seed in range(len(token_ids))]
+        )
+
+    async def _complete(
+        self, phase: str, token_ids: Sequence[I32], params: Sequence[Mapping[str, Any]]
+    ) -> list[Completion]:
+        request = {
+            "input_ids": [ids.tolist() for ids in token_ids],
+            "sampling_params": params,
+            "return_logprob": True,
+        }
+        return completions(await self._post(phase, "/generate", request), len(token_ids))
+
+    async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
+        """Per sequence [L - 1] log-softmax(logits / temperature) of tokens 1 .. L - 1 given those before."""
+        request = {
+            "input_ids": [ids.tolist() for ids in token_ids],
+            "sampling_params": {"temperature": temperature, "max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        while True:
+            aborts = self.num_ended_aborts
+            reply = await self._post("score", "/generate", request)
+            if self.num_aborts == aborts or not any_aborted(reply):
+                return scores(reply, [len(ids) for ids in token_ids])
+
+    async def abort_all(self) -> None:
+        """End every request now, with the tokens it has: who sent it sees by ``num_aborts`` that it may be continued."""
+        self.num_aborts += 1
+        self._aborting += 1
+        try:
+            await self._post("abort", "/abort_request", {"abort_all": True})
+        finally:
+            self._aborting -= 1
+
+    # ---- pause -------------------------------------------------------------------------------------------------------
+    async def pause(self, seconds: float | None = None) -> None:
+        """Stop decoding. In-flight requests go back to the queue, and are continued from their tokens by ``resume``.
+
+        Their KV is given up, so ``flush`` works, and it is recomputed under the weights of then.
+        """
+        await self._request("pause", "POST", "/pause_generation", {"mode": "retract"}, seconds=seconds)
+
+    async def resume(self) -> None:
+        """Decode again; refused while a weight update is open or failed."""
+        await self._post("resume", "/continue_generation", {"torch_empty_cache": False})
+
+    async def flush(self) -> None:
+        """Forget all cached KV: after new weights, prefixes computed under old ones must not be reused."""
+        await self._post("flush", "/flush_cache", {})
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+    async def begin_update(self) -> None:
+        """Open a weight update on a paused engine: from here every parameter counts as unwritten."""
+        await self._post("begin update", "/begin_weight_update", {})
+
+    async def end_update(self, version: int) -> None:
+        """Commit: raises ``EngineError`` naming what is missing unless every parameter was written whole."""
+        await self._post("end update", "/end_weight_update", {})
+        await self._post(
+            "end update", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
+        )
+
+    async def abort_update(self) -> None:
+        """Give up an open update. The engine refuses to generate until a whole update has been committed."""
+        await self._request("abort update", "POST", "/end_weight_update", {}, accept=(200, 400))
+
+    async def update_from_tensors(self, payload: bytes) -> None:
+        """Load a pickled ``[(name, host tensor)]`` with HF names, or what a message of ``weights.shared`` describes."""
+        request = {"serialized_named_tensors": [base64.b64encode(payload).decode()], "flush_cache": False}
+        await self._post("update", "/update_weights_from_tensor", request)
+
+    async def init_broadcast_group(
+        self, host: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Join a process group whose rank 0 is the sender; the engine's ranks follow from ``rank_offset``."""
+        request = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._post("join", "/init_weights_update_group", request)
+
+    async def update_from_broadcast(self, metas: Sequence[TensorMeta], group_name: str) -> None:
+        """Receive and load tensors, broadcast in this order by rank 0 of the group."""
+        request = {
+            "names": [meta.name for meta in metas],
+            "dtypes": [meta.dtype for meta in metas],
+            "shapes": [list(meta.shape) for meta in metas],
+            "group_name": group_name,
+            "flush_cache": False,
+        }
+        await self._post("update", "/update_weights_from_distributed", request)
+
+    async def destroy_broadcast_group(self, group_name: str) -> None:
+        """Leave a group."""
+        await self._post("leave", "/destroy_weights_update_group", {"group_name": group_name})
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+    async def version(self) -> int:
+        """Version of the last committed update."""
+        reply = await self._request("version", "GET", "/model_info", None)
+        return int(reply["weight_version"])
+
+    async def health(self, seconds: float | None = None, *, decodes: bool = False) -> bool:
+        """Whether the server answers within ``seconds``; ``decodes``: and its scheduler, which then makes a token if idle.
+
+        A paused engine decodes nothing. Raises ``EngineLost`` where there is no server.
+        """
+        path = "/health_generate" if decodes else "/health"
+        try:
+            await self._request("health", "GET", path, None, seconds=seconds)
+        except EngineLost:
+            raise
+        except (EngineError, DeadlineExceeded):
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close the connections; the engine runs on."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # ---- transport ---------------------------------------------------------------------------------------------------
+    async def _post(self, phase: str, path: str, body: Any) -> Any:
+        return await self._request(phase, "POST", path, body)
+
+    async def _request(
+        self,
+        phase: str,
+        method: str,
+        path: str,
+        body: Any,
+        accept: Sequence[int] = (200,),
+        seconds: float | None = None,
+    ) -> Any:
+        """One HTTP call; the decoded JSON of the reply, or ``None`` where it has none."""
+        deadline = Deadline("rollout", phase, seconds or self._deadline_s)
+        data = None if body is None else orjson.dumps(body)
+        timeout = aiohttp.ClientTimeout(total=deadline.remaining(self._where(path)))
+        try:
+            async with self._pool().request(method, self._url + path, data=data, timeout=timeout) as response:
+                content = await response.read()
+        except TimeoutError as error:
+            raise deadline.exceeded(self._where(path)) from error
+        except aiohttp.ClientError as error:
+            reason = self._cause() if self._cause is not None else ""
+            raise EngineLost(
+                f"{self._where(path)}: {error or type(error).__name__}{f': {reason}' if reason else ''}"
+            ) from error
+        try:
+            reply = orjson.loads(content) if content else None
+        except orjson.JSONDecodeError:
+            reply = None
+        if response.status not in accept:
+            raise EngineError(f"{self._where(path)}: {error_text(response.status, content, reply)}")
+        return reply
+
+    def _where(self, path: str) -> str:
+        return f"{self.name} at {self._url}{path}"
+
+    def _pool(self) -> aiohttp.ClientSession:
+        """The connection pool, made in the event loop that uses it; without limit, as a request waits for its group."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self._session

@@ -1,0 +1,93 @@
+"""Metrics and answers of held-out sets, from their scored groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slime_like.metrics.types import Last, Metric
+from slime_like.rollout.generate.pass_at_k import mean_pass_at_k
+from slime_like.types import Reward, Sample, SampleGroup, Status
+
+
+@dataclass(frozen=True, slots=True)
+class EvalAnswer:
+    """One sample of a held-out prompt, as it is written for people: a row of a table, no tokens."""
+
+    dataset: str
+    prompt_id: int
+    sample_id: int
+    prompt: str
+    label: str | None
+    response: str
+    score: float | None
+    accuracy: float | None
+    status: str
+    response_len: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The result of one evaluation of all held-out sets."""
+
+    metrics: tuple[Metric, ...] = ()
+    answers: tuple[EvalAnswer, ...] = ()
+
+
+def eval_answers(name: str, groups: Sequence[SampleGroup]) -> tuple[EvalAnswer, ...]:
+    """Return the answers to held-out set ``name``, prompt by prompt."""
+    return tuple(
+        EvalAnswer(
+            dataset=name,
+            prompt_id=group.prompt.prompt_id,
+            sample_id=sample.sample_id,
+            prompt=group.prompt.text,
+            label=group.prompt.label,
+            response=sample.text,
+            score=None if sample.reward is None else sample.reward.score,
+            accuracy=None if sample.reward is None else sample.reward.accuracy,
+            status=str(sample.status),
+            response_len=sample.num_response_tokens,
+        )
+        for group in groups
+        for sample in group.samples
+    )
+
+
+def eval_metrics(name: str, groups: Sequence[SampleGroup]) -> tuple[Metric, ...]:
+    """``eval/<name>``: mean accuracy (mean score where the reward knows no right answer), and what qualifies it.
+
+    Names are slime's. A sample is right where its accuracy, or else its score, is 1.
+    """
+    episodes = [_episodes(group) for group in groups]
+    samples = [sample for group in episodes for sample in group]
+    if not samples:
+        return ()
+    lengths = np.array([sample.num_response_tokens for sample in samples], dtype=np.float64)
+    per_group = [[_accuracy(sample.reward) for sample in group] for group in episodes]
+    values: dict[str, float] = {
+        "": float(np.mean(np.concatenate(per_group))),
+        "-truncated_ratio": float(np.mean([sample.status is Status.TRUNCATED for sample in samples])),
+        "/response_len/mean": float(lengths.mean()),
+        "/response_len/median": float(np.median(lengths)),
+        "/response_len/max": float(lengths.max()),
+        "/response_len/min": float(lengths.min()),
+    }
+    right = [[accuracy == 1.0 for accuracy in accuracies] for accuracies in per_group]
+    values |= {f"-pass@{k}": value for k, value in mean_pass_at_k(right).items()}
+    return tuple(Last(f"eval/{name}{suffix}", value) for suffix, value in values.items())
+
+
+def _episodes(group: SampleGroup) -> list[Sample]:
+    """The first sample of each episode: one that gave several counts once."""
+    found: dict[int, Sample] = {}
+    for sample in group.samples:
+        found.setdefault(sample.episode_id, sample)
+    return list(found.values())
+
+
+def _accuracy(reward: Reward | None) -> float:
+    assert reward is not None, "groups are scored before they are evaluated"
+    return reward.score if reward.accuracy is None else reward.accuracy

@@ -1,0 +1,109 @@
+"""A folder in HF format: config, tokenizer files and safetensors, read with every fault named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slime_like.config.rules.hf import downloaded, read_json, refuse_code
+from slime_like.config.rules.quantised import check_config
+from slime_like.config.rules.weight_files import INDEX, SINGLE, read_header, read_index
+from slime_like.errors import CheckpointError
+from slime_like.util.imports import without_model_classes
+from slime_like.util.reading import reason
+
+
+class HFFolder:
+    """A local HF checkpoint. Raises ``CheckpointError`` naming file and fix on anything missing, torn or foreign."""
+
+    def __init__(self, path: str | Path, key: str = "model.hf_checkpoint") -> None:
+        self.path = Path(path)
+        self.key = key
+        if not self.path.is_dir():
+            raise CheckpointError(f"{key}={path}: no such folder; give a local folder in HF format")
+        self.raw_config: dict[str, Any] = read_json(key, self.path / "config.json")
+        check_config(key, self.path, self.raw_config)
+        refuse_code(key, self.path / "config.json", self.raw_config)
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, str] | None = None
+
+    def config(self) -> Any:
+        """The transformers config object."""
+        from transformers import AutoConfig
+
+        try:
+            with without_model_classes():
+                return AutoConfig.from_pretrained(str(self.path), local_files_only=True, trust_remote_code=False)
+        # The fault boundary of transformers' config classes, which check their fields in ways of their own.
+        except Exception as error:
+            file = downloaded(self.key, self.path / "config.json")
+            raise file.refused(f"cannot be used: transformers cannot read it ({reason(error)})") from error
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Tensor ``name`` on the CPU; ``shape`` is what config.json implies."""
+        where = self._locations()
+        if name not in where:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} is missing; config.json describes another model, or the checkpoint is incomplete"
+            )
+        tensor: Tensor = self._open(where[name]).get_tensor(name)
+        self._check_shape(name, tensor.shape, shape)
+        return tensor
+
+    def names(self) -> list[str]:
+        """Every tensor, in order of name."""
+        return sorted(self._locations())
+
+    def stored(self, name: str) -> Tensor:
+        """Tensor ``name`` of ``names()`` as it lies there."""
+        tensor: Tensor = self._open(self._locations()[name]).get_tensor(name)
+        return tensor
+
+    def has(self, name: str) -> bool:
+        """Whether the folder holds tensor ``name``."""
+        return name in self._locations()
+
+    def part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
+        """``tensor(name, shape)[index]``, of which only that part is read."""
+        found = self._open(self._locations()[name]).get_slice(name)
+        self._check_shape(name, found.get_shape(), shape)
+        return found[index]
+
+    def _check_shape(self, name: str, found: Sequence[int], shape: tuple[int, ...]) -> None:
+        if tuple(found) != tuple(shape):
+            raise CheckpointError(
+                f"{self.path / self._locations()[name]}: {name} has shape {tuple(found)} but config.json implies "
+                f"{tuple(shape)}; use the config.json that belongs to these weights"
+            )
+
+    def _locations(self) -> dict[str, str]:
+        """Tensor name -> file name."""
+        if self._where is None:
+            if (self.path / INDEX).is_file():
+                self._where = read_index(self.key, self.path / INDEX)
+            elif (self.path / SINGLE).is_file():
+                self._where = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+            else:
+                raise CheckpointError(
+                    f"{self.path}: neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read"
+                )
+        return self._where
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.path / file
+            held = read_header(self.key, path)
+            placed = (self._where or {}).items()
+            if lost := next((name for name, place in placed if place == file and name not in held), None):
+                raise CheckpointError(
+                    f"{self.path / INDEX} places {lost!r} in {file}, which does not hold it; download it again"
+                )
+            try:
+                self._files[file] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: truncated or corrupt ({error}); download or export it again") from error
+        return self._files[file]

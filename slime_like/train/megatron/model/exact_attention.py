@@ -1,0 +1,33 @@
+"""Core attention with the engine's bits, for ``run.deterministic=true`` on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slime_like.train.megatron.model.layers import PackedAttention, PackedRows
+from slime_like.util import exact
+
+
+class ExactAttention(PackedAttention):
+    """Per sequence as the engine computes it: query heads of a KV head folded into rows, sums of fixed order."""
+
+    def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+        lengths = packed.cu_seqlens_q.diff().tolist()
+        parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+        return torch.cat([self._sequence(q, k, v) for q, k, v in parts])
+
+    def _sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [t, heads, dim], key and value [t, groups, dim] -> [t, heads, dim]."""
+        length, heads, dim = query.shape
+        groups = key.shape[1]
+        folded = query.view(length, groups, heads // groups, dim).permute(1, 2, 0, 3).reshape(1, groups, -1, dim)
+        visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        out = exact.attention(
+            folded,
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            visible.repeat(heads // groups, 1)[None],
+            self.scale or dim**-0.5,
+        )
+        return out.view(groups, heads // groups, length, dim).permute(2, 0, 1, 3).reshape(length, heads, dim)

@@ -1,0 +1,259 @@
+"""Our layer parts on plain torch: the same modules on CPU and GPU, put into megatron's layers by ModuleSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from slime_like.errors import ConfigError
+from slime_like.train.megatron.model import sdpa
+from slime_like.train.megatron.model.layout import AttentionPieces
+from slime_like.train.megatron.model.moe import moe_builder
+from slime_like.train.megatron.model.norms import RMSNorm
+from slime_like.train.megatron.model.vocab import VocabScores, vocab_scores
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """megatron's packed-sequence parameters with bounds on the host, so that nothing reads them back from a GPU.
+
+    ``cu_seqlens_q`` and ``cu_seqlens_kv`` are host tensors over the P padded tokens of all context parallel ranks.
+    ``pieces`` is what this rank's attention computes; the tensors after it are its arrays where kernels read them.
+    ``batches``, without context parallelism: the same for kernels that take sequences of one length.
+    """
+
+    pieces: AttentionPieces | None = None
+    batches: sdpa.AttentionBatches | None = None
+    query_cu: Tensor | None = None
+    key_cu: Tensor | None = None
+    key_index: Tensor | None = None
+    sequence_cu: Tensor | None = None  # I32, the bounds of ``cu_seqlens_q``
+    position_ids: Tensor | None = None  # [P] of all padded tokens, before context parallel slicing
+    by_rank: Tensor | None = None  # I64 [P], which of the padded tokens stands where, one rank after another; cp > 1
+    in_order: Tensor | None = None  # I64 [P], the inverse of ``by_rank``
+    padding: Tensor | None = None  # [1, L], with sequence parallelism [1, L / tp]: tokens that no router counts
+    cos_sin: Tensor | None = None  # F32 [P, dim], of the rotary angles, once a layer has asked for it
+
+    def cos_sin_of(self, angles: Tensor) -> Tensor:
+        """F32 [P, dim], cosines then sines of the first dim / 2 of the rotary ``angles`` [P, 1, 1, dim] of these rows."""
+        if self.cos_sin is None:
+            half = angles[:, 0, 0, : angles.shape[-1] // 2]
+            self.cos_sin = torch.cat((half.cos(), half.sin()), -1)
+        return self.cos_sin
+
+    def on_device(self) -> PackedSeqParams:
+        """The same sequences as TransformerEngine takes them: bounds over the tokens of all context parallel ranks,
+        where its kernels read them. Padding belongs to its sequence: a causal query never sees what comes after it."""
+        bounds = self.sequence_cu
+        padded = None if self.key_index is None else bounds  # TransformerEngine reads these under context parallelism
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,  # pyright: ignore[reportArgumentType]
+            cu_seqlens_kv=bounds,  # pyright: ignore[reportArgumentType]
+            cu_seqlens_q_padded=padded,  # pyright: ignore[reportArgumentType]
+            cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_kv=self.max_seqlen_kv,
+            pad_between_seqs=False,  # otherwise it compares bounds, and waits for the GPU
+        )
+
+
+def announce_read(part: torch.nn.Module) -> None:
+    """Before weights of ``part`` are read without its forward: with overlap_param_gather they may still be on their way."""
+    for ready in part._forward_pre_hooks.values():
+        ready(part, ())
+
+
+def refuse_dropout(config: TransformerConfig, attention_dropout: float | None) -> None:
+    """Raise ``ConfigError`` where attention would drop anything."""
+    if (config.attention_dropout if attention_dropout is None else attention_dropout) > 0:
+        raise ConfigError("model.megatron.attention_dropout must be 0: policy and rollout are to be the same function")
+
+
+class PackedAttention(MegatronModule):
+    """Causal grouped-query attention over packed sequences, which context parallelism may have cut.
+
+    In 16 bits on a GPU: one variable-length flash kernel for all sequences. Elsewhere: scaled dot product attention per
+    batch of sequences of about one length, which beats a block-diagonal mask by the ratio of masked to unmasked scores.
+
+    Context parallelism gathers keys and values over its ranks, as in Llama 3 (https://arxiv.org/abs/2407.21783, 3.3.2),
+    in one collective per layer; backward scatters the sum of their gradients. With grouped queries keys are few, and
+    of the gathered ones each rank reads only those that causality lets its queries see.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal, f"{attn_mask_type} attention over packed sequences"
+        refuse_dropout(config, attention_dropout)
+        self.scale = softmax_scale
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query [L, heads, dim], key and value [L, groups, dim] of the local tokens -> [L, heads * dim]."""
+        assert isinstance(packed_seq_params, PackedRows) and attention_mask is None and attention_bias is None
+        if packed_seq_params.key_index is not None:
+            key, value = self._gather(key, value, packed_seq_params.key_index)
+        flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        attend = self._varlen if flash else self._per_sequence
+        return attend(query, key, value, packed_seq_params).flatten(1)
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        assert packed.pieces is not None and packed.query_cu is not None and packed.key_cu is not None
+        longest = [max(lengths) for lengths in zip(*packed.pieces.lengths, strict=True)]
+        out = varlen_attn(  # causality is aligned at the ends of queries and keys, as in flash attention 2.1
+            query,
+            key,
+            value,
+            packed.query_cu,
+            packed.key_cu,
+            *longest,
+            scale=self.scale,
+            window_size=(-1, 0),
+            enable_gqa=True,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+        exactly = query.dtype == torch.float64
+        dtype = query.dtype if exactly else self.config.params_dtype  # queries may come in float32
+        # torch's own in bfloat16 takes 2.5 times as long on a CPU, and rounds more.
+        if query.dtype == torch.bfloat16 and not query.is_cuda:
+            query, key, value = query.float(), key.float(), value.float()
+        if packed.batches is not None:
+            return sdpa.in_batches(query, key, value, packed.batches, self.scale).to(dtype)
+        assert packed.pieces is not None
+        return sdpa.in_pieces(query, key, value, packed.pieces.lengths, self.scale).to(dtype)
+
+    def _gather(self, key: Tensor, value: Tensor, key_index: Tensor) -> tuple[Tensor, Tensor]:
+        """Local keys and values [L, groups, dim] -> those of all ranks that this rank's pieces read [K, groups, dim]."""
+        local = torch.cat((key.flatten(1), value.flatten(1)), 1)
+        everyone: Tensor = gather_from_sequence_parallel_region(local, group=self.cp_group)
+        keys, values = everyone[key_index].split((key[0].numel(), value[0].numel()), 1)
+        return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
+
+
+class Stack(HybridStack):
+    """HybridStack builds its final norm as TransformerEngine's: build none there, then our own."""
+
+    norm = RMSNorm
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: HybridStackSubmodules,
+        post_process: bool = True,
+        post_layer_norm: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, submodules, post_process=post_process, post_layer_norm=False, **kwargs)
+        if post_process and post_layer_norm:
+            self.post_layer_norm = True
+            self.final_norm = self.norm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+class TorchParts(LocalSpecProvider):
+    """The parts megatron's spec builders ask for."""
+
+    def core_attention(self) -> type:
+        return PackedAttention
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """What layers of the hybrid stack are made of beside what all models share."""
+
+    core_attention: type = PackedAttention
+    mixers: Mapping[str, ModuleSpec] = field(default_factory=dict[str, ModuleSpec])  # by layer symbol, from plugins
+    norm: type[RMSNorm] = RMSNorm
+    self_attention: type[SelfAttention] = SelfAttention
+    mlp: type[MLP] = MLP
+    stack: type[Stack] = Stack
+    scores: VocabScores = vocab_scores
+
+
+MIXER_FIELDS = {"G": "gdn_layer"}
+"""Layer symbol -> field of megatron's ``HybridStackSubmodules``."""
+
+
+def stack_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
+    """Layers of the hybrid stack: mixers of tokens, MLP and (where there are any) experts, each with its norm and residual."""
+    attention = ModuleSpec(
+        parts.self_attention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=parts.core_attention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=parts.norm if config.qk_layernorm else None,
+            k_layernorm=parts.norm if config.qk_layernorm else None,
+        ),
+    )
+    residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
+
+    def after_norm(mlp: Any) -> ModuleSpec:
+        submodules = TransformerLayerSubmodules(pre_mlp_layernorm=parts.norm, mlp=mlp, mlp_bda=residual)
+        return ModuleSpec(MLPLayer, submodules=submodules)
+
+    sparse = {} if config.num_moe_experts is None else {"moe_layer": after_norm(moe_builder(config, TorchParts()))}
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(
+        parts.stack,
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(
+                TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=parts.norm, self_attention=attention, self_attn_bda=residual
+                ),
+            ),
+            mlp_layer=after_norm(partial(parts.mlp.as_mlp_submodule, submodules=linears)),
+            **sparse,
+            **{MIXER_FIELDS[symbol]: spec for symbol, spec in parts.mixers.items()},
+        ),
+    )

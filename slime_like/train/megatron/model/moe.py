@@ -1,0 +1,73 @@
+"""Experts in a layer of the hybrid stack: megatron's own parts, and a router that says how evenly it spreads tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+
+def moe_builder(config: TransformerConfig, backend: BackendSpecProvider) -> partial[MoELayer]:
+    """What builds the experts of a layer: each an MLP of ``backend``'s linears, and a shared one where there is one."""
+    stock: Any = get_moe_module_spec_for_backend(backend=backend, num_experts=config.num_moe_experts)
+    return partial(MoELayer, submodules=dataclasses.replace(stock.keywords["submodules"], router=ExpertRouter))
+
+
+class ExpertRouter(TopKRouter):
+    """megatron's, but for what depends on padding and on the layout.
+
+    Padding is no token to it. The auxiliary loss of an optimizer step (Switch Transformer, arXiv:2101.03961, eq. 4, with
+    its coefficient) is the mean over the step's tokens: a micro-batch of T tokens, which all ranks of the tensor and
+    context parallel groups share, weighs T. ``load_E`` counts the tokens that chose each expert since ``take_load``.
+    """
+
+    def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(config=config, **kwargs)
+        self._load_E = torch.zeros(0)
+        self._balance = torch.zeros(0)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [L, 1, E] -> weights and choice [L, E]."""
+        probs, chosen_LE = super().routing(logits, padding_mask)
+        if self.training and torch.is_grad_enabled():
+            seen = chosen_LE if padding_mask is None else chosen_LE & ~padding_mask.reshape(-1, 1)
+            self._load_E = _added(self._load_E, seen.sum(0).double())
+        return probs, chosen_LE
+
+    def _apply_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        """``probs``, through which the gradient of T times this micro-batch's auxiliary loss flows."""
+        coefficient = float(self.get_aux_loss_coeff("aux_loss"))
+        count_E = routing_map.sum(0).to(scores_for_aux_loss.dtype)  # neither is padding, by the caller
+        dist.all_reduce(count_E, group=self.tp_cp_group)
+        share_E = count_E / count_E.sum().clamp(min=1.0)  # of choices, on all ranks
+        balance = count_E.numel() * (share_E * scores_for_aux_loss.sum(0)).sum()  # of this rank's tokens
+        self._balance = _added(self._balance, balance.detach().double()[None])
+        scaled: Tensor = MoEAuxLossAutoScaler.apply(probs, coefficient * balance)  # pyright: ignore[reportAssignmentType]
+        return scaled
+
+    def take_load(self) -> tuple[Tensor, Tensor]:
+        """This rank's counts per expert F64 [E] and its sum of the auxiliary loss over tokens F64 []; starts anew."""
+        load_E = self._load_E if len(self._load_E) else torch.zeros(self.num_experts or 0, dtype=torch.float64)
+        balance = self._balance.sum()
+        self._load_E, self._balance = torch.zeros(0), torch.zeros(0)
+        return load_E.to(self.weight.device), balance.to(self.weight.device).double()
+
+
+def _added(total: Tensor, value: Tensor) -> Tensor:
+    return total + value if len(total) else value

@@ -1,0 +1,101 @@
+"""Root mean square norms (https://arxiv.org/abs/1910.07467): plain, zero-centred, and gated per head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from slime_like.train.megatron.platform.device import current_device
+
+
+class RMSNorm(torch.nn.Module):
+    """Norm over the last dimension that allows sequence parallelism.
+
+    Zero-centred (``layernorm_zero_centered_gamma``) its scale is ``1 + weight``, as Gemma and Qwen3-Next store it; the
+    scale is then float32, for a 16-bit ``1 + weight`` would round the weight away.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        first = torch.zeros if self.zero_centered else torch.ones
+        self.weight = _norm_weight(config, first(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        if not self.zero_centered:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        scale = 1 + self.weight.float()
+        if x.dtype in _HALF:
+            return _HalfNorm.apply(x, scale, None, self.eps)
+        return F.rms_norm(x, scale.shape, scale.to(x.dtype), self.eps)
+
+
+class GatedHeadNorm(torch.nn.Module):
+    """``rms_norm(x) * weight * silu(gate)`` over the channels of a head, not zero-centred whatever the other norms are.
+
+    The weight is the same for all heads, and tensor parallel ranks hold different heads: its gradient is summed over
+    them, with sequence parallelism by megatron at the end of a step, without it here.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.sums_here = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
+        self.weight = _norm_weight(config, torch.ones(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Two of [..., channels] -> [..., channels], computed in float32 at least and rounded once."""
+        weight = copy_to_tensor_model_parallel_region(self.weight) if self.sums_here else self.weight
+        if x.dtype in _HALF:
+            return _HalfNorm.apply(x, weight.float(), gate, self.eps)
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps) * F.silu(gate)
+
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def _norm_weight(config: TransformerConfig, first: Tensor) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(first.to(current_device()))
+    setattr(weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (read by finalize_model_grads)
+    return weight
+
+
+class _HalfNorm(torch.autograd.Function):
+    """The norm of 16-bit values with a float32 scale and perhaps a gate. Keeps its inputs and nothing in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, gate: Tensor | None, eps: float) -> Tensor:
+        ctx.save_for_backward(x, scale, gate)
+        ctx.eps = eps
+        out = _normed(x, eps)[0] * scale
+        return (out if gate is None else out * F.silu(gate.float())).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        x, scale, gate = ctx.saved_tensors
+        normed, inverse = _normed(x, ctx.eps)
+        grad, gate_grad = grads[0].float(), None
+        if gate is not None:
+            wide = gate.float()
+            sigmoid = wide.sigmoid()
+            slope = sigmoid * (1 + wide * (1 - sigmoid))
+            gate_grad = (grad * normed * scale * slope).to(gate.dtype)
+            grad = grad * wide * sigmoid
+        scale_grad = (grad * normed).flatten(0, -2).sum(0)
+        grad = grad * scale
+        x_grad = inverse * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+        return x_grad.to(x.dtype), scale_grad, gate_grad, None
+
+
+def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Values over their root mean square, and its inverse [..., 1], in float32."""
+    wide = x.float()
+    inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return wide * inverse, inverse

@@ -1,0 +1,37 @@
+"""Rotary embedding (https://arxiv.org/abs/2104.09864) with the frequencies of transformers, scaled variants included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.config.rules.hf import ROPE_TYPES
+from slime_like.errors import ConfigError
+
+
+class Rotary(torch.nn.Module):
+    """Angles at given positions, of the first ``partial_rotary_factor`` of a head's channels. Raises ``ConfigError`` on a scaling that is not supported."""
+
+    def __init__(self, hf: Any, head_dim: int, device: torch.device) -> None:
+        super().__init__()
+        parameters: dict[str, Any] = getattr(hf, "rope_parameters", None) or {}
+        kind = parameters.get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise ConfigError(f"config.json: rope_type={kind!r} is not supported; only {', '.join(ROPE_TYPES)}")
+        if kind == "default":
+            rotated = int(head_dim * float(parameters.get("partial_rotary_factor", 1.0)))
+            exponent = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+            frequencies, factor = 1.0 / (float(parameters["rope_theta"]) ** exponent), 1.0
+        else:
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+        assert factor == 1.0, f"{kind} scales attention by {factor}"
+        self.frequencies = frequencies.to(device)  # [dim / 2]; a plain tensor: never cast to bfloat16
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """position_ids [P] -> angles [P, 1, 1, dim]."""
+        angles = torch.outer(position_ids.to(self.frequencies.dtype), self.frequencies)
+        return torch.cat((angles, angles), -1)[:, None, None, :]

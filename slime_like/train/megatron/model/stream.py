@@ -1,0 +1,57 @@
+"""The packed stream cut into contiguous ranges, one per context parallel rank: the layout of layers that pass a state on.
+
+Attention keeps two chunks of every sequence per rank (``layout``), which balances the causal triangle. A recurrence has
+no triangle: its ranks hold consecutive tokens, so that only one state and a few tokens cross each border. Borders fall
+where the stream is divided, not where sequences end. Index arithmetic is numpy on the host, once per micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from slime_like.train.megatron.model.layout import zigzag
+from slime_like.types import I32, I64
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPart:
+    """What one rank holds of a stream of P tokens: L = P / cp consecutive ones, in N pieces of sequences."""
+
+    send: tuple[int, ...]  # local tokens of ``layout`` that go to each rank, in their order
+    receive: tuple[int, ...]  # tokens that come from each rank
+    order: I64  # [L], where each token of the range stands among the received ones
+    cu_seqlens: I32  # [N + 1], of the range
+    history: int  # tokens of the first piece's sequence on earlier ranks
+    chain: tuple[int, ...]  # earlier ranks that sequence lies on, in order
+    is_cut: bool  # whether any border of the stream cuts a sequence; the same on all ranks
+
+
+def stream_part(padded_cu_seqlens: I32, *, cp: int, cp_rank: int) -> StreamPart:
+    """The range of one rank. ``padded_cu_seqlens`` is that of ``layout``: every length a multiple of ``2 * cp``.
+
+    Example: lengths 4 and 12 with cp=2 are ranges of 8 tokens. Rank 0 has pieces of 4 and 4, rank 1 one piece of 8
+    whose sequence has 4 tokens of history on rank 0.
+    """
+    bounds = padded_cu_seqlens.astype(np.int64)
+    size = int(bounds[-1]) // cp
+    start, stop = cp_rank * size, (cp_rank + 1) * size
+    lengths = np.diff(bounds)
+    length_of = np.repeat(lengths, lengths)
+    position_ids = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
+    held = [zigzag(position_ids, length_of, cp, rank) for rank in range(cp)]
+    wanted = [tokens[(start <= tokens) & (tokens < stop)] for tokens in held]
+    inner = bounds[(start < bounds) & (bounds < stop)]
+    history = int(position_ids[start])
+    first = (start - history) // size  # the rank on which that sequence begins
+    borders = size * np.arange(1, cp)
+    return StreamPart(
+        send=tuple(np.bincount(held[cp_rank] // size, minlength=cp).tolist()),
+        receive=tuple(len(tokens) for tokens in wanted),
+        order=np.argsort(np.concatenate(wanted)),
+        cu_seqlens=np.concatenate([[start], inner, [stop]]).astype(np.int32) - np.int32(start),
+        history=history,
+        chain=tuple(range(first, cp_rank)) if history else (),
+        is_cut=not np.isin(borders, bounds).all(),
+    )

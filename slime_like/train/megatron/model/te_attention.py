@@ -1,0 +1,63 @@
+"""Core attention by TransformerEngine, for ``model.attention=te`` on a GPU that has it. Import it only then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from slime_like.config.rules.attention import INSTALL
+from slime_like.errors import ConfigError
+from slime_like.train.megatron.model.layers import PackedRows, refuse_dropout
+
+if not HAVE_TE:  # megatron's class is a mock then
+    raise ConfigError(
+        f"model.attention=te, but transformer_engine cannot be imported: {INSTALL}, or set model.attention=auto"
+    )
+
+_Base: Any = TEDotProductAttention
+
+
+class TEAttention(_Base):
+    """megatron's wrapper of TransformerEngine's DotProductAttention, fed with packed rows.
+
+    TransformerEngine chooses among flash-attn's and cuDNN's kernels. Under context parallelism it sends keys and values
+    around the ranks itself, overlapped with attention over those at hand (Ring Attention,
+    https://arxiv.org/abs/2310.01889); its chunks per rank are those of ``layout``. It holds no parameters, so that
+    checkpoints do not depend on who computes attention.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        assert attn_mask_type == AttnMaskType.causal, f"{attn_mask_type} attention over packed sequences"
+        refuse_dropout(config, attention_dropout)
+        super().__init__(config, layer_number, attn_mask_type, attention_type, attention_dropout, **kwargs)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query [L, heads, dim], key and value [L, groups, dim] of the local tokens -> [L, heads * dim]."""
+        assert isinstance(packed_seq_params, PackedRows) and attention_mask is None and attention_bias is None
+        # Of the kinds of mask that it has for packed sequences, causal is called so; it implies no padding.
+        out: Tensor = super().forward(
+            query, key, value, None, AttnMaskType.padding_causal, packed_seq_params=packed_seq_params.on_device()
+        )
+        return out.reshape(len(query), -1)

@@ -1,0 +1,130 @@
+"""The only place where our config and the HF config become megatron's TransformerConfig."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime_like.config.rules.pipeline import even_segments
+from slime_like.config.schema.names import FAMILIES
+from slime_like.config.schema.resolved import ActorSpec, Layout
+from slime_like.errors import ConfigError
+from slime_like.registry import nearest, resolve
+from slime_like.train.megatron.families.base import Family
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+# Fused kernels of TransformerEngine and apex, which are not part of the set.
+_UNFUSED = {
+    "persist_layer_norm": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+    "cross_entropy_loss_fusion": False,
+}
+
+
+def dtype_of(spec: ActorSpec) -> torch.dtype:
+    """The compute dtype."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.dtype]
+
+
+def choose_family(spec: ActorSpec, hf: Any) -> Family:
+    """The family of ``model.family``, or with ``auto`` the one that knows the HF config's model_type."""
+    if spec.model.family != "auto":
+        return resolve("model.family", spec.model.family, FAMILIES)(hf, spec.layout.tp)
+    known: list[str] = []
+    for name in FAMILIES:
+        family: type[Family] = resolve("model.family", name, FAMILIES)
+        if hf.model_type in family.model_types:
+            return family(hf, spec.layout.tp)
+        known += family.model_types
+    raise ConfigError(
+        f"{spec.model_key}={spec.model.hf_checkpoint}: model_type {hf.model_type!r} has no family; {nearest(hf.model_type, known)}"
+    )
+
+
+def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
+    """TransformerConfig of one rank. Raises ``ConfigError`` on unknown or unusable ``model.megatron`` fields."""
+    from megatron.core.transformer import TransformerConfig
+
+    layout, dtype = spec.layout, dtype_of(spec)
+    derived: dict[str, Any] = {
+        **family.transformer_fields(),
+        "num_layers": sum(len(block) for block in family.blocks()),
+        "is_hybrid_model": True,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": 1,
+        "moe_grouped_gemm": False,  # megatron's is TransformerEngine's
+        "sequence_parallel": layout.sequence_parallel and layout.tp > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "calculate_per_token_loss": True,  # gradients are a sum over the optimizer step over one count of tokens
+        "variable_seq_lengths": layout.pp > 1,  # packed rows differ in length
+        "deterministic_mode": spec.deterministic,
+    }
+    chosen: dict[str, Any] = {
+        "moe_token_dispatcher_type": "alltoall",  # the default refuses rows that differ in length, even without experts
+        "moe_router_dtype": "fp32",
+        # Virtual stages on two ranks: one batch would pair messages of both directions (see patches).
+        "batch_p2p_comm": spec.device == "cuda" and layout.vpp == 1,
+        "perform_initialization": False,  # every weight is loaded
+        **_UNFUSED,
+        **_recompute(spec, family),
+    }
+    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for key, value in spec.model.megatron.items():
+        if key not in names:
+            raise ConfigError(
+                f"model.megatron.{key} is no field of megatron-core's TransformerConfig: {nearest(key, names)}"
+            )
+        if key in derived:
+            raise ConfigError(
+                f"model.megatron.{key}={value!r}: this field follows from config.json, parallel.* or model.dtype "
+                f"and is {derived[key]!r}; remove it"
+            )
+    try:
+        with warnings.catch_warnings():  # about defaults of its own CUDA graph fields
+            warnings.filterwarnings("ignore", message="full scope is deprecated")
+            return TransformerConfig(**{**derived, **chosen, **spec.model.megatron})
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(f"model/parallel: megatron-core refuses this layout or model.megatron: {error}") from error
+
+
+def _recompute(spec: ActorSpec, family: Family) -> dict[str, Any]:
+    match spec.model.recompute:
+        case "full":
+            per_block = len(family.blocks()[0])  # a decoder block is several layers of the hybrid stack
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": spec.model.recompute_method,
+                "recompute_num_layers": per_block * (spec.model.recompute_num_layers or 1),
+            }
+        case "selective":
+            return {"recompute_granularity": "selective", "recompute_modules": list(spec.model.recompute_modules)}
+        case _:
+            return {}
+
+
+def pipeline_pattern(blocks: tuple[str, ...], layout: Layout) -> str:
+    """Layer symbols with ``|`` between pipeline segments. Raises ``ConfigError`` where blocks and segments differ."""
+    sizes = layout.segments or even_segments(len(blocks), layout.pp, layout.vpp)
+    if sum(sizes) != len(blocks) or len(sizes) != layout.pp * layout.vpp:
+        raise ConfigError(
+            f"pipeline segments of {' + '.join(map(str, sizes))} layers for parallel.pp={layout.pp} * parallel.vpp="
+            f"{layout.vpp} and a model of {len(blocks)} layers: use models of one depth, or an even split"
+        )
+    edges = [sum(sizes[:segment]) for segment in range(len(sizes) + 1)]
+    return "|".join("".join(blocks[a:b]) for a, b in itertools.pairwise(edges))

@@ -1,0 +1,165 @@
+"""Log-probability and entropy from hidden states, without holding logits: the vocabulary projection in chunks.
+
+Forward keeps the hidden states and one log-sum-exp per token; backward computes the logits of each chunk again. Peak
+memory is one chunk of float32 logits of this rank's part of the vocabulary, for one more matrix product per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.util import exact
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """What a rank holds of the vocabulary: rows [start, start + size) of the padded one, ``real`` of them tokens."""
+
+    start: int
+    real: int
+    group: Any  # tensor parallel group
+
+
+VocabScores = Callable[..., tuple[Tensor, Tensor | None]]
+"""``vocab_scores``, or what computes the same for a kind of machine."""
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        target_N: Tensor,
+        part: VocabularyPart,
+        temperature: float,
+        chunk: int,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        if _size(part) == 1 and part.real:
+            return _whole_vocabulary(ctx, hidden_NH, weight_VH, target_N, part, temperature, chunk, entropy)
+        n = len(hidden_NH)
+        stats_N3 = hidden_NH.new_zeros((n, 3), dtype=torch.float32)
+        top_N = hidden_NH.new_full((n,), float("-inf"), dtype=torch.float32)
+        for rows in _chunks(n, chunk):
+            logits = _logits(hidden_NH[rows], weight_VH, part, temperature)
+            local, inside = _local_target(target_N[rows], part)
+            top = logits.amax(-1) if part.real else top_N[rows].clone()
+            _all_reduce(top, part, dist.ReduceOp.MAX)
+            logits.sub_(top[:, None])
+            chosen = logits.gather(1, local[:, None])[:, 0] * inside if part.real else torch.zeros_like(top)
+            exp = logits.exp()
+            total = exp.sum(-1)
+            weighted = exp.mul_(logits).sum(-1) if entropy else torch.zeros_like(total)
+            stats_N3[rows] = torch.stack((total, chosen, weighted), -1)
+            top_N[rows] = top
+        _all_reduce(stats_N3, part, dist.ReduceOp.SUM)
+        total_N, chosen_N, weighted_N = stats_N3.unbind(-1)
+        logprob_N = chosen_N - total_N.log()
+        entropy_N = total_N.log() - weighted_N / total_N if entropy else None
+        ctx.save_for_backward(hidden_NH, weight_VH, target_N, top_N + total_N.log(), entropy_N)
+        ctx.part, ctx.temperature, ctx.chunk = part, temperature, chunk
+        return logprob_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad_logprob_N, grad_entropy_N = grads
+        hidden_NH, weight_VH, target_N, lse_N, entropy_N = ctx.saved_tensors
+        part: VocabularyPart = ctx.part
+        grad_hidden_NH = torch.empty_like(hidden_NH)
+        grad_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
+        for rows in _chunks(len(hidden_NH), ctx.chunk):
+            # d logprob / d logit_j = [j = target] - p_j ;  d entropy / d logit_j = -p_j (log p_j + entropy)
+            grad = _logits(hidden_NH[rows], weight_VH, part, ctx.temperature).sub_(lse_N[rows, None])
+            if grad_entropy_N is not None:
+                p = grad.exp()
+                grad.add_(entropy_N[rows, None]).mul_(grad_entropy_N[rows, None])
+                if grad_logprob_N is not None:
+                    grad.add_(grad_logprob_N[rows, None])
+                grad.mul_(p).mul_(-1 / ctx.temperature)
+            elif grad_logprob_N is not None:
+                grad.exp_().mul_((grad_logprob_N[rows] * (-1 / ctx.temperature))[:, None])
+            if part.real and grad_logprob_N is not None:
+                local, inside = _local_target(target_N[rows], part)
+                grad.scatter_add_(1, local[:, None], (grad_logprob_N[rows] * inside / ctx.temperature)[:, None])
+            grad = grad.to(hidden_NH.dtype)
+            grad_hidden_NH[rows] = grad @ weight_VH[: part.real]
+            grad_weight_VH[: part.real] += grad.T @ hidden_NH[rows]
+        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None
+
+
+def _whole_vocabulary(
+    ctx: Any,
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    target_N: Tensor,
+    part: VocabularyPart,
+    temperature: float,
+    chunk: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Forward where one rank holds all tokens: the engine's own formula, so that bits can agree."""
+    n = len(hidden_NH)
+    logprob_N, lse_N = (hidden_NH.new_empty(n, dtype=torch.float32) for _ in range(2))
+    entropy_N = torch.empty_like(logprob_N) if entropy else None
+    for rows in _chunks(n, chunk):
+        logits = _logits(hidden_NH[rows], weight_VH, part, temperature)
+        logprobs, chosen = torch.log_softmax(logits, -1), target_N[rows, None]
+        logprob_N[rows] = logprobs.gather(1, chosen)[:, 0]
+        lse_N[rows] = logits.gather(1, chosen)[:, 0] - logprob_N[rows]
+        if entropy_N is not None:
+            entropy_N[rows] = -(logits.copy_(logprobs).exp_().mul_(logprobs)).sum(-1)
+    ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N, entropy_N)
+    ctx.part, ctx.temperature, ctx.chunk = part, temperature, chunk
+    return logprob_N, entropy_N
+
+
+def vocab_scores(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    target_N: Tensor,
+    *,
+    part: VocabularyPart,
+    temperature: float,
+    chunk: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability F32 [N] and, where asked for, entropy F32 [N] of ``softmax(hidden @ weight.T / temperature)`` over the real vocabulary.
+
+    ``weight_VH`` is this rank's part; the results are the same on every rank of the group, and the gradient of
+    ``hidden_NH`` is this rank's share (the caller's tensor parallel region sums it). Token ids in ``target_N`` are global.
+    """
+    return _Scores.apply(hidden_NH, weight_VH, target_N, part, temperature, chunk, entropy)  # pyright: ignore[reportReturnType]
+
+
+def _logits(hidden_nH: Tensor, weight_VH: Tensor, part: VocabularyPart, temperature: float) -> Tensor:
+    """Scaled float32 logits [n, real] of this rank's tokens; padding rows of the vocabulary take no part."""
+    logits = exact.linear(hidden_nH, weight_VH[: part.real]).float()
+    return logits.div_(temperature) if temperature != 1.0 else logits
+
+
+def _local_target(target_n: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
+    """Column of each target on this rank (0 where another rank has it), and whether this rank has it."""
+    local = target_n - part.start
+    inside = (local >= 0) & (local < part.real)
+    return torch.where(inside, local, 0), inside
+
+
+def _chunks(n: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, n)) for start in range(0, n, size))
+
+
+def _size(part: VocabularyPart) -> int:
+    return 1 if part.group is None else int(part.group.size())
+
+
+def _all_reduce(x: Tensor, part: VocabularyPart, op: Any) -> None:
+    if _size(part) > 1:
+        dist.all_reduce(x, op=op, group=part.group)

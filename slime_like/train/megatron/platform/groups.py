@@ -1,0 +1,149 @@
+"""Process groups of one trainer rank."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime_like.config.schema.resolved import ActorSpec, Layout
+from slime_like.distributed.rendezvous import join_store, keep_to_interface
+from slime_like.distributed.wrapper import install
+from slime_like.errors import ConfigError
+from slime_like.train.megatron.platform import host
+from slime_like.util import deadline
+from slime_like.util.ports import Meeting
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Where this rank stands in the layout."""
+
+    layout: Layout
+    device: torch.device
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    dp_rank: int
+    tp_group: Any
+    pp_group: Any
+    cp_group: Any
+    dp_group: Any  # without context parallelism
+    dp_cp_group: Any  # all ranks that hold part of the batch and the same part of the model
+    ep_rank: int  # which experts of each block this rank holds
+    expert_dp_rank: int  # which copy of them
+    ep_group: Any
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the output layer, and so the losses."""
+        return self.pp_rank == self.layout.pp - 1
+
+    @property
+    def speaks_for_shard(self) -> bool:
+        """Whether this is the one rank of its data parallel shard whose columns count."""
+        return self.is_last and self.tp_rank == self.cp_rank == 0
+
+    @property
+    def is_reporter(self) -> bool:
+        """Whether this is the one rank of the world whose metrics and scores count."""
+        return self.speaks_for_shard and self.dp_rank == 0
+
+
+def check_layout(layout: Layout, world_size: int) -> None:
+    """Raise ``ConfigError`` where the ranks cannot carry the layout or the trainer does not support it."""
+    if layout.world_size != world_size:
+        sizes = f"tp={layout.tp} pp={layout.pp} cp={layout.cp} dp={layout.dp}"
+        raise ConfigError(
+            f"parallel.* ({sizes}) needs {layout.world_size} trainer ranks but there are {world_size}: "
+            "change parallel.* or placement.actor_num_gpus_per_node"
+        )
+    stage = layout.tp * layout.cp * layout.dp
+    if stage % layout.ep:
+        raise ConfigError(
+            f"parallel.ep={layout.ep} does not divide the {stage} ranks of a pipeline stage (tp {layout.tp} * cp "
+            f"{layout.cp} * dp {layout.dp}), over which experts are distributed: set parallel.ep to a divisor of {stage}"
+        )
+
+
+def enter(spec: ActorSpec, *, rank: int, world_size: int, master: Meeting, local_rank: int = 0) -> RankInfo:
+    """Join the world (unless this process has) and create megatron's groups. Before any import of megatron.
+
+    Raises ``ConfigError`` on a layout that the trainer does not support or the world cannot carry.
+    """
+    check_layout(spec.layout, world_size)
+    host.install(spec.device)
+    install.install(spec.guard, rank_device(spec, local_rank), rank)
+    return make_groups(spec, join_world(spec, rank, world_size, master, local_rank))
+
+
+def join_world(spec: ActorSpec, rank: int, world_size: int, master: Meeting, local_rank: int) -> torch.device:
+    """Join the process group, unless this process is in one already, and return this rank's device."""
+    device = rank_device(spec, local_rank)
+    if device.type == "cuda":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron overlaps by order of launch
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        keep_to_interface(master.host)
+        timeout = datetime.timedelta(seconds=collective_seconds(spec))
+        store = join_store(master, world_size, is_master=rank == 0, timeout=timeout)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return device
+
+
+def rank_device(spec: ActorSpec, local_rank: int) -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", local_rank) if spec.device == "cuda" else torch.device("cpu")
+
+
+def collective_seconds(spec: ActorSpec) -> float:
+    """Longest time of one collective."""
+    seconds = min(spec.deadline_s, spec.guard.deadline_s) if spec.guard.wrap else spec.deadline_s
+    return seconds * deadline.scale()
+
+
+def make_groups(spec: ActorSpec, device: torch.device) -> RankInfo:
+    """Create megatron's process groups (replacing those of an earlier layout of this process) and seed its RNGs."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    layout = spec.layout
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1,  # an expert is whole on its rank
+        distributed_timeout_minutes=collective_seconds(spec) / 60,  # pyright: ignore[reportArgumentType]
+        create_gloo_process_groups=False,
+    )
+    torch.manual_seed(spec.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(spec.seed)
+    return RankInfo(
+        layout=layout,
+        device=device,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_dp_rank=parallel_state.get_expert_data_parallel_rank(),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
+    )

@@ -1,0 +1,274 @@
+"""What megatron-core 0.19.2 without TransformerEngine or apex needs on CPU and GPU alike.
+
+Each entry runs right after its module's body, before any other module can bind the old name. Each goes when upstream
+no longer has the fault it names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import queue
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.train.megatron.platform import pickles
+
+Patch = Callable[[ModuleType], None]
+
+
+STOCK: dict[tuple[str, str], Any] = {}  # (module or class, name) -> what a patch took the place of
+
+
+def replace(target: Any, name: str, value: Any) -> None:
+    """Set ``target.name``; a name that does not exist is an error, never a silent no-op."""
+    where = str(getattr(target, "__name__", repr(target)))
+    assert hasattr(target, name), f"{where} has no {name!r}: megatron-core changed, review slime_like.train.megatron"
+    STOCK[where, name] = getattr(target, name)
+    setattr(target, name, value)
+
+
+class GroupStepAdamW(torch.optim.Optimizer):
+    """AdamW on torch's fused kernel that counts steps per parameter group, as apex's FusedAdam does.
+
+    megatron's DistributedOptimizer restores torch's own AdamW with one step tensor shared by all parameters, so that
+    the first update after a resume advances the count once per parameter. It handles a count per group correctly.
+    Update rule: Loshchilov and Hutter 2019 (https://arxiv.org/abs/1711.05101).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        **_: Any,
+    ) -> None:
+        self._kernel: Any = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            params: list[Tensor] = [p for p in group["params"] if p.grad is not None and p.numel()]
+            if not params:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for p in params:
+                if not self.state[p]:
+                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            step = torch.tensor(float(group["step"]), device=params[0].device)
+            self._kernel(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                [step] * len(params),
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+
+
+def _optimizer(module: ModuleType) -> None:
+    replace(module, "Adam", GroupStepAdamW)
+    replace(module, "USING_PYTORCH_OPTIMIZER", False)
+
+
+def _distributed_optimizer(module: ModuleType) -> None:
+    _groups_of_two_dtypes(module)
+    replace(module, "Adam", GroupStepAdamW)
+    replace(module, "HAVE_APEX_OR_TE", True)
+    replace(module, "USING_APEX_OPTIMIZER", True)
+
+
+def _groups_of_two_dtypes(module: ModuleType) -> None:
+    """A group with parameters of 16 and of 32 bits: its optimizer holds the 32-bit ones first, its index does not know.
+
+    A checkpoint then takes one parameter's state for another's. Goes when upstream numbers them as it lays them out.
+    """
+    optimizer = module.DistributedOptimizer
+    stock = optimizer._build_optimizer_group_ranges.__func__
+
+    def build(cls: Any, *args: Any) -> tuple[dict[Any, tuple[int, int]], list[dict[str, Any]]]:
+        index, ranges = stock(cls, *args)
+        for group, found in enumerate(ranges):
+            found["params"].sort(key=lambda p: p.dtype != torch.float32)
+            index.update({p: (group, place) for place, p in enumerate(found["params"])})
+        return index, ranges
+
+    replace(optimizer, "_build_optimizer_group_ranges", classmethod(build))
+
+
+def _share_storage(target: Tensor, source: Tensor) -> None:
+    """Give ``target``'s storage the bytes of ``source``, under every view of it and below autograd's version count."""
+    target.untyped_storage().resize_(source.untyped_storage().nbytes())
+    target.untyped_storage().copy_(source.untyped_storage())
+
+
+def _recompute(module: ModuleType) -> None:
+    """Selective recompute: asks TransformerEngine for its fp8 state even without fp8; compiles a C++ extension."""
+    stock = module.CheckpointWithoutOutput.__init__
+
+    def init(self: Any, fp8: Any = None) -> None:
+        stock(self, fp8 or None)  # upstream tests `fp8 is not None` where callers pass False
+
+    replace(module.CheckpointWithoutOutput, "__init__", init)
+    replace(module, "_get_share_storage", lambda: _share_storage)
+
+
+def _optimizer_offload(module: ModuleType) -> None:
+    """Offload: the step count of its GPU part stands still after a resume, and preparing a resume moves the weights.
+
+    Its parts read their groups from its own before each step, but what they write there is lost: a count per group, as
+    in ``GroupStepAdamW``, would be set back to the resumed one at every step. ``dummy_step``, which makes room for the
+    loaded state, takes a real step with random gradients.
+    """
+    hybrid = module.HybridDeviceOptimizer
+    sync, dummy_step = hybrid._sync_sub_optimizers_state_to_hdo, hybrid.dummy_step
+
+    def sync_counts(self: Any) -> None:
+        sync(self)
+        groups = self.gpu_optimizer.param_groups if self.gpu_optimizer else []
+        for group in self.param_groups if groups else ():
+            group["step"] = max(g.get("step", 0) for g in groups)
+
+    def still_dummy_step(self: Any) -> None:
+        before = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
+        dummy_step(self)
+        for p, value in before:
+            p.data.copy_(value)
+        self.update_fp32_param_by_new_param()
+
+    replace(hybrid, "_sync_sub_optimizers_state_to_hdo", sync_counts)
+    replace(hybrid, "dummy_step", still_dummy_step)
+
+
+UNREPORTED: list[OSError] = []  # what rank 0 could not write of a checkpoint's own metadata
+UNWRITTEN: list[Exception] = []  # why this rank could not write its part: upstream passes on the class alone
+
+
+def _keeping_errors(write: Callable[..., None]) -> Callable[..., None]:
+    """``write`` on rank 0, whose OSError waits in ``UNREPORTED``: raised, it would leave the others in a broadcast."""
+
+    def keeping(*args: Any, **kwargs: Any) -> None:
+        try:
+            write(*args, **kwargs)
+        except OSError as error:
+            UNREPORTED.append(error)
+
+    return keeping
+
+
+def _checkpoint_writer(module: ModuleType) -> None:
+    """A save returns its results through a plain queue: the stock one spawns a Manager process that imports __main__."""
+
+    def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
+        return queue.Queue()  # of this save alone: one that failed leaves its results behind
+
+    stock: Callable[..., tuple[int, Any]] = module.FileSystemWriterAsync.write_preloaded_data
+
+    def write_preloaded_data(*args: Any, **kwargs: Any) -> tuple[int, Any]:
+        worker, outcome = stock(*args, **kwargs)
+        if isinstance(outcome, Exception):
+            UNWRITTEN.append(outcome)
+        return worker, outcome
+
+    replace(module, "get_write_results_queue", get_write_results_queue)
+    replace(module.FileSystemWriterAsync, "write_preloaded_data", staticmethod(write_preloaded_data))
+    replace(module.FileSystemWriterAsync, "finish", _keeping_errors(module.FileSystemWriterAsync.finish))
+
+
+def _checkpoint_config(module: ModuleType) -> None:
+    replace(module, "save_config", _keeping_errors(module.save_config))
+
+
+def _checkpoint_reader(module: ModuleType) -> None:
+    """Metadata and objects of a checkpoint are unpickled without restriction, whoever wrote them: see ``pickles``.
+
+    Goes when torch reads ``.metadata`` and the objects beside it by an allow list.
+    """
+    replace(module, "_get_filesystem_reader", lambda checkpoint_dir, **_: pickles.CheckedReader(checkpoint_dir))
+
+
+def _checkpoint_common(module: ModuleType) -> None:
+    """``common.pt`` is read as torch's default says, which an environment variable changes."""
+    replace(module, "load_common", pickles.load_common)
+
+
+def _pipeline_shapes(module: ModuleType) -> None:
+    """Two pipeline ranks, virtual stages, rows of unequal length: shapes of activations and gradients change places.
+
+    Each rank is then both before and after the other, and upstream posts sends and receives of shapes in an order that
+    pairs one rank's "to the previous" with the other's "from the previous". Its tensors go in the right order.
+    """
+    communicator = module.P2PCommunicator
+    stock = communicator._communicate_shapes
+
+    def communicate_shapes(
+        self: Any, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        if self.pp_group.size() != 2:
+            return stock(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+        device = module.torch.cuda.current_device()
+
+        def shape(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else torch.tensor(tensor.shape, dtype=torch.int64, device=device)
+
+        received = [torch.zeros(3, dtype=torch.int64, device=device) for _ in range(2)]
+        sent = shape(tensor_send_prev), shape(tensor_send_next)
+        requests = module._p2p_ops(
+            tensor_send_prev=sent[0],
+            tensor_recv_prev=received[0] if recv_prev else None,
+            tensor_send_next=sent[1],
+            tensor_recv_next=received[1] if recv_next else None,
+            group=self.pp_group,
+            prev_pipeline_rank=self.prev_rank,
+            next_pipeline_rank=self.next_rank,
+        )
+        # Not for the sends: the other may read them in its next exchange, after the tensors of this one.
+        for name in requests.keys() & {"recv_prev", "recv_next"}:
+            requests[name].wait()
+        self.unread_shapes = [*getattr(self, "unread_shapes", [])[-8:], (requests, sent)]  # alive while in flight
+        return received[0].tolist(), received[1].tolist()
+
+    replace(communicator, "_communicate_shapes", communicate_shapes)
+
+
+def _gated_delta_net(module: ModuleType) -> None:
+    """A Gated DeltaNet refuses to be built without fla, also where a subclass brings kernels of its own.
+
+    Goes when megatron-core asks for fla where it calls it.
+    """
+    replace(module, "HAVE_FLA", True)
+
+
+def table() -> dict[str, Patch]:
+    """Module name -> patch, for what this environment lacks."""
+    patches: dict[str, Patch] = {
+        "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
+        "megatron.core.dist_checkpointing.serialization": _checkpoint_config,
+        "megatron.core.dist_checkpointing.strategies.common": _checkpoint_common,
+        "megatron.core.dist_checkpointing.strategies.torch": _checkpoint_reader,
+        "megatron.core.pipeline_parallel.p2p_communication": _pipeline_shapes,
+        "megatron.core.ssm.gated_delta_net.common": _gated_delta_net,
+        "megatron.core.optimizer.distrib_optimizer": _groups_of_two_dtypes,
+    }
+    if importlib.util.find_spec("transformer_engine") is None:
+        patches["megatron.core.tensor_parallel.random"] = _recompute
+        if importlib.util.find_spec("apex") is None:
+            patches["megatron.core.optimizer"] = _optimizer
+            patches["megatron.core.optimizer.distrib_optimizer"] = _distributed_optimizer
+            patches["megatron.core.optimizer.cpu_offloading.hybrid_optimizer"] = _optimizer_offload
+    return patches

@@ -1,0 +1,151 @@
+"""Objects of a checkpoint folder, unpickled by an allow list: a folder that a user brings must not run code.
+
+A ``torch_dist`` folder holds pickles in three places, which torch and megatron-core read with a plain ``pickle.load``:
+``.metadata``, the objects in ``.distcp`` files (RNG states, ``common_state``), and ``common.pt`` of earlier versions.
+``CheckedReader`` and ``load_common`` take the place of their readers (``patches``).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from pathlib import Path, PurePosixPath
+from traceback import StackSummary
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from slime_like.errors import CheckpointError
+
+# Classes that torch and megatron-core have written into .metadata: dataclasses, enums and sizes. None runs code.
+ALLOWED: dict[str, frozenset[str]] = {
+    "torch.distributed.checkpoint.metadata": frozenset(
+        {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        }
+    ),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    "torch.distributed.checkpoint.planner": frozenset(
+        {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}  # in planner_data, by megatron-core up to 0.8
+    ),
+    "torch.distributed._shard.sharded_tensor.metadata": frozenset({"MEM_FORMAT_ENCODING", "TensorProperties"}),
+    "megatron.core.dist_checkpointing.strategies.torch": frozenset({"MCoreMetadata", "MCoreSavePlan"}),
+    "torch": frozenset({"Size"}),  # and dtypes
+    "torch.serialization": frozenset({"_get_layout"}),  # looks a name up in a table
+    "collections": frozenset({"OrderedDict"}),
+    "pathlib": frozenset({"PosixPath"}),
+}
+OPTIMIZERS = [torch.optim.Adam, torch.optim.AdamW]  # of which one megatron's offloading optimizer names as its own
+GLOBAL = re.compile(r"GLOBAL (\S+)")  # how torch's weights-only unpickler names what it refuses
+
+
+class CheckedReader(FileSystemReader):
+    """torch's reader of a checkpoint folder with both of its pickles replaced: each is read once and checked as it is read."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return ``.metadata``. Raises ``CheckpointException`` around the ``CheckpointError`` of ``load_metadata``.
+
+        torch's loader takes any ``Exception`` here for a file that is missing; CheckpointException is none.
+        """
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        try:
+            metadata = load_metadata(path)
+        except CheckpointError as error:
+            raise CheckpointException("read metadata", {0: (error, StackSummary())}) from error
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        """Read tensors and objects; objects by torch's weights-only unpickler. Raises ``CheckpointError`` naming the file."""
+        return super().read_data(plan, cast("Any", _CheckedObjects(planner, self)))
+
+
+class _CheckedObjects:
+    """A load planner that is given objects only after ``load_object`` has read them.
+
+    torch's planners unpickle the bytes they are given without restriction: they get a copy written here, never the file's.
+    """
+
+    def __init__(self, planner: Any, reader: CheckedReader) -> None:
+        self._planner = planner
+        self._reader = reader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Check one object and pass it on."""
+        file: str = self._reader.storage_data[read_item.storage_index].relative_path
+        copy = io.BytesIO()
+        torch.save(load_object(value, Path(self._reader.path) / file), copy)
+        copy.seek(0)
+        self._planner.load_bytes(read_item, copy)
+
+
+def load_metadata(path: Path) -> Metadata:
+    """Return the metadata in ``path``, the ``.metadata`` of a folder.
+
+    Raises ``CheckpointError`` where it asks for a class that is not in ``ALLOWED``, holds something else, or places data
+    outside of its folder.
+    """
+    found = _MetadataUnpickler(path).load()
+    if not isinstance(found, Metadata):
+        raise CheckpointError(f"{path}: holds a {type(found).__name__}, not the metadata of a torch_dist checkpoint")
+    for info in (found.storage_data or {}).values():
+        name = PurePosixPath(info.relative_path)
+        if name.is_absolute() or ".." in name.parts:
+            raise CheckpointError(f"{path}: places data in {str(name)!r}, outside of its folder; it was not read")
+    return found
+
+
+def load_object(file: io.BytesIO | Path, path: Path) -> Any:
+    """Return what ``torch.save`` wrote, by torch's weights-only unpickler: tensors, containers, and megatron's safe classes.
+
+    Raises ``CheckpointError`` naming ``path`` and the class or function that it asks for beyond these.
+    """
+    from slime_like.train.megatron.platform.patches import GroupStepAdamW  # which imports this module
+
+    try:
+        with torch.serialization.safe_globals([*OPTIMIZERS, GroupStepAdamW]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        refused = GLOBAL.search(str(error))
+        if refused is None:  # torn
+            raise
+        raise CheckpointError(_refusal(path, refused[1])) from None
+
+
+def load_common(checkpoint_dir: str | Path) -> Any:
+    """Return the objects of a legacy ``common.pt``. Errors as ``load_object``."""
+    path = Path(checkpoint_dir) / "common.pt"
+    return load_object(path, path)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.BytesIO(path.read_bytes()))
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise CheckpointError(_refusal(self._path, f"{module}.{name}"))
+
+
+def _refusal(path: Path, name: str) -> str:
+    return (
+        f"{path}: its pickle asks for {name}, which is no part of a checkpoint and could run code; nothing of it was run: "
+        "get the checkpoint again, from somebody you trust"
+    )

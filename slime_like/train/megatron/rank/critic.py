@@ -1,0 +1,97 @@
+"""One critic rank: values for a rollout, then regression on its returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slime_like.algo.value_loss import value_loss
+from slime_like.batch import Columns, PackedBatch
+from slime_like.config.schema.resolved import CriticSpec
+from slime_like.metrics.types import Last, Metric
+from slime_like.train.megatron.model.forward import MicroBatch, to_device
+from slime_like.train.megatron.model.model import Chunks
+from slime_like.train.megatron.model.value_model import ValueModel, value_micros
+from slime_like.train.megatron.platform.groups import RankInfo
+from slime_like.train.megatron.rank.rank_model import OpenRollout, RankModel
+from slime_like.train.megatron.step import optim
+from slime_like.train.megatron.step.columns import fill, nested
+from slime_like.train.megatron.step.drift import Drift
+from slime_like.train.megatron.step.reports import StepReport
+from slime_like.train.megatron.step.step import OptimizerStep
+from slime_like.train.megatron.weights import checkpoint
+
+OWN = frozenset({"value_loss", "value_clipfrac", "values", "returns"})  # names that no policy metric has
+
+
+class ValueStep(OptimizerStep):
+    """Optimizer steps on the value loss."""
+
+    reports_balance = False  # under these names the policy does
+
+    def __init__(self, wrapped: Chunks, optimizer: Any, schedule: Any, clip: float | None, place: RankInfo) -> None:
+        super().__init__(wrapped, optimizer, schedule, place)
+        model = wrapped.last
+        assert isinstance(model, ValueModel)
+        self._model = model
+        self._clip = clip
+
+    def _loss_of(
+        self, micro: MicroBatch, hidden: Tensor, report: StepReport, drift: Drift | None
+    ) -> tuple[Tensor, int]:
+        del drift
+        rows, device = micro.rows, hidden.device
+        found = micro.layout.predictions(rows.loss_weight > 0)
+        target = to_device(found.target, device)
+        assert micro.values is not None and micro.returns is not None
+        values = self._model.values(hidden, to_device(found.source, device))
+        weight = to_device(rows.loss_weight[found.target], device)
+        out = value_loss(values, micro.values[target], micro.returns[target], self._clip)
+        report.add(out, weight, {})
+        return (weight * out.loss).sum(), len(found.target)
+
+
+class RankCritic(RankModel):
+    """The value model on one rank. Methods are collectives: every rank calls them in the same order."""
+
+    def __init__(self, spec: CriticSpec, place: RankInfo) -> None:
+        super().__init__(spec.rank, place, ValueModel)
+        self.optimizer_step = ValueStep(self.wrapped, self.optimizer, self.schedule, spec.value_clip, place)
+        if spec.load is not None:
+            checkpoint.load_weights(self.checkpoint_parts(), Path(spec.load))
+        self._rollout: OpenRollout | None = None
+
+    def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
+        """Values of a rollout, which stays open for ``update``, on the rank that speaks for its shard. No metrics yet."""
+        start = time.perf_counter()
+        rollout = OpenRollout([[self.micro(rows) for rows in step] for step in steps])
+        values = value_micros(self.wrapped, rollout.micros)
+        for micro, column in zip(rollout.micros, values, strict=True) if values else ():
+            micro.values = column
+        rollout.metrics.append(Last("perf/values_time", time.perf_counter() - start))
+        self._rollout = rollout
+        return (nested([v.cpu().numpy() for v in values], rollout.plan) if self.place.speaks_for_shard else None), ()
+
+    def update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
+        """One optimizer step per step of the open rollout. Global metrics on the reporter, else ()."""
+        rollout, self._rollout = self._rollout, None
+        assert rollout is not None, "score comes first"
+        start = time.perf_counter()
+        fill(rollout.plan, "returns", returns, self.place)
+        metrics = rollout.metrics
+        for micros, count in zip(rollout.plan, num_tokens, strict=True):
+            metrics += [_renamed(metric) for metric in self.optimizer_step(micros, count, None)]
+        optim.settle_weights(self.wrapped)
+        metrics.append(Last("perf/critic_train_time", time.perf_counter() - start))
+        return tuple(metrics) if self.place.is_reporter else ()
+
+
+def _renamed(metric: Metric) -> Metric:
+    """The actor reports under the same names: ``train/lr`` becomes ``train/critic_lr``."""
+    name = metric.name.removeprefix("train/")
+    return metric if name in OWN else replace(metric, name=f"train/critic_{name}")

@@ -1,0 +1,26 @@
+"""Per-token columns that one role computes and another reads: values, returns, a teacher's log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from slime_like.batch import Columns
+from slime_like.train.megatron.model.forward import MicroBatch, to_device
+from slime_like.train.megatron.platform.groups import RankInfo
+from slime_like.types import F32
+
+
+def nested(columns: Sequence[F32], plan: Sequence[Sequence[MicroBatch]]) -> Columns:
+    """Columns of all micro-batches in order, as ``plan`` has them."""
+    flat: Iterator[F32] = iter(columns)
+    return [[next(flat) for _ in step] for step in plan]
+
+
+def fill(plan: Sequence[Sequence[MicroBatch]], name: str, columns: Columns, place: RankInfo) -> None:
+    """Put ``columns`` into the micro-batches' field ``name``, where losses are computed."""
+    if not place.is_last:
+        return
+    for micros, values in zip(plan, columns, strict=True):
+        for micro, column in zip(micros, values, strict=True):
+            assert column.shape == (micro.layout.num_tokens,), f"{name}: {column.shape} for {micro.layout.num_tokens}"
+            setattr(micro, name, to_device(column, place.device))

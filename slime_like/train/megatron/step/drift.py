@@ -1,0 +1,156 @@
+"""Trainer against engine, on the samples of a rollout: measured on all ranks, judged before the first optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.data.provenance import provenance
+from slime_like.errors import ConsistencyError
+from slime_like.metrics.types import Max, Mean, Metric
+from slime_like.train.megatron.model.forward import MicroBatch, to_device
+from slime_like.train.megatron.platform.groups import RankInfo
+from slime_like.types import I64
+
+NAME = "train/train_rollout_logprob_abs_diff"
+WORST = 3  # samples that an error names
+CAUSES = (
+    "Likely causes: keys and values of older weights that the engine used again; weights of the trainer that changed after "
+    "the push; a sampling option that changes the engine's distribution (rollout.sglang, a generate function's own); a "
+    "generate function that moved or replaced log-probabilities; model.megatron or rollout.sglang options that make "
+    "engine and trainer compute differently"
+)
+
+
+@dataclass(slots=True)
+class Drift:
+    """Differences of log-probabilities, trainer minus engine, of one rollout's trained tokens on this rank."""
+
+    version: int  # of the trainer's weights
+    place: RankInfo
+    tolerance: float | None = None  # None: the rollout is not judged
+    own: list[Tensor] = field(default_factory=list[Tensor])  # of samples that the trainer's version sampled whole
+    mixed: list[Tensor] = field(default_factory=list[Tensor])
+    stale: list[Tensor] = field(default_factory=list[Tensor])
+    sample_ids: list[I64] = field(default_factory=list[I64])  # at each token of ``own``
+
+    @torch.no_grad()
+    def add(self, micro: MicroBatch, target_N: I64, logprobs_N: Tensor) -> None:
+        """Count tokens ``target_N`` of a micro-batch, of which the trainer says ``logprobs_N``."""
+        rows, device = micro.rows, logprobs_N.device
+        tokens = provenance(rows, self.version)
+        differences = logprobs_N.detach() - to_device(rows.rollout_logprobs[target_N], device)
+        for differences_of_kind, mask in (
+            (self.own, tokens.own),
+            (self.mixed, tokens.mixed),
+            (self.stale, tokens.stale),
+        ):
+            differences_of_kind.append(differences[to_device(mask[target_N], device)])
+        self.sample_ids.append(rows.sample_ids[micro.layout.sequence_of(target_N[tokens.own[target_N]])])
+
+    def add_columns(self, micros: Sequence[MicroBatch], columns: Sequence[Tensor | None]) -> None:
+        """Count trained tokens of micro-batches that were scored whole: [T] columns, the same on context parallel ranks."""
+        if self.place.cp_rank:
+            return
+        for micro, column in zip(micros, columns, strict=True):
+            if column is not None:
+                target = np.flatnonzero(micro.rows.loss_weight > 0)
+                self.add(micro, target, column[to_device(target, column.device)])
+
+    def close(self) -> list[Metric]:
+        """Global metrics on the last pipeline stage. A collective of all ranks.
+
+        Raises ``ConsistencyError`` on every rank where a token of ``own`` differs by more than ``tolerance``, or by NaN.
+        """
+        metrics, complaint = self._judge() if self.place.is_last else ([], None)
+        if self.place.layout.pp > 1:
+            verdict = [complaint]
+            dist.broadcast_object_list(
+                verdict, src=dist.get_process_group_ranks(self.place.pp_group)[-1], group=self.place.pp_group
+            )
+            (complaint,) = verdict
+        if complaint is not None:
+            raise ConsistencyError(complaint)
+        return metrics
+
+    def metrics(self, suffix: str) -> list[Metric]:
+        """Mean and largest difference of ``own`` over all ranks, on the last pipeline stage."""
+        if not self.place.is_last:
+            return []
+        size = np.abs(self._gathered()[0])
+        if not len(size):
+            return []
+        return [Mean(f"{NAME}{suffix}", float(size.mean())), Max(f"{NAME}_max{suffix}", float(size.max()))]
+
+    def _judge(self) -> tuple[list[Metric], str | None]:
+        own, mixed, stale = self._gathered()
+        sampled = len(own) + len(mixed) + len(stale)
+        if not sampled:  # demonstrations: no engine to compare with
+            return [], None
+        metrics: list[Metric] = [Mean("train/off_policy_token_ratio", len(stale) / sampled)]
+        if len(mixed):
+            size = np.abs(mixed)
+            metrics += [Mean(f"{NAME}_mixed", float(size.mean())), Max(f"{NAME}_mixed_max", float(size.max()))]
+        if len(stale):
+            metrics.append(Mean(f"{NAME}_stale", float(np.abs(stale).mean())))
+        if not len(own):
+            return metrics, None
+        size = np.abs(own)
+        metrics += [
+            Mean(NAME, float(size.mean())),
+            Max(f"{NAME}_p99", float(np.quantile(size, 0.99))),
+            Max(f"{NAME}_max", float(size.max())),
+            # as in http://joschu.net/blog/kl-approx.html
+            Mean("train/train_rollout_kl_k3", float((np.expm1(own) - own).mean())),
+        ]
+        worst = np.where(np.isfinite(size), size, np.inf)
+        if self.tolerance is None or (np.isfinite(worst).all() and worst.max() <= self.tolerance):
+            return metrics, None
+        return metrics, self._complaint(worst)
+
+    def _complaint(self, worst: Any) -> str:
+        """The error's words. A collective of the ranks that hold parts of the batch."""
+        ids = np.concatenate([np.zeros(0, np.int64), *self.sample_ids])
+        (gathered_ids,) = gather_ragged([to_device(ids, self.place.device)], self.place.dp_cp_group)
+        ids_of_all = gathered_ids.cpu().numpy()
+        named: dict[int, float] = {}
+        for index in np.argsort(-worst):
+            named.setdefault(int(ids_of_all[index]), float(worst[index]))
+            if len(named) == WORST:
+                break
+        listed = ", ".join(f"{sample_id} ({value:.3g})" for sample_id, value in named.items())
+        return (
+            f"samples of the rollout that weights of version {self.version} generated: engine and trainer, which holds "
+            f"version {self.version}, disagree: largest |log-probability difference| {worst.max():.3g}, mean {worst.mean():.3g} "
+            f"over {len(worst)} tokens of {len(np.unique(ids_of_all))} samples, largest in samples {listed}; "
+            f"weights.sample_tolerance is {self.tolerance:g}. No optimizer step was taken on this rollout. {CAUSES}"
+        )
+
+    def _gathered(self) -> list[Any]:
+        """F64 [n] differences of all ranks that hold parts of the batch: own, mixed, stale."""
+        empty = torch.zeros(0, device=self.place.device)
+        kinds = [torch.cat([empty, *parts]) for parts in (self.own, self.mixed, self.stale)]
+        return [kind.cpu().numpy().astype(np.float64) for kind in gather_ragged(kinds, self.place.dp_cp_group)]
+
+
+def gather_ragged(vectors: Sequence[Tensor], group: Any) -> list[Tensor]:
+    """Concatenation of each vector over the ranks of ``group``, where they differ in length."""
+    world = dist.get_world_size(group)
+    if world == 1:
+        return list(vectors)
+    local = torch.cat(list(vectors))
+    count = torch.tensor([len(vector) for vector in vectors], device=local.device)
+    counts = [torch.zeros_like(count) for _ in range(world)]
+    dist.all_gather(counts, count, group=group)
+    longest = int(torch.stack(counts).sum(1).max())
+    padded = torch.nn.functional.pad(local, (0, longest - len(local)))
+    gathered = [torch.zeros_like(padded) for _ in range(world)]
+    dist.all_gather(gathered, padded, group=group)
+    parts = [part[: int(n.sum())].split(n.tolist()) for part, n in zip(gathered, counts, strict=True)]
+    return [torch.cat(vector) for vector in zip(*parts, strict=True)]

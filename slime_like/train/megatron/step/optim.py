@@ -1,0 +1,134 @@
+"""Gradient buckets, AdamW and its schedule, all megatron's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from slime_like.config.rules.schedule import settle_schedule
+from slime_like.config.schema.resolved import ActorSpec
+from slime_like.train.megatron.model.model import Chunks
+from slime_like.train.megatron.model.transformer_config import dtype_of
+from slime_like.train.megatron.platform import host
+
+_MEGATRON_STYLE = {"wsd": "WSD"}
+
+
+def wrap(spec: ActorSpec, model: Chunks) -> Chunks:
+    """Each chunk of the model in megatron's DDP: float32 gradient buffers, reduced over dp (scattered for the distributed optimizer)."""
+    layout = spec.layout
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=layout.distributed_optimizer,
+        check_for_nan_in_grad=True,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather,
+        bucket_size=layout.bucket_size,
+    )
+    config_of_model = model.last.config
+    config_of_model.finalize_model_grads_func = finalize_model_grads
+    mark_experts(model)
+    # Of later virtual stages there is one bucket, as in megatron's own trainer: other chunks' computation hides it.
+    wrapped = [
+        DistributedDataParallel(config_of_model, config, policy, disable_bucketing=i > 0)
+        for i, policy in enumerate(model.policies)
+    ]
+    if layout.overlap_grad_reduce:  # every micro-batch but the last: nothing is reduced
+        chunks: Any = [chunk.no_sync for chunk in wrapped]
+        config_of_model.no_sync_func = chunks if len(chunks) > 1 else chunks[0]
+    return Chunks(wrapped)
+
+
+def mark_experts(model: Chunks) -> None:
+    """Gradients of routed experts are reduced over their own copies whatever the layout.
+
+    megatron does so for ep > 1 only, and then cannot read the optimizer state of one kind of layout in the other.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            setattr(parameter, "allreduce", False)  # noqa: B010 (read by DDP and optimizer)
+
+
+def settle_weights(wrapped: Chunks) -> None:
+    """Make this rank's weights whole: with overlap_param_gather they are only gathered as forward comes to them.
+
+    For whoever reads weights without a forward: export, checkpoint, another model's weights in their place. Collective.
+    """
+    chunks: list[Any] = list(wrapped)
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            with torch.no_grad():
+                chunk.start_param_sync(force_sync=True)
+
+
+def make_optimizer(spec: ActorSpec, wrapped: Chunks) -> Any:
+    """Megatron's optimizer over this rank's parameters (its shard of them, with the distributed optimizer)."""
+    optim, dtype = spec.optim, dtype_of(spec)
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=min(optim.min_lr, optim.lr),
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad or float("inf"),  # the norm is measured even where nothing is clipped
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=spec.layout.distributed_optimizer,
+        overlap_param_gather=spec.layout.overlap_param_gather,
+        **_offload(spec),
+    )
+    chunks: list[Any] = list(wrapped)
+    with host.building_optimizer():
+        optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    wrapped.last.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def _offload(spec: ActorSpec) -> dict[str, Any]:
+    """On a host there is nothing to offload from."""
+    return offload_fields(spec.optim.cpu_offload_fraction) if spec.optim.cpu_offload and spec.device == "cuda" else {}
+
+
+def offload_fields(fraction: float) -> dict[str, Any]:
+    """Main weights, moments and update of ``fraction`` of the parameters on the host, by megatron's ``HybridDeviceOptimizer``."""
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": fraction,
+        "use_precision_aware_optimizer": True,  # main weights are then the hybrid optimizer's own, in float32
+        "overlap_cpu_optimizer_d2h_h2d": True,
+    }
+
+
+def make_schedule(spec: ActorSpec, optimizer: Any) -> OptimizerParamScheduler:
+    """Learning rate per optimizer step, to be stepped *before* each: the first step has lr / warmup_steps, not 0.
+
+    The scheduler also applies weight decay per group: without it, norms and biases (wd_mult 0) would decay. Raises
+    ``ConfigError`` on a schedule that does not fit the run.
+    """
+    optim = settle_schedule(spec.optim, spec.num_steps)
+    decay = optim.decay_steps or spec.num_steps
+    if optim.schedule == "constant":
+        decay = max(decay, optim.warmup_steps + 1)  # megatron wants an end, though nothing happens there
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=min(optim.min_lr, optim.lr),
+        lr_warmup_steps=optim.warmup_steps,
+        lr_decay_steps=decay,
+        lr_decay_style=_MEGATRON_STYLE.get(optim.schedule, optim.schedule),
+        wsd_decay_steps=optim.wsd_decay_steps,
+        lr_wsd_decay_style=optim.wsd_decay_style,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=decay,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a resumed run follows its own config; only the step count is restored
+    )

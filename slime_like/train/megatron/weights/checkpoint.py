@@ -1,0 +1,349 @@
+"""Megatron distributed checkpoints (torch_dist): model, optimizer, schedule, RNG and version, loadable in any layout.
+
+A save has two halves. ``begin`` copies everything of one instant and lets a thread write it; ``PendingSave.finish``
+waits for the threads of all ranks and gives the folder its name. What is trained in between is not in it.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from torch.distributed.checkpoint import CheckpointException
+
+from slime_like.checkpoint.files import ROLLOUT, SCRATCH, iteration_folder, publish, side_files
+from slime_like.checkpoint.hashes import Written, hash_files
+from slime_like.checkpoint.record import (
+    Manifest,
+    Scalar,
+    check_value_head,
+    write_manifest,
+    written_files,
+)
+from slime_like.config.rules.saved_model import check_padding
+from slime_like.errors import CheckpointError
+from slime_like.train.megatron.families.base import Family
+from slime_like.train.megatron.model.model import Chunks
+from slime_like.train.megatron.platform import patches
+from slime_like.train.megatron.platform.collective import make_empty, on_rank_zero
+from slime_like.train.megatron.platform.groups import RankInfo
+from slime_like.train.megatron.weights.damage import checked_manifest, damage_named, error_summary
+from slime_like.util.deadline import Deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a checkpoint is made of on one rank."""
+
+    model: Chunks
+    optimizer: Any
+    schedule: Any
+    family: Family
+    place: RankInfo
+    key: str = "model.hf_checkpoint"  # which says what model it is
+    verify: bool = True  # compare a checkpoint with its hashes before it is loaded
+
+
+# ---- save ------------------------------------------------------------------------------------------------------------
+class PendingSave:
+    """A checkpoint of which this rank has a copy, and a thread that writes it. Methods are collective."""
+
+    def __init__(self, request: Any, target: Path, manifest: Manifest, place: RankInfo) -> None:
+        self.target = target
+        self._scratch = _scratch(target)
+        self._manifest = manifest
+        self._place = place
+        self._finalize: list[Callable[[], None]] = list(request.finalize_fns)
+        self._error: str | None = None
+        self._hashes: dict[str, str] = {}  # of the files that this rank writes
+        self._rollout: dict[str, Written] | None = None
+        self._thread: threading.Thread | None = None
+        if request.async_fn is not None:  # a rank may have nothing to write
+            arguments = [*request.async_fn_args]
+            arguments[1] = _copied(arguments[1], request.preload_fn())
+            keywords = dict(request.async_fn_kwargs)
+            self._thread = threading.Thread(
+                target=self._write, args=(request.async_fn, arguments, keywords), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+
+    def _write(self, write: Callable[..., None], arguments: list[Any], keywords: dict[str, Any]) -> None:
+        patches.UNWRITTEN.clear()
+        try:
+            write(*arguments, **keywords)
+            results: queue.Queue[Any] = arguments[-1]
+            outcome = results.get_nowait()
+            if isinstance(outcome, Exception):
+                raise outcome
+            results.put(outcome)  # for the finalisation
+            files = {name: Path(path) for path, name, _ in arguments[1]}
+            self._hashes = dict(zip(files, hash_files(list(files.values())), strict=True))
+            if dist.get_rank() == 0:
+                self._rollout = self._rollout_side()
+        except BaseException as error:  # noqa: BLE001  the fault boundary of the thread: finish raises it on every rank
+            self._error = error_summary(patches.UNWRITTEN[0] if patches.UNWRITTEN else error)
+
+    def is_written(self) -> bool:
+        """Whether the threads of all ranks are through, so that ``finish`` does not wait for a disk."""
+        busy = torch.tensor([float(self._thread is not None and self._thread.is_alive())], device=self._place.device)
+        dist.all_reduce(busy, op=dist.ReduceOp.MAX)
+        return not busy.item()
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait for every rank's files and give the folder its name.
+
+        Raises ``CheckpointError`` on every rank when one failed, after removing what was written.
+        """
+        try:
+            self._join(deadline_s)
+            patches.UNREPORTED.clear()
+            for step in self._finalize:
+                step()
+            on_rank_zero(self._name)
+        # The latter is a BaseException: `except Exception` misses it.
+        except (CheckpointError, CheckpointException) as error:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self._scratch, ignore_errors=True)
+            if isinstance(error, CheckpointError):
+                raise
+            raise _failed(self.target, error_summary(error)) from error
+
+    def _join(self, deadline_s: float) -> None:
+        if self._thread is not None:
+            deadline = Deadline(f"rank {dist.get_rank()}", "save", deadline_s)
+            self._thread.join(deadline.remaining("the disk"))
+            if self._thread.is_alive():
+                raise deadline.exceeded(f"the disk of {self._scratch}")
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (self._error, self._hashes))
+        errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(found) if error]
+        if errors:
+            raise _failed(self.target, "; ".join(errors))
+        self._hashes = {name: sha for _, hashes in found for name, sha in hashes.items()}
+
+    def _name(self) -> None:
+        if patches.UNREPORTED:
+            raise patches.UNREPORTED.pop()
+        rollout = self._rollout_side() if self._rollout is None else self._rollout
+        write_manifest(self._scratch, self._manifest, hashes=self._hashes, rollout=rollout)
+        publish(self._scratch, self.target)
+
+    def _rollout_side(self) -> dict[str, Written]:
+        """Files that the driver wrote before this save began."""
+        folder = self.target.parent
+        return written_files(folder / ROLLOUT, side_files(folder, self._manifest.iteration))
+
+
+def begin(parts: Parts, folder: Path, iteration: int, version: int) -> PendingSave:
+    """Copy everything as it is now and begin to write ``folder/iter_<iteration>``. Collective."""
+    target = iteration_folder(folder, iteration)
+    scratch = _scratch(target)
+    on_rank_zero(lambda: make_empty(scratch))
+    state = _sharded_state(parts, loading=False)
+    state["rng"] = _rng_object(parts.place, _rng_state())
+    group = parts.optimizer.param_groups[0]
+    manifest = Manifest(
+        iteration=iteration,
+        version=version,
+        schedule_steps=int(parts.schedule.num_steps),
+        max_lr=float(group["max_lr"]),
+        min_lr=float(group["min_lr"]),
+        distributed_optimizer=parts.place.layout.distributed_optimizer,
+        layout=_layout(parts.place),
+        model=_fingerprint(parts.family, parts.model.last.head),
+    )
+    try:
+        request = dist_checkpointing.save(
+            state,
+            str(scratch),
+            get_default_save_sharded_strategy("torch_dist"),
+            async_sharded_save=True,
+            async_strategy="mcore",
+            content_metadata=_content(),
+        )
+    except CheckpointException as error:
+        raise _failed(target, error_summary(error)) from error
+    return PendingSave(request, target, manifest, parts.place)
+
+
+def _copied(buckets: list[Any], on_host: list[Any]) -> list[Any]:
+    """``on_host`` without a tensor that the next step writes to: megatron copies from devices, not from the host."""
+    out: list[Any] = []
+    for (_, _, (_, live)), (file, key, (data, tensors)) in zip(buckets, on_host, strict=True):
+        pairs = zip(live, tensors, strict=True)
+        copies = [
+            (item, tensor.detach().clone() if tensor.data_ptr() == source.data_ptr() else tensor)
+            for (_, source), (item, tensor) in pairs
+        ]
+        out.append((file, key, (data, copies)))
+    return out
+
+
+def _scratch(target: Path) -> Path:
+    return target.with_name(target.name + SCRATCH)
+
+
+def _failed(target: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{target}: the save failed ({reason}); is the disk full? The checkpoint before it is as it was"
+    )
+
+
+# ---- load ------------------------------------------------------------------------------------------------------------
+def load(parts: Parts, folder: Path, iteration: int) -> int:
+    """Restore ``folder/iter_<iteration>``, written in any layout; returns its version. Collective.
+
+    Raises ``CheckpointError`` when it is missing, torn, of another model, or of a layout that cannot become this one.
+    """
+    source = iteration_folder(folder, iteration)
+    manifest = checked_manifest(source, verify=parts.verify)
+    _check_model(manifest, parts, source)
+    _check_optimizer(manifest, parts, source)
+    with damage_named(
+        lambda why: f"{source}: torn, or not a checkpoint of this trainer ({why}); use an earlier iteration"
+    ):
+        _restore(parts, source, manifest)
+    return manifest.version
+
+
+def load_weights(parts: Parts, source: Path) -> None:
+    """Start from the weights of an iteration's folder, and from nothing else of it. Collective; errors as ``load``."""
+    _check_model(checked_manifest(source, verify=parts.verify), parts, source)
+    metadata = {**_content(), "dp_cp_group": parts.place.dp_cp_group}
+    state: dict[str, Any] = {"model": parts.model.sharded_state_dict(metadata=metadata)}
+    with damage_named(lambda why: f"{source}: torn ({why}); use another iteration"):
+        loaded: Any = dist_checkpointing.load(state, str(source), get_default_load_sharded_strategy(str(source)))
+    parts.model.load_state_dict(loaded["model"])
+    parts.optimizer.reload_model_params()  # it has copies of its own
+
+
+def _restore(parts: Parts, source: Path, manifest: Manifest) -> None:
+    groups = parts.optimizer.param_groups
+    own = [(group["max_lr"], group["min_lr"]) for group in groups]
+    for group in groups:  # megatron finds a saved group by these values too: a resumed run may change them
+        group.update(max_lr=manifest.max_lr, min_lr=manifest.min_lr)
+    state = _sharded_state(parts, loading=True)
+    same_layout = manifest.layout == _layout(parts.place)
+    if same_layout:  # RNG states belong to ranks
+        state["rng"] = _rng_object(parts.place, None)
+    loaded: Any = dist_checkpointing.load(state, str(source), get_default_load_sharded_strategy(str(source)))
+    parts.model.load_state_dict(loaded["model"])
+    with torch.no_grad():
+        parts.optimizer.load_state_dict(loaded["optimizer"])
+    for group, (max_lr, min_lr) in zip(parts.optimizer.param_groups, own, strict=True):
+        group["max_lr"], group["min_lr"] = max_lr, min_lr
+    parts.schedule.num_steps = manifest.schedule_steps
+    parts.schedule.step(0)
+    if same_layout:
+        _set_rng_state(loaded["rng"][0])
+
+
+def _sharded_state(parts: Parts, *, loading: bool) -> dict[str, Any]:
+    metadata = {**_content(), "dp_cp_group": parts.place.dp_cp_group}
+    if not loading:
+        _fill_state(parts.optimizer)
+    state: dict[str, Any] = {"model": parts.model.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = parts.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=metadata)
+    return state
+
+
+def _fill_state(optimizer: Any) -> None:
+    """Zero moments where no step was taken yet, as when filters left nothing to train on: megatron takes them for given."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not part.optimizer.state:
+            part.init_state_fn(part.optimizer, part.config)
+
+
+def _content() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _check_model(manifest: Manifest, parts: Parts, source: Path) -> None:
+    if parts.model.last.head == "value":
+        check_value_head(source, manifest)
+    check_model(manifest, parts.family, parts.model.last.head, source, parts.key)
+
+
+def _check_optimizer(manifest: Manifest, parts: Parts, source: Path) -> None:
+    mine = parts.place.layout.distributed_optimizer
+    if manifest.distributed_optimizer != mine:
+        raise CheckpointError(
+            f"{source}: saved with parallel.distributed_optimizer={manifest.distributed_optimizer}, "
+            f"which cannot be loaded with {mine}: set it as it was"
+        )
+
+
+def check_model(manifest: Manifest, family: Family, head: str, source: Path, key: str = "model.hf_checkpoint") -> None:
+    """Raise ``CheckpointError`` unless the checkpoint is of the family's model, the value of ``key``, with this head."""
+    check_padding(manifest, source, family.padded_vocabulary, family.tp)
+    wanted, found = _fingerprint(family, head), manifest.model
+    for name in wanted:
+        if wanted[name] != found.get(name):
+            raise CheckpointError(
+                f"{source}: of another model: {name} is {found.get(name)} there and {wanted[name]} in "
+                f"{key}; give the checkpoint the model it was trained from"
+            )
+
+
+def _fingerprint(family: Family, head: str) -> dict[str, Scalar]:
+    hf = family.hf
+    keys = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    more = ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
+    experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    return {
+        **{key: getattr(hf, key, None) for key in (*keys, *more, *(experts if family.num_experts else ()))},
+        **{key: getattr(hf, key) for key in family.shape_keys},
+        **({"layer_pattern": "".join(family.blocks())} if family.shape_keys else {}),
+        "head": head,
+        "padded_vocabulary": family.padded_vocabulary,  # depends on parallel.tp where 128 is not a multiple of it
+    }
+
+
+def _layout(place: RankInfo) -> dict[str, int]:
+    sizes = place.layout
+    return {"tp": sizes.tp, "pp": sizes.pp, "cp": sizes.cp, "dp": sizes.dp, "ep": sizes.ep}
+
+
+def _rng_object(place: RankInfo, state: Any) -> ShardedObject:
+    sizes = place.layout
+    shape = (sizes.pp, sizes.tp, sizes.cp, sizes.dp)
+    offset = (place.pp_rank, place.tp_rank, place.cp_rank, place.dp_rank)
+    return ShardedObject("rng", state, shape, offset, replica_id=0)
+
+
+def _rng_state() -> list[dict[str, Any]]:
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "tracker": _tracker().get_states(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return [state]
+
+
+def _tracker() -> Any:
+    return tensor_parallel.get_cuda_rng_tracker()
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    _tracker().set_states(state["tracker"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,60 @@
+"""A checkpoint of a run as a model in HF format, on the host and in one process: no Ray, no engine, no optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime_like.checkpoint.files import MANIFEST
+from slime_like.checkpoint.record import read_manifest
+from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.model import ModelConfig, OptimConfig
+from slime_like.config.schema.resolved import ActorSpec, Layout
+from slime_like.train.megatron.platform import groups, host
+from slime_like.util.ports import meeting_at
+
+LOOPBACK = "127.0.0.1"
+
+
+def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes: int) -> None:
+    """Write the weights of the iteration folder ``source`` to ``out``, with config and tokenizer of the HF folder ``hf``.
+
+    ``dtype`` is float32 or bfloat16; files are at most ``max_bytes`` (or one tensor) large. ``out`` is complete or absent.
+    Raises ``CheckpointError`` where the checkpoint is torn or of another model than ``hf``.
+    """
+    spec = untrained_spec(hf, Layout(), dtype)
+    host.install(spec.device)
+    device = groups.join_world(spec, 0, 1, meeting_at(LOOPBACK), 0)
+    place = groups.make_groups(spec, device)
+
+    from slime_like.train.megatron.families.hf import HFFolder
+    from slime_like.train.megatron.model.model import PolicyModel, build_chunks
+    from slime_like.train.megatron.model.transformer_config import choose_family, transformer_config
+    from slime_like.train.megatron.weights.checkpoint import check_model
+    from slime_like.train.megatron.weights.export import HFExport, write_hf
+    from slime_like.train.megatron.weights.initial import load_megatron
+
+    folder = HFFolder(hf)
+    family = choose_family(spec, PolicyModel.adapt(folder.config()))
+    if (source / MANIFEST).is_file():
+        check_model(read_manifest(source), family, PolicyModel.head, source)
+    model = build_chunks(PolicyModel, transformer_config(spec, family), family, place, spec.model)
+    load_megatron(model, source, "checkpoint", family)
+    write_hf(HFExport(model, family, place), folder, out, place, max_bytes)
+
+
+def untrained_spec(hf: str, layout: Layout, dtype: str) -> ActorSpec:
+    """Of ranks on the host that hold a model and take no optimizer step."""
+    return ActorSpec(
+        model=ModelConfig(hf_checkpoint=hf),
+        optim=OptimConfig(),
+        algo=SftConfig(),
+        layout=layout,
+        device="cpu",
+        dtype=dtype,
+        temperature=1.0,
+        num_steps=1,
+        steps_per_rollout=1,
+        max_tokens_per_rank=1,
+        seed=0,
+        deadline_s=600.0,
+    )

@@ -1,0 +1,227 @@
+"""Weights out of the trainer in HF names and shapes: to the engines bucket by bucket, or to a folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slime_like.checkpoint.files import SCRATCH, publish, sync
+from slime_like.config.rules.weight_files import INDEX, SINGLE
+from slime_like.errors import CheckpointError
+from slime_like.interfaces import Bucket, TensorMeta
+from slime_like.train.megatron.families.base import Family, Weight
+from slime_like.train.megatron.families.experts import keys_of_peers
+from slime_like.train.megatron.families.hf import HFFolder
+from slime_like.train.megatron.model.model import OUTPUT, Chunks, named_weights
+from slime_like.train.megatron.platform.collective import make_empty, on_rank_zero
+from slime_like.train.megatron.platform.groups import RankInfo
+
+FILE_BYTES = 4 << 30  # safetensors files of an export
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+
+
+class HFExport:
+    """``WeightSource`` over the live parameters of one rank.
+
+    A tensor parallel group gathers each parameter, an expert parallel group those of its ranks' experts; the first rank
+    of a pipeline stage is its sender. Tied embeddings go once, from the first stage; vocabulary padding is cut.
+    """
+
+    def __init__(self, model: Chunks, family: Family, place: RankInfo) -> None:
+        self._place = place
+        self.carried = family.carried
+        table = family.weights()
+        tied = bool(family.hf.tie_word_embeddings)
+        self._weights: list[tuple[tuple[Weight, ...], torch.nn.Parameter]] = [  # an expert: those of all its peers
+            (tuple(table[peer] for peer in keys_of_peers(key, family.num_experts, place.layout.ep)), parameter)
+            for key, parameter in named_weights(model)
+            if not (tied and key == OUTPUT)
+        ]
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank holds the gathered tensors of its pipeline stage."""
+        return self._place.tp_rank == self._place.dp_rank == self._place.cp_rank == 0
+
+    def manifest(self) -> tuple[TensorMeta, ...]:
+        """What this rank's pipeline stage sends, in order."""
+        return tuple(
+            TensorMeta(name, shape, str(parameter.dtype).removeprefix("torch."))
+            for weights, parameter in self._weights
+            for name, shape in _entries(weights)
+        )
+
+    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        """The tensors of the manifest, in order, in buckets of at most ``max_bytes`` (or one tensor).
+
+        All ranks of a stage iterate together and get as many buckets; those of ranks that do not send are empty.
+        A tensor may be the live parameter itself: use it before the next step.
+        """
+        pending: list[tuple[str, Tensor]] = []
+        size = 0
+        for weights, parameter in self._weights:
+            tensors = self._gather(weights, parameter)
+            for i, (name, shape) in enumerate(_entries(weights)):
+                nbytes = torch.Size(shape).numel() * parameter.element_size()
+                if size and size + nbytes > max_bytes:
+                    yield Bucket(tuple(pending))
+                    pending, size = [], 0
+                size += nbytes
+                if self.is_sender:
+                    pending.append((name, tensors[i]))
+        if size:
+            yield Bucket(tuple(pending))
+
+    @torch.no_grad()
+    def _gather(self, weights: tuple[Weight, ...], parameter: torch.nn.Parameter) -> tuple[Tensor, ...]:
+        """The whole HF tensors, in order, on the sender; nothing on the ranks that help it."""
+        place = self._place
+        local = parameter.detach().contiguous()
+        held: list[Tensor] = []
+        if len(weights) != 1:  # the sender is in the first of the groups that hold a copy of all experts
+            if place.expert_dp_rank == 0:
+                held = gathered(local, place.layout.ep, place.ep_group)
+        elif place.dp_rank == place.cp_rank == 0:
+            held = gathered(local, place.layout.tp if weights[0].is_split else 1, place.tp_group)
+        if not self.is_sender:
+            return ()
+        groups = [held] if len(weights) == 1 else [[one] for one in held]  # what each of them is made of
+        merged = (tensor for weight, shards in zip(weights, groups, strict=True) for tensor in weight.merge(shards))
+        return tuple(tensor.contiguous() for tensor in merged)
+
+
+def gathered(local: Tensor, size: int, group: Any) -> list[Tensor]:
+    """``local`` of each of the ``size`` ranks of ``group``, in order."""
+    if size == 1:
+        return [local]
+    shards = [torch.empty_like(local) for _ in range(size)]
+    dist.all_gather(shards, local, group=group)
+    return shards
+
+
+def _entries(weights: tuple[Weight, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every HF tensor, in order."""
+    return [entry for weight in weights for entry in zip(weight.names, weight.shapes, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank has written."""
+
+    weight_map: dict[str, str]
+    total: int  # bytes
+    error: str | None
+
+
+def write_hf(export: HFExport, source: HFFolder, folder: Path, place: RankInfo, max_bytes: int = FILE_BYTES) -> None:
+    """Write an HF folder that transformers and SGLang load: safetensors, config.json and the source's other files.
+
+    Tensors of the source that the family carries (a vision tower, multi-token prediction) are in it as they are there.
+    Every pipeline stage writes its own files into a temporary folder next to ``folder``, which then takes its place.
+    Raises ``CheckpointError`` on every rank when one failed, after removing what was written; ``folder`` is as it was.
+    """
+    scratch = folder.with_name(folder.name + SCRATCH)
+
+    def prepare() -> None:
+        if folder.exists() and (folder.resolve() == source.path.resolve() or not (folder / "config.json").is_file()):
+            raise CheckpointError(f"{folder}: exists and is not an earlier export; choose another folder to export to")
+        make_empty(scratch)
+
+    def finish() -> None:
+        failed = [f"rank {rank}: {share.error}" for rank, share in enumerate(shares) if share.error is not None]
+        try:
+            if failed:
+                raise _failed(folder, "; ".join(failed))
+            weight_map = {name: file for share in shares for name, file in share.weight_map.items()}
+            carried = [name for name in _names_of(source, export.carried) if name not in weight_map]
+            kept, size = _carry(scratch, source, carried, max_bytes)
+            total = size + sum(share.total for share in shares)
+            _finish(scratch, weight_map | kept, total, source, export.manifest()[0].dtype)
+            publish(scratch, folder)
+        except (CheckpointError, OSError, SafetensorError) as error:
+            shutil.rmtree(scratch, ignore_errors=True)
+            if isinstance(error, SafetensorError):
+                raise _failed(folder, str(error)) from error
+            raise
+
+    on_rank_zero(prepare)
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, _write_files(export, scratch, place, max_bytes))
+    on_rank_zero(finish)
+
+
+def _failed(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{folder}: the export failed ({reason}); is the disk full?")
+
+
+def _write_files(export: HFExport, scratch: Path, place: RankInfo, max_bytes: int) -> _Share:
+    """This rank's tensors, on the disk. Collective: a rank that could not write still gathers for the others."""
+    written: dict[str, str] = {}
+    total = 0
+    error: str | None = None
+    for i, bucket in enumerate(export.buckets(max_bytes)):
+        if not bucket.tensors or error is not None:
+            continue
+        file = f"model-stage{place.pp_rank}-{i:05d}.safetensors"
+        tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors}
+        try:
+            save_file(tensors, scratch / file, metadata={"format": "pt"})
+            sync(scratch / file)
+        except (SafetensorError, OSError) as failure:
+            error = f"{file}: {failure}"
+        written |= dict.fromkeys(tensors, file)
+        total += sum(t.numel() * t.element_size() for t in tensors.values())
+    return _Share(written, total, error)
+
+
+def _names_of(source: HFFolder, prefixes: tuple[str, ...]) -> list[str]:
+    return [name for name in source.names() if name.startswith(prefixes)] if prefixes else []
+
+
+def _carry(scratch: Path, source: HFFolder, names: Sequence[str], max_bytes: int) -> tuple[dict[str, str], int]:
+    """Copy tensors of ``source`` into files of their own; which file has which, and the bytes of all."""
+    where: dict[str, str] = {}
+    pending: dict[str, Tensor] = {}
+    total = size = 0
+
+    def write() -> None:
+        file = f"model-carried-{len(set(where.values())):05d}.safetensors"
+        save_file(pending, scratch / file, metadata={"format": "pt"})
+        where.update(dict.fromkeys(pending, file))
+
+    for name in names:
+        tensor = source.stored(name)
+        nbytes = tensor.numel() * tensor.element_size()
+        if size and size + nbytes > max_bytes:
+            write()
+            pending, size = {}, 0
+        pending[name] = tensor
+        size, total = size + nbytes, total + nbytes
+    if pending:
+        write()
+    return where, total
+
+
+def _finish(scratch: Path, weight_map: dict[str, str], total: int, source: HFFolder, dtype: str) -> None:
+    """Index, config and the files that are not weights."""
+    files = sorted(set(weight_map.values()))
+    if len(files) == 1:
+        (scratch / files[0]).rename(scratch / SINGLE)
+    else:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (scratch / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    for file in sorted(source.path.iterdir()):
+        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copyfile(file, scratch / file.name)
+    config = {k: v for k, v in source.raw_config.items() if k != "torch_dtype"} | {"dtype": dtype}
+    (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,130 @@
+"""Weights a run starts from, out of a Megatron ``torch_dist`` folder: this trainer's own, or one that GPTModel wrote.
+
+GPTModel stores a decoder block under one number and, where all blocks are alike, all blocks of a parameter in one tensor
+of shape [L, ...]; its final norm has another name, and TransformerEngine's fused linears hold the norm before them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
+    gpt_compatible_layer_maps,
+    retarget_sharded_state_dict_to_gpt_checkpoint,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+
+from slime_like.checkpoint.files import MANIFEST, megatron_folder
+from slime_like.errors import CheckpointError
+from slime_like.train.megatron.families.base import Family, Weight
+from slime_like.train.megatron.families.hf import HFFolder
+from slime_like.train.megatron.model.model import Chunks, load_hf
+from slime_like.train.megatron.platform.groups import RankInfo
+from slime_like.train.megatron.weights.damage import checked_manifest, damage_named
+
+# Where TransformerEngine's layers keep the norms: in the linear that follows.
+FUSED_NORMS = {
+    "decoder.layers.input_layernorm.weight": "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+    "decoder.layers.pre_mlp_layernorm.weight": "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+}
+GPT_SYMBOLS = frozenset("*-E")  # layers whose weights GPTModel has under a name that can be told
+MODEL = ("decoder.", "embedding.", "output_layer.")
+
+
+def fill(
+    model: Chunks,
+    key: str,
+    folder: str,
+    table: dict[str, Weight],
+    family: Family,
+    place: RankInfo,
+    *,
+    verify: bool = True,
+) -> None:
+    """Fill this rank's parameters from ``folder``, the value of ``key``: HF format or Megatron's. Collective.
+
+    Raises ``CheckpointError`` naming key and tensor where the folder is torn or of another model.
+    """
+    source = megatron_folder(Path(folder))
+    if source is None:
+        load_hf(model, table, HFFolder(folder, key), place)
+    else:
+        load_megatron(model, source, key, family, verify=verify)
+
+
+def load_megatron(model: Chunks, source: Path, key: str, family: Family, *, verify: bool = True) -> None:
+    """Fill this rank's parameters from the iteration folder ``source``. Optimizer state that it holds is not read.
+
+    A checkpoint of this trainer is compared with its hashes first, where ``verify`` says so.
+    """
+    if (source / MANIFEST).is_file():
+        checked_manifest(source, verify=verify)
+    policies = model.policies
+    states: list[dict[str, Any]] = [p.sharded_state_dict(metadata={"singleton_local_shards": False}) for p in policies]
+    with damage_named(lambda why: f"{key}: {source} is torn or no torch_dist checkpoint ({why})"):
+        stored = dist_checkpointing.load_tensors_metadata(str(source))
+        if not (source / MANIFEST).is_file() and GPT_SYMBOLS.issuperset("".join(family.blocks())):
+            for state in states:
+                _ask_as_gpt(state, stored, family)
+        wanted = {f"chunk{i}": _tensors_of(state) for i, state in enumerate(states)}
+        entries = [entry for state in wanted.values() for entry in state.values()]
+        _check(entries, stored, source, key)
+        _check_unread(entries, stored, source, key)
+        loaded: Any = dist_checkpointing.load(wanted, str(source))
+    for policy, name in zip(policies, wanted, strict=True):
+        # Not strict: megatron's states of layers that hold no tensor are left out.
+        policy.load_state_dict(loaded[name], strict=False)
+
+
+def _ask_as_gpt(state: dict[str, Any], stored: dict[str, Any], family: Family) -> None:
+    """Give the entries of one model chunk the keys under which GPTModel stored them."""
+    retarget_sharded_state_dict_to_gpt_checkpoint(state, gpt_compatible_layer_maps("".join(family.blocks())))
+    for entry in state.values():
+        if isinstance(entry, ShardedBase) and entry.key not in stored:
+            entry.key = FUSED_NORMS.get(entry.key, entry.key)
+
+
+def _tensors_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in state.items() if isinstance(entry, (ShardedTensor, ShardedTensorFactory))}
+
+
+def _check(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -> None:
+    for entry in entries:
+        if entry.key not in stored:
+            raise CheckpointError(
+                f"{key}: {source} has no tensor {entry.key!r}: it is of another model than model.hf_checkpoint, or "
+                f"written by other layers; it holds {len(stored)} tensors such as {sorted(stored)[0]!r}"
+            )
+        parts = [entry] if isinstance(entry, ShardedTensor) else _tensors(entry.build())
+        for part in parts:
+            wanted, found = tuple(part.global_shape), tuple(stored[part.key].global_shape)
+            if part.allow_shape_mismatch:  # the vocabulary, padded in one way or another
+                wanted, found = wanted[1:], found[1:]
+            if wanted != found:
+                raise CheckpointError(
+                    f"{key}: {source}: {part.key} has shape {found} there and {wanted} by model.hf_checkpoint's "
+                    "config.json: give the checkpoint the model it was made from"
+                )
+
+
+def _check_unread(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -> None:
+    """Weights that the model has no place for mean another model: what is left would load, and be wrong."""
+    stages: list[set[str]] = [set() for _ in range(dist.get_world_size())]  # each asks for its own layers
+    dist.all_gather_object(stages, {entry.key for entry in entries})
+    wanted: set[str] = set().union(*stages)
+    unread = sorted(k for k in stored if k not in wanted and k.startswith(MODEL) and k.endswith(("weight", "bias")))
+    if unread:
+        raise CheckpointError(
+            f"{key}: {source} holds {unread[0]!r}, for which the model of model.hf_checkpoint has no place "
+            f"({len(unread)} such tensors): give the checkpoint the model it was made from"
+        )
+
+
+def _tensors(built: Any) -> list[ShardedTensor]:
+    if isinstance(built, ShardedTensor):
+        return [built]
+    values = built.values() if isinstance(built, dict) else built
+    return [tensor for value in values for tensor in _tensors(value)]

@@ -1,0 +1,125 @@
+"""Compiles C sources with the machine's compiler into a cache of this user.
+
+Objects are made for the very CPU they run on, so they are never shipped: their name holds a hash of source, flags,
+compiler and CPU. The folder is private, since what lies in it is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_like.errors import SlimeLikeError
+from slime_like.util import caches
+from slime_like.util.caches import is_private
+
+COMPILERS = ("cc", "gcc", "clang")
+SECONDS = 300
+
+
+class BuildError(Exception):
+    """Why there is no object, and what to do about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What is compiled: ``main``, which may include what lies beside it."""
+
+    main: Path
+    flags: tuple[str, ...]
+    extra: tuple[tuple[str, ...], ...] = ((),)  # flags of which the first that the compiler takes are used
+    what: str = "source"  # in messages
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A shared object and how it came to be."""
+
+    path: Path
+    compiler: str
+
+
+def find_compiler() -> str:
+    """Path of the C compiler: ``$CC``, else the first of ``COMPILERS``. Raises ``BuildError``."""
+    wanted = os.environ.get("CC", "").split()[:1] or COMPILERS
+    for name in wanted:
+        if path := shutil.which(name):
+            return path
+    raise BuildError(f"no C compiler ({', '.join(wanted)}) on PATH: apt-get install gcc")
+
+
+def cache_folder() -> Path:
+    """Return the private folder that objects are kept in, made when it is not there. Raises ``BuildError``."""
+    try:
+        return caches.cache_folder("cpu_kernels")
+    except (OSError, SlimeLikeError) as error:
+        raise BuildError(f"cannot keep compiled kernels: {error}; set XDG_CACHE_HOME") from error
+
+
+def cpu_identity() -> str:
+    """What ``-march=native`` depends on."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    first = text.split("\n\n")[0]
+    return "\n".join(
+        re.findall(r"^(?:vendor_id|cpu family|model|model name|stepping|flags)\s*:.*$", first, re.MULTILINE)
+    )
+
+
+def object_name(compiler: str, recipe: Recipe) -> str:
+    """File name of the object that source, flags, compiler and CPU give."""
+    digest = hashlib.sha256()
+    for file in sorted(recipe.main.parent.iterdir()):
+        if file.is_file():
+            digest.update(file.read_bytes())
+    state = os.stat(compiler)
+    extra = [flag for flags in recipe.extra for flag in flags]
+    for part in (
+        recipe.main.name,
+        *recipe.flags,
+        *extra,
+        os.path.realpath(compiler),
+        state.st_size,
+        state.st_mtime_ns,
+        cpu_identity(),
+    ):
+        digest.update(f"{part}\0".encode())
+    return f"{digest.hexdigest()[:24]}.so"
+
+
+def run_compiler(compiler: str, target: Path, recipe: Recipe) -> None:
+    """Compile ``recipe`` to ``target``. Raises ``BuildError``."""
+    message = ""
+    for extra in recipe.extra:
+        command = [compiler, *recipe.flags, *extra, str(recipe.main), "-o", str(target), "-lm"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"{compiler} could not be run: {error}") from error
+        if done.returncode == 0:
+            return
+        message = message or done.stderr.strip()[-500:]
+    raise BuildError(f"{compiler} refused the {recipe.what}: {message}")
+
+
+def build(recipe: Recipe) -> Built:
+    """The object of ``recipe`` for this machine, compiled now unless it was before; it appears whole or not at all."""
+    compiler, folder = find_compiler(), cache_folder()
+    path = folder / object_name(compiler, recipe)
+    if path.is_file() and is_private(path):
+        return Built(path, compiler)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        target = Path(scratch) / "made.so"
+        run_compiler(compiler, target, recipe)
+        target.chmod(0o700)
+        target.replace(path)
+    return Built(path, compiler)

@@ -1,0 +1,62 @@
+"""Code that a user brings by dotted path: its signature checked at load, its errors named with key, line and subject."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slime_like.errors import ConfigError, SlimeLikeError, UserCodeError
+from slime_like.util.printed import recorded
+
+OWN = Path(__file__).parents[1]
+MAX_TEXT = 500  # characters of an error's own text in a message
+
+
+def check_signature(key: str, name: str, function: Callable[..., Any], form: str, num_args: int) -> None:
+    """Raise ``ConfigError`` unless ``function`` takes ``num_args`` positional arguments.
+
+    ``form`` is the call as a user writes it, such as ``filter(group)``.
+    """
+    try:
+        inspect.signature(function).bind(*[None] * num_args)
+    except TypeError as error:
+        raise ConfigError(f"{key}={name!r} cannot be called as {form}: {error}") from error
+    except ValueError:  # a builtin without a signature
+        pass
+
+
+@contextmanager
+def errors_named(key: str, name: str, subject: str) -> Generator[None]:
+    """Turn what user code raises into a ``UserCodeError`` that names ``key``, the line and the ``subject`` it worked on.
+
+    Errors of this project pass as they are: a lost engine is no fault of the code that waited for it.
+    """
+    with recorded() as output:
+        try:
+            yield
+        except SlimeLikeError:
+            raise
+        except Exception as error:
+            raise UserCodeError(f"{key}={name} raised {describe(error)}, for {subject}{output.clause()}") from error
+
+
+def describe(error: BaseException) -> str:
+    """Return type, text and line of an error, in one line: ``ValueError: no digits (my_reward.py:12)``."""
+    text = " ".join(str(error).split())[:MAX_TEXT]
+    return f"{type(error).__name__}: {text} ({origin(error)})"
+
+
+def origin(error: BaseException) -> str:
+    """Return ``file:line`` of the user's own innermost frame: neither ours nor an installed package's, if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "no line is known"
+    own = [
+        frame for frame in frames if OWN not in Path(frame.filename).parents and "site-packages" not in frame.filename
+    ]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"

@@ -1,0 +1,76 @@
+"""A job of another project in our terms: a row for each of its settings, and the overrides that say the same here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.config.schema.root import TrainConfig
+
+VERDICTS = {
+    "mapped": "a key says the same",
+    "always": "done here anyway, no key",
+    "default": "not given, and the two projects differ in what that means",
+    "code": "code of your own, named in the recipe: no run starts until it can be imported, ported to this project's signature",
+    "dropped": "left out, with the reason: the job is the same without it",
+    "refused": "carries meaning, and nothing here says the same",
+    "needed": "its value is not written there",
+    "unknown": "no setting that either project knows",
+}
+ESSENTIAL = frozenset({"--hf-checkpoint", "--prompt-data", "actor_rollout_ref.model.path"})
+"""Settings that a job cannot be without: there is no use in dropping them."""
+BLOCKING = ("refused", "needed", "unknown")
+"""Verdicts without which the job would be another one: no recipe is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one setting."""
+
+    flag: str  # as it is given there: ``--lr`` in slime, ``actor.optim.lr`` in verl
+    given: str  # its values as written
+    where: str  # file:line, empty for a setting that is not there
+    verdict: str  # of VERDICTS
+    keys: tuple[str, ...] = ()
+    note: str = ""
+
+    def text(self, values: dict[str, Any]) -> str:
+        """``key=value`` of each key that the recipe has; the keys alone where there is no recipe."""
+        if not values:
+            return ", ".join(self.keys)
+        own = [
+            key
+            for key in values
+            if any(key == mine or key.startswith(f"{mine}.") for mine in self.keys if mine != "algo")
+        ]
+        return ", ".join(f"{key}={values[key]!r}" for key in [*(["algo"] if "algo" in self.keys else []), *own])
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A job of another project in our terms."""
+
+    rows: tuple[Row, ...]
+    overrides: tuple[str, ...]
+    config: TrainConfig | None  # what they compose to; None where a row of BLOCKING is in the way
+
+    def of(self, verdicts: Sequence[str]) -> tuple[Row, ...]:
+        """The rows with one of ``verdicts``."""
+        return tuple(row for row in self.rows if row.verdict in verdicts)
+
+    @property
+    def blocked(self) -> tuple[Row, ...]:
+        """The rows that are in the way of a recipe."""
+        return self.of(BLOCKING)
+
+
+def in_the_way(rows: Sequence[Row]) -> str:
+    """Return the message about settings without which a job would be another one."""
+    lines = [f"  {row.flag} {row.given}".rstrip() + f": {row.verdict}; {row.note}" for row in rows]
+    flags = dict.fromkeys(row.flag for row in rows)
+    drops = " ".join(f"--drop={flag}" for flag in flags if flag not in ESSENTIAL)
+    if drops:
+        them = "the others" if ESSENTIAL & flags.keys() else "them"
+        lines.append(f"To convert the job without {them}, add: {drops}")
+    return "\n".join(["no recipe is written, as it would be another job:", *lines])

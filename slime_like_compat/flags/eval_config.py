@@ -1,0 +1,82 @@
+"""slime's ``--eval-config``, a YAML or JSON file of held-out sets, as ``evaluation.datasets`` and ``evaluation.overrides``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from slime_like.config.schema.render import render
+from slime_like.errors import ConfigError
+from slime_like.util.reading import InputFile, shown
+
+FLAG = "--eval-config"
+SETTINGS = {
+    "n_samples_per_eval_prompt": "n_samples_per_prompt",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "max_response_len": "max_response_len",
+    "rm_type": "rm_type",
+    "input_key": "input_key",
+    "label_key": "label_key",
+    "metadata_key": "metadata_key",
+    "apply_chat_template": "apply_chat_template",
+}
+"""A field of a set in slime -> its name in ``evaluation.overrides``. slime has further fields: none has a counterpart."""
+
+
+def eval_config_overrides(path: Path) -> Iterator[str]:
+    """Yield the overrides that say what the file says.
+
+    Raises ``ConfigError`` naming file and field where the file is damaged, and for a field that nothing here stands for.
+    """
+    file = InputFile(path, ConfigError, "give a mapping with datasets, each with a name and a path", FLAG)
+    tree: Any = file.yaml()
+    tree = tree.get("eval", tree) if isinstance(tree, dict) else tree
+    if not isinstance(tree, dict):
+        raise file.refused("holds no mapping")
+    found = cast("dict[str, Any]", tree)
+    shared = found.get("defaults") or {}
+    if not isinstance(shared, Mapping):
+        raise file.refused(f"has defaults={shown(shared)}, which is no mapping")
+    sets = list(_sets(found.get("datasets"), file))
+    if not sets:
+        raise file.refused("names no datasets")
+    yield "evaluation.datasets={}"
+    for fields in sets:
+        name, data = fields["name"], fields["path"]
+        own = {**cast("Mapping[str, Any]", shared), **fields}
+        if reference := next((field for field, value in own.items() if "${" in str(value)), ""):
+            raise file.refused(f"has {name}.{reference}={shown(own[reference])}, a reference: write the value")
+        yield f"evaluation.datasets.{name}={render(data)}"
+        settings = dict(_settings(name, own, file))
+        if settings:
+            yield f"evaluation.overrides.{name}={render(settings)}"
+
+
+def _sets(value: object, file: InputFile) -> Iterator[dict[str, Any]]:
+    """The sets, each a mapping with a name and a path: a list of them, or a mapping by name."""
+    if isinstance(value, Mapping):
+        by_name = cast("Mapping[str, Any]", value)
+        items: list[Any] = [{"name": name, **own} if isinstance(own, Mapping) else own for name, own in by_name.items()]
+    else:
+        items = cast("list[Any]", value) if isinstance(value, list) else []
+    for item in items:
+        fields = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
+        name, path = fields.get("name"), fields.get("path")
+        if not (isinstance(name, str) and re.fullmatch(r"[\w-]+", name) and isinstance(path, str) and path):
+            raise file.refused(f"has a set {shown(item)}: a set needs a name (letters, digits, - and _) and a path")
+        yield fields
+
+
+def _settings(name: str, fields: Mapping[str, Any], file: InputFile) -> Iterator[tuple[str, Any]]:
+    for field, value in fields.items():
+        if field in ("name", "path") or value in (None, {}, []):
+            continue
+        if field not in SETTINGS:
+            raise file.refused(
+                f"has {name}.{field}={shown(value)}, and nothing here says the same: a set may have {', '.join(SETTINGS)}"
+            )
+        yield SETTINGS[field], value

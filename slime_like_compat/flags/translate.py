@@ -1,0 +1,205 @@
+"""argv -> what to do, and Hydra overrides. slime's and Megatron's flags become keys by ``flag_table``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from slime_like.config.rules import foreign
+from slime_like.config.schema.render import render
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.registry import nearest
+from slime_like.util.reading import parse_strict_json
+from slime_like_compat.flags.combined import NO_VALUE, SEVERAL_VALUES, combine
+from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES, one_of
+from slime_like_compat.flags.without_key import SGLANG_RENAMED
+
+ACTIONS = {
+    "--plan": "print placement, batch identity and what each auto resolves to, and exit",
+    "--plan-for": "--plan-for 8xH200: the plan on another machine with so many GPUs; what this one lacks is not asked",
+    "--doctor": "check this machine and environment, name the fix for what is missing, and exit",
+    "--help": "print this help, or that of one group (--help rollout), and exit",
+    "--cfg": "--cfg job: print the composed configuration as YAML and exit",
+    "--config-dir": "a folder of your own recipes, beside configs/",
+}
+_GROUPS = "|".join(["recipe", *(item.name for item in fields(TrainConfig))])
+_OVERRIDE = re.compile(rf"[+~]*({_GROUPS})(\.[\w.-]+)?=", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command line: what to do, and the overrides that describe the run."""
+
+    action: str  # train | plan | doctor | help | show
+    overrides: tuple[str, ...]
+    topic: str | None = None  # the group that --help asks for
+    config_dir: str | None = None
+    machine: str | None = None  # that --plan-for asks about
+
+
+def translate(argv: Sequence[str]) -> Command:
+    """Read ``argv``: flags become overrides, everything else is an override as it stands.
+
+    Example: ``["--lr", "1e-6", "run.name=a"]`` gives overrides ``("optim.lr=1e-06", "run.name=a")``.
+    Raises ``ConfigError`` on a flag that is unknown (naming the nearest), not supported or without its value.
+    """
+    tokens = _Tokens(list(argv))
+    overrides: list[str] = []
+    combined: dict[str, list[str]] = {}
+    action, topic, config_dir, machine = "train", None, None, None
+    for token in tokens:
+        if not token.startswith("-"):
+            overrides.append(token)
+        elif token in ("--help", "-h"):
+            action, topic = "help", tokens.word()
+        elif token in ("--plan", "--doctor"):
+            action = token[2:]
+        elif token == "--plan-for":
+            action, machine = "plan", tokens.value(token)
+        elif token == "--cfg":
+            one_of("job")(token, tokens.value(token))
+            action = "show"
+        elif token == "--config-dir":
+            config_dir = tokens.value(token)
+        elif token in COMBINED:
+            combined[token] = _combined_values(token, tokens)
+        else:
+            overrides += _simple(token, tokens)
+        if token in VALUES or token in SWITCHES:
+            combined[token] = [tokens.last]
+    # What several flags say together comes first, so that a key given outright wins.
+    return Command(action, (*combine(combined), *overrides), topic, config_dir, machine)
+
+
+def flag_of(key: str) -> str | None:
+    """The flag that sets ``key``, if there is one."""
+    simple = [flag for table in (VALUES, LISTS, SWITCHES) for flag, (target, _) in table.items() if target == key]
+    return next(iter([*simple, *(flag for flag, targets in COMBINED.items() if key in targets)]), None)
+
+
+def known_flags() -> list[str]:
+    """Every flag that is accepted by name; ``--sglang-*`` and Megatron's TransformerConfig fields come on top."""
+    return [*ACTIONS, *VALUES, *LISTS, *SWITCHES, *COMBINED, *ALWAYS]
+
+
+class _Tokens:
+    """The command line, with ``--flag=value`` split in two."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self._left: list[str] = []
+        self.last = ""
+        for text in argv:
+            flag, equals, value = text.partition("=")
+            self._left += [flag, f"\0{value}"] if text.startswith("--") and equals else [text]
+
+    def __iter__(self) -> Iterator[str]:
+        while self._left:
+            token = self._left.pop(0)
+            if token.startswith("\0"):
+                raise ConfigError(f"{self.last} takes no value, but got {token[1:]!r}")
+            self.last = token
+            yield token
+
+    def word(self) -> str | None:
+        """The next token, if it is a value."""
+        if not self._left or self._left[0].startswith("--"):
+            return None
+        if not self._left[0].startswith("\0") and _OVERRIDE.match(self._left[0]):
+            return None
+        self.last = self._left.pop(0).removeprefix("\0")
+        return self.last
+
+    def value(self, flag: str) -> str:
+        """The value of ``flag``."""
+        found = self.word()
+        if found is None:
+            raise ConfigError(f"{flag} needs a value: {flag} VALUE or {flag}=VALUE")
+        return found
+
+    def values(self, flag: str) -> list[str]:
+        """One or more values of ``flag``."""
+        found = [self.value(flag)]
+        while (more := self.word()) is not None:
+            found.append(more)
+        return found
+
+
+def _simple(flag: str, tokens: _Tokens) -> list[str]:
+    """Overrides of a flag that needs no other flag to be understood."""
+    if flag in VALUES:
+        key, convert = VALUES[flag]
+        return [f"{key}={render(convert(flag, tokens.value(flag)))}"]
+    if flag in LISTS:
+        key, convert = LISTS[flag]
+        return [f"{key}={render([convert(flag, text) for text in tokens.values(flag)])}"]
+    if flag in SWITCHES:
+        key, value = SWITCHES[flag]
+        if flag == "--save-debug-rollout-data" and (path := tokens.word()) is not None:
+            raise ConfigError(f"{flag} {path}: rollouts are written to run.dir/rollouts; give the flag without a path")
+        return [f"{key}={render(value)}"]
+    if flag in ALWAYS:
+        only, reason = ALWAYS[flag]
+        if only is not None and (given := tokens.value(flag)) != only:
+            raise ConfigError(f"{flag} {given} is not supported yet: {reason}; remove it or give {only}")
+        return []
+    if flag in REFUSED:
+        raise ConfigError(f"{flag} is not supported yet: {REFUSED[flag] or 'remove it'}")
+    if flag.startswith("--sglang-"):
+        return [_foreign(flag, flag.removeprefix("--sglang-"), "rollout.sglang", tokens)]
+    if flag.startswith("--") and flag[2:].replace("-", "_") in foreign.table(foreign.MEGATRON):
+        return [_foreign(flag, flag[2:], "model.megatron", tokens)]
+    raise ConfigError(f"{flag} is unknown: {nearest_flag(flag)}")
+
+
+def nearest_flag(flag: str) -> str:
+    """A hint for an unknown flag."""
+    hint = nearest(flag, [*known_flags(), *REFUSED])
+    return hint if hint.startswith("did you mean") else "python train.py --help lists flags and keys"
+
+
+def _foreign(flag: str, name: str, root: str, tokens: _Tokens) -> str:
+    """A flag of SGLang or Megatron as an override of a free mapping; a truth value needs no word after it."""
+    table = foreign.table(foreign.ROOTS[root])
+    aliases = {alias: key for key, entry in table.items() for alias in entry.get("flags", [])}
+    key = aliases.get(f"--{name}", name.replace("-", "_"))
+    key = SGLANG_RENAMED.get(key, key) if root == "rollout.sglang" else key
+    if key not in table:
+        hint = nearest(f"--sglang-{name}", [f"--sglang-{known.replace('_', '-')}" for known in table])
+        hint = hint if hint.startswith("did you mean") else "no field has a similar name"
+        raise ConfigError(f"{flag} is unknown: {foreign.source(foreign.ROOTS[root])} has no field {key}: {hint}")
+    if key in foreign.OWNED[foreign.ROOTS[root]]:
+        raise ConfigError(foreign.owned(flag, foreign.OWNED[foreign.ROOTS[root]][key], "the flag"))
+    annotation = table[key]["type"]
+    if annotation in ("bool", "Optional[bool]"):
+        return f"{root}.{key}={render(_truth(flag, tokens.word()))}"
+    texts = tokens.values(flag) if "List[" in annotation else [tokens.value(flag)]
+    values = [_fitting(annotation, text) for text in texts]
+    single = "List[" not in annotation or (len(values) == 1 and foreign.accepts(annotation, values[0]))
+    return f"{root}.{key}={render(values[0] if single else values)}"
+
+
+def _truth(flag: str, text: str | None) -> bool:
+    if text is None:
+        return True
+    return one_of("true", "false")(flag, text.lower()) == "true"
+
+
+def _fitting(annotation: str, text: str) -> Any:
+    """``text`` as the first of int, float, JSON and str that ``annotation`` (or a list of it) accepts."""
+    readings: list[Any] = []
+    for read in (int, float, parse_strict_json, str):
+        try:
+            readings.append(read(text))
+        except ValueError:
+            continue
+    fits = (r for r in readings if foreign.accepts(annotation, r) or foreign.accepts(annotation, [r]))
+    return next(fits, text)
+
+
+def _combined_values(flag: str, tokens: _Tokens) -> list[str]:
+    if flag in NO_VALUE:
+        return []
+    return tokens.values(flag) if flag in SEVERAL_VALUES else [tokens.value(flag)]

@@ -1,0 +1,121 @@
+"""The generated tables of docs/coming_from_slime.md, docs/coming_from_verl.md and docs/defaults_verl.md.
+
+A page marks their places: ``<!-- table: NAME -->``, the table, ``<!-- end -->``; everything else is written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from slime_like.config.schema.known import format_value
+from slime_like_compat.flags.defaults import DEFAULTS
+from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES
+from slime_like_compat.flags.without_key import HARMLESS, MODEL_SHAPE
+from slime_like_compat.names_elsewhere import SLIME_METRICS, VERL_METRICS
+from slime_like_compat.verl.defaults import DIFFERENT
+from slime_like_compat.verl.features import NOT_HERE
+from slime_like_compat.verl.keys import VERL_KEYS
+from slime_like_compat.verl.without_effect import WITHOUT_EFFECT
+
+PAGES = ("coming_from_slime.md", "coming_from_verl.md", "defaults_verl.md")
+_PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def filled(page: str) -> str:
+    """``page`` with every table as the code has it now. Raises ``KeyError`` on a table of no such name."""
+    return _PLACE.sub(lambda found: found[1] + "\n".join(TABLES[found[2]]()) + "\n" + found[3], page)
+
+
+def _table(*columns: str) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield "|" + "---|" * len(columns)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _mapped() -> Iterator[str]:
+    yield from _table("flag", "key")
+    for flag, (key, _) in (VALUES | LISTS).items():
+        yield _row(f"`{flag}`", f"`{key}`")
+    for flag, (key, value) in SWITCHES.items():
+        yield _row(f"`{flag}`", f"`{key}={format_value(value)}`")
+    for flag, keys in COMBINED.items():
+        yield _row(f"`{flag}`", ", ".join(f"`{key}`" for key in keys))
+    yield _row("`--sglang-NAME`", "`rollout.sglang.NAME`: any field of SGLang's ServerArgs")
+    yield _row("`--NAME`", "`model.megatron.NAME`: any field of Megatron's TransformerConfig")
+
+
+def _always() -> Iterator[str]:
+    yield from _table("flag", "why it has no key")
+    for flag, (only, reason) in ALWAYS.items():
+        yield _row(f"`{flag}`" if only is None else f"`{flag} {only}`", reason)
+
+
+def _refused() -> Iterator[str]:
+    yield from _table("flag", "instead", "a script that gives it")
+    for flag, reason in REFUSED.items():
+        if flag not in MODEL_SHAPE:
+            yield _row(f"`{flag}`", reason or "not here", "converts" if flag in HARMLESS else "is refused")
+
+
+def _defaults() -> Iterator[str]:
+    yield from _table("flag", "slime without it", "here", "what `from_slime.py` writes")
+    for item in DEFAULTS:
+        written = f"`{item.key}={item.override}`" if item.override is not None else "nothing"
+        yield _row(f"`{item.flag}`", item.value, item.note or f"`{item.key}` has another default", written)
+
+
+def _slime_metrics() -> Iterator[str]:
+    yield from _table("slime", "here")
+    for theirs, ours in SLIME_METRICS.items():
+        yield _row(f"`{theirs}`", f"`{ours}`")
+
+
+def _verl_keys() -> Iterator[str]:
+    yield from _table("verl", "here", "")
+    for theirs, (ours, note) in VERL_KEYS.items():
+        yield _row(f"`{theirs}`", f"`{ours}`", note)
+
+
+def _verl_without() -> Iterator[str]:
+    yield from _table("verl", "why it sets nothing")
+    for theirs, why in WITHOUT_EFFECT.items():
+        yield _row(f"`{theirs}`", why)
+
+
+def _verl_refused() -> Iterator[str]:
+    yield from _table("verl", "taken where it is", "instead")
+    for theirs, item in NOT_HERE.items():
+        yield _row(f"`{theirs}`", ", ".join(f"`{format_value(value)}`" for value in item.off) or "never", item.instead)
+
+
+def _verl_defaults() -> Iterator[str]:
+    yield from _table("verl", "without it", "here", "", "")
+    for item in DIFFERENT:
+        theirs = format_value(item.value) if item.value != "" else ""
+        yield _row(
+            f"`{item.key}`", theirs and f"`{theirs}`", f"`{item.ours}`", f"`{format_value(item.here)}`", item.note
+        )
+
+
+def _verl_metrics() -> Iterator[str]:
+    yield from _table("verl", "here")
+    for theirs, ours in VERL_METRICS.items():
+        yield _row(f"`{theirs}`", f"`{ours}`")
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "mapped": _mapped,
+    "always": _always,
+    "refused": _refused,
+    "defaults": _defaults,
+    "slime_metrics": _slime_metrics,
+    "verl_keys": _verl_keys,
+    "verl_without": _verl_without,
+    "verl_refused": _verl_refused,
+    "verl_defaults": _verl_defaults,
+    "verl_metrics": _verl_metrics,
+}

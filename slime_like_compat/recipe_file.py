@@ -1,0 +1,163 @@
+"""A translated run as a recipe's YAML and as a table for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from slime_like.config.load.loader import load_config
+from slime_like.config.schema.known import free_root
+from slime_like.errors import ConfigError
+from slime_like_compat.conversion_rows import BLOCKING, VERDICTS, Mapped, Row
+from slime_like_compat.shell.launch_script import Launch
+
+
+def recipe_path(script: Path, out: Path | None, project: str) -> Path:
+    """Return ``out`` or from_<project>/recipe/<name>.yaml. Raises ``ConfigError`` where Hydra would find no recipe there."""
+    name = re.sub(r"\W+", "_", script.stem.removeprefix("run-").removeprefix("run_")).strip("_").lower() or "run"
+    path = out or Path(f"from_{project}") / "recipe" / f"{name}.yaml"
+    if path.parent.name != "recipe" or path.suffix != ".yaml":
+        raise ConfigError(
+            f"--out {path}: a recipe is a .yaml in a folder named recipe, as in my_configs/recipe/{name}.yaml"
+        )
+    return path
+
+
+def save_recipe(mapped: Mapped, launch: Launch, path: Path, project: str, *, force: bool) -> None:
+    """Compose the recipe again and write it. Raises ``ConfigError`` where the file exists or composes to another run."""
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists: give another --out, or --force")
+    text = recipe_text(mapped, launch, project)
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Path(folder) / "recipe" / path.name
+        trial.parent.mkdir()
+        trial.write_text(text)
+        if load_config(_arguments(trial), files=False, machine=False, code=False) != mapped.config:
+            raise ConfigError(f"{path} does not compose to what {launch.script} says; please report it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def plan_command(path: Path) -> str:
+    """The command that shows the plan of a recipe."""
+    command = " ".join(_arguments(path))
+    return f"python train.py {command} --plan\n(--plan-for 8xNAME in place of --plan: on a machine with 8 such GPUs, if this one is another)\n"
+
+
+def _arguments(path: Path) -> list[str]:
+    return ["--config-dir", str(path.parent.parent), f"+recipe={path.stem}"]
+
+
+def recipe_text(mapped: Mapped, launch: Launch, project: str = "slime") -> str:
+    """The recipe: every key that the script sets, with the flag that it comes from."""
+    return "\n".join(_lines(mapped, launch, project)) + "\n"
+
+
+def key_values(mapped: Mapped) -> dict[str, Any]:
+    """The keys that the recipe sets -> their values, free mappings key by key; none where there is no recipe."""
+    if mapped.config is None:
+        return {}
+    tree: dict[str, Any] = dataclasses.asdict(mapped.config)
+    found: dict[str, Any] = {}
+    for text in mapped.overrides:
+        key = text.partition("=")[0]
+        if key in ("algo", "algo.name"):
+            continue
+        value: Any = tree
+        root = free_root(key)
+        for name in (root or key).split("."):
+            value = value[name]
+        if root is not None and key == root:
+            found |= {f"{root}.{name}": item for name, item in value.items()}
+        else:
+            found[key] = value if root is None else value[key[len(root) + 1 :]]
+    return found
+
+
+def _shown(mapped: Mapped) -> dict[str, Any]:
+    return {} if mapped.config is None else {"algo": mapped.config.algo.name, **key_values(mapped)}
+
+
+def _lines(mapped: Mapped, launch: Launch, project: str) -> Iterator[str]:
+    assert mapped.config is not None, "a job with settings in the way has no recipe"
+    yield "# @package _global_"
+    yield f"# {launch.script.name} of {project}, translated by scripts/from_{project}.py. Its report names what was left out."
+    yield "defaults:"
+    yield f"  - override /algo: {mapped.config.algo.name}"
+    flags = {key: row for row in mapped.rows for key in row.keys if row.verdict in ("mapped", "default", "code")}
+    tree: dict[str, Any] = {}
+    for key, value in key_values(mapped).items():
+        _put(tree, _path(key), (value, flags.get(key) or flags.get(free_root(key) or "")))
+    yield from _tree(tree, "", project)
+
+
+def _path(key: str) -> list[str]:
+    """The names of a key; what lies in a free mapping is one name, dots included."""
+    root = free_root(key)
+    return [*root.split("."), key[len(root) + 1 :]] if root is not None else key.split(".")
+
+
+def _put(tree: dict[str, Any], path: list[str], leaf: tuple[Any, Row | None]) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = leaf
+
+
+def _tree(tree: dict[str, Any], indent: str, project: str) -> Iterator[str]:
+    for name, item in tree.items():
+        if isinstance(item, dict):
+            yield f"{indent}{_scalar(name)}:"
+            yield from _tree(cast("dict[str, Any]", item), indent + "  ", project)
+        else:
+            value, row = item
+            yield f"{indent}{_scalar(name)}: {_scalar(value)}" + (
+                f" # {_origin(row, project)}" if row is not None else ""
+            )
+
+
+def _origin(row: Row, project: str) -> str:
+    if row.verdict == "code":
+        return f"{row.flag}: to be ported"
+    return f"{row.flag}, as {project} does where it is not given" if row.verdict == "default" else row.flag
+
+
+def _scalar(value: Any) -> str:
+    """``value`` as YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).removesuffix("...\n").strip()
+
+
+def report(mapped: Mapped, launch: Launch, recipe: Path | None) -> str:
+    """What became of every flag, as plain text."""
+    return "\n".join(_report(mapped, launch, recipe)) + "\n"
+
+
+def _report(mapped: Mapped, launch: Launch, recipe: Path | None) -> Iterator[str]:
+    counts = {verdict: sum(row.verdict == verdict for row in mapped.rows) for verdict in VERDICTS}
+    yield f"{launch.script} ({launch.program} at {launch.where}) -> {recipe or 'no recipe'}"
+    yield ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number or verdict not in BLOCKING)
+    values = _shown(mapped)
+    for verdict, meaning in VERDICTS.items():
+        rows = [row for row in mapped.rows if row.verdict == verdict]
+        if rows:
+            yield ""
+            yield f"{verdict}: {meaning}"
+        for row in rows:
+            place = row.where.rpartition("/")[2]
+            left = f"  {row.flag} {row.given}".rstrip()
+            right = "; ".join(text for text in (row.text(values), row.note) if text)
+            yield f"{left}  ->  {right}" + (f"  [{place}]" if place else "")
+    yield ""
+    yield from launch.notes
+    if names := ", ".join(launch.environment):
+        yield f"variables of the job, to be set where train.py is started if they are needed: {names}"
+    if launch.skipped:
+        yield f"not read, as asked: {', '.join(launch.skipped)}"
+    if launch.commands:
+        others = ", ".join(f"{name} ({times})" if times > 1 else name for name, times in launch.commands.items())
+        yield f"commands of the script that are not part of a recipe, and not run: {others}"

@@ -1,0 +1,188 @@
+"""Variables that one command of a bash script sets: assignments, ``${X:=word}``, arithmetic, and builtins such as ``read``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_like.errors import ConfigError
+from slime_like_compat.shell.values import ARGUMENTS, Scope, Value
+from slime_like_compat.shell.words import MAX_WORDS, Array, Operator, Token, Word
+
+DECLARE = ("export", "declare", "local", "readonly", "typeset")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+)\])?(\+?)=")
+READ = ("read", "mapfile", "readarray", "getopts")
+_COMPUTED = re.compile(r"\b([A-Za-z_]\w*)\s*(?:(?:<<|>>|[-+*/%&|^])?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)")
+_SET_IF_UNSET = re.compile(r"([A-Za-z_]\w*)(:?)=")  # ${NAME:=word}
+
+
+@dataclass(frozen=True, slots=True)
+class Assignments:
+    """Sets variables of ``scope`` as a command of ``script`` does.
+
+    ``inside`` says under which condition the command runs; where it is not empty, the variables become unknown.
+    """
+
+    scope: Scope
+    script: Path
+    inside: str
+
+    def expand(self, words: Sequence[Token]) -> None:
+        """Set what the expansions of ``words`` set, such as ``${NAME:=word}`` and ``$((NAME++))``."""
+        for word in words:
+            if isinstance(word, Operator):
+                self._compute(word.text, word.where)
+            for item in word.words if isinstance(word, Array) else [word] if isinstance(word, Word) else []:
+                self._expansions(item)
+
+    def assign(self, item: Word | Array) -> None:
+        """Set ``NAME=word``, ``NAME+=word``, ``NAME[0]=word`` or an array; a name without a value is left as it is."""
+        if isinstance(item, Array):
+            if self.inside:
+                self.scope.taint(item.name, f"is set {self.inside}")
+            else:
+                self.scope.assign_array(item, self.script)
+            return
+        found = _ASSIGNMENT.match(item.parts[0].text) if item.parts and item.parts[0].kind == "text" else None
+        if found is None:  # export NAME
+            return
+        name, index, append = found[1], found[2], bool(found[3])
+        if self.inside:
+            self.scope.taint(name, f"is set {self.inside}")
+            return
+        value = self.scope.text(_without(item, found.end()), self.script)
+        if index is None:
+            self.scope.assign_text(name, value, append=append)
+        elif int(index) >= MAX_WORDS:
+            raise ConfigError(f"{item.where}: {name}[{index}] is not read: an array has at most {MAX_WORDS} words here")
+        elif name not in self.scope.unreadable:
+            values = list(self.scope.values.get(name, ()))
+            values += [Value("", value.where)] * (int(index) + 1 - len(values))
+            values[int(index)] = value
+            self.scope.assign(name, tuple(values))
+
+    def declare(self, words: Sequence[Word | Array]) -> None:
+        """Take ``declare``, ``export`` and the like. Raises ``ConfigError`` for an option that changes an assignment."""
+        plain = [word.literal or "" for word in words if isinstance(word, Word)]
+        options = [word for word in plain[1:] if word.startswith("-")]
+        if plain[0] not in ("export", "readonly") and (changing := [item for item in options if set(item) & {*"nilu"}]):
+            why = "changes what an assignment means, which is not read: write the values out"
+            raise ConfigError(f"{words[0].where}: {plain[0]} {changing[0]} {why}")
+        for item in words[1:]:
+            self.assign(item)
+
+    def builtin(self, words: Sequence[Word]) -> bool:
+        """Take a builtin that sets variables. Return False for any other command."""
+        match words[0].literal:
+            case "unset":
+                for word in words[1:]:
+                    self._unset(word)
+            case "let":
+                for word in words[1:]:
+                    self._compute("".join(part.text for part in word.parts), word.where)
+            case "printf" if len(words) > 2 and words[1].literal == "-v":
+                self.scope.taint((words[2].literal or "").partition("[")[0], f"is printed into at {words[0].where}")
+            case name if name in READ:
+                self.taint(words[1:])
+            case "set" | "shift":
+                self._set_arguments(words)
+            case _:
+                return False
+        return True
+
+    def taint(self, words: Sequence[Token]) -> None:
+        """Make the variables that ``words`` name unknown."""
+        for word in words:
+            if isinstance(word, Word) and re.fullmatch(r"[A-Za-z_]\w*", word.literal or ""):
+                why = f"is set {self.inside}" if self.inside else f"is read at {word.where}"
+                self.scope.taint(word.literal or "", why)
+
+    def _unset(self, word: Word) -> None:
+        name, bracket, _ = (word.literal or "").partition("[")
+        if self.inside or bracket:
+            self.scope.taint(name, f"is unset {self.inside or f'in part at {word.where}'}")
+        else:
+            self.scope.assign(name, ())
+
+    def _compute(self, text: str, where: str) -> None:
+        """Taint the variables that an arithmetic expression sets."""
+        for names in _COMPUTED.findall(text):
+            self.scope.taint("".join(names), f"is computed at {where}")
+
+    def _expansions(self, word: Word) -> None:
+        for part in word.parts:
+            if part.kind == "arithmetic":
+                self._compute(part.text, word.where)
+            if part.kind != "variable" or (found := _SET_IF_UNSET.match(part.text)) is None:
+                continue
+            values = self.scope.lookup(found[1], word.where)
+            if values and (values[0].text or values[0].problem or not found[2]):
+                continue
+            if self.inside:
+                self.scope.taint(found[1], f"is set {self.inside}")
+            else:
+                self.scope.assign(found[1], (self.scope.text(Word((part,), word.where), self.script),))
+
+    def _set_arguments(self, words: Sequence[Word]) -> None:
+        """Take ``set [options] [--] [words]`` or ``shift [n]``, which set the script's own arguments."""
+        values = [value for word in words[1:] for value in self.scope.expand(word, self.script)]
+        texts = [value.text for value in values]
+        known = self.scope.lookup(ARGUMENTS, words[0].where)
+        if problem := next((value.problem for value in values if value.problem), ""):
+            self.scope.values[ARGUMENTS] = (Value("", words[0].where, problem),)
+        elif words[0].literal == "shift":
+            number = int(texts[0]) if texts and texts[0].isdigit() else 1
+            if self.inside and known:
+                self.scope.taint(ARGUMENTS, f"is set {self.inside}")
+            elif known and not known[0].problem and number <= len(known):
+                self.scope.assign(ARGUMENTS, known[number:])
+        else:
+            at = 0
+            while at < len(texts) and texts[at][:1] in "-+" and texts[at] not in ("--", "-", ""):
+                at += 2 if texts[at].endswith("o") else 1
+            ends = texts[at : at + 1] == ["--"]
+            if not ends and at >= len(texts):
+                return
+            if self.inside:
+                self.scope.taint(ARGUMENTS, f"is set {self.inside}")
+            else:
+                self.scope.assign(ARGUMENTS, tuple(values[at + ends :]))
+
+
+def _without(word: Word, length: int) -> Word:
+    """Return ``word`` without its first ``length`` characters, which belong to one part."""
+    first = word.parts[0]
+    cut = type(first)(first.kind, first.text[length:], first.quoted)
+    return Word((cut, *word.parts[1:]), word.where)
+
+
+def leading_assignments(words: Sequence[Token]) -> tuple[list[Word | Array], list[Word | Array]]:
+    """Return the assignments that a command begins with, and its other words."""
+    items = [word for word in words if not isinstance(word, Operator)]
+    at = 0
+    while at < len(items) and _is_assignment(items[at]):
+        at += 1
+    return items[:at], items[at:]
+
+
+def _is_assignment(item: Word | Array) -> bool:
+    if isinstance(item, Array):
+        return True
+    first = item.parts[0] if item.parts else None
+    return first is not None and first.kind == "text" and not first.quoted and bool(_ASSIGNMENT.match(first.text))
+
+
+def plain_words(items: Sequence[Token]) -> list[Word]:
+    """Return ``items`` without arrays and operators."""
+    return [item for item in items if isinstance(item, Word)]
+
+
+def names_of(assignments: Sequence[Word | Array]) -> Iterator[str]:
+    """Yield the variables that ``assignments`` set."""
+    for item in assignments:
+        if isinstance(item, Array):
+            yield item.name
+        elif found := _ASSIGNMENT.match(item.parts[0].text):
+            yield found[1]

@@ -1,0 +1,194 @@
+"""Follows a bash script's commands: ``if``, ``case``, ``&&`` and ``||`` where variables decide them, subshells without their
+variables, and all else as commands that may run or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_like_compat.shell.assignments import Assignments
+from slime_like_compat.shell.conditions import both, decide, either, fits, negated, variables
+from slime_like_compat.shell.tree import (
+    AndOr,
+    Branch,
+    Case,
+    Command,
+    Commands,
+    Function,
+    Group,
+    If,
+    Loop,
+    Pipeline,
+    Simple,
+    simple_commands,
+    simple_commands_of,
+)
+from slime_like_compat.shell.values import Scope, Value
+from slime_like_compat.shell.words import Token, Word
+
+type Run = Callable[[Sequence[Token], str], None]
+"""Takes the words of a command, and the condition under which it runs: empty where it runs."""
+
+
+@dataclass(slots=True)
+class Branches:
+    """Follows the commands of ``script`` and calls ``run`` for each that may run.
+
+    A result is True or False, or None where it depends on a command or on an unknown variable.
+    """
+
+    scope: Scope
+    script: Path
+    run: Run
+    starts: Callable[[Sequence[Token]], bool]  # says of a command's words that they start training
+    inside: str = ""  # the condition under which commands run here
+    repeats: bool = False  # in a loop or function: a variable may have another value when its commands run again
+
+    def follow(self, commands: Commands) -> bool | None:
+        """Follow ``commands`` and return the result of the last one."""
+        result: bool | None = True
+        for item in commands:
+            with self.scope.subshell() if item.background else nullcontext():
+                result = self._and_or(item)
+            result = item.background or result
+        return result
+
+    def _and_or(self, item: AndOr) -> bool | None:
+        result, words = self._pipeline(item.first), _words(simple_commands_of(item.first))
+        for sign, pipeline in item.rest:
+            runs = result if sign == "&&" else negated(result)
+            if runs is False:
+                continue
+            # a command before the one that starts training prepares it
+            starts = sign == "&&" and any(self.starts(command.words) for command in simple_commands_of(pipeline))
+            unless = self.inside or f"only if another command succeeds{self._decided_by(words)}"
+            with self._under(unless) if runs is None and not starts else nullcontext():
+                second = self._pipeline(pipeline)
+            result = both(result, second) if sign == "&&" else either(result, second)
+            words += _words(simple_commands_of(pipeline))
+        return result
+
+    def _pipeline(self, item: Pipeline) -> bool | None:
+        results: list[bool | None] = []
+        for command in item.commands:
+            with self.scope.subshell() if len(item.commands) > 1 else nullcontext():
+                results.append(self._command(command))
+        *others, result = results
+        if any(other is not True for other in others):  # set -o pipefail
+            result = both(result, None)
+        return negated(result) if item.negated else result
+
+    def _command(self, command: Command) -> bool | None:
+        match command:
+            case Simple(words=words):
+                return self._simple(words)
+            case Group(body=body, subshell=subshell):
+                with self.scope.subshell() if subshell else nullcontext():
+                    return self.follow(body)
+            case If():
+                return self._if(command)
+            case Case():
+                return self._case(command)
+            case Loop():
+                return self._loop(command)
+            case Function(body=body, where=where):
+                with self._under(_block(where), repeats=True):
+                    self._command(body)
+                return True
+
+    def _simple(self, words: Sequence[Token]) -> bool | None:
+        plain = [word for word in words if isinstance(word, Word)]
+        known = len(plain) == len(words) and self._stays(plain)
+        result = decide(plain, self.scope, self.script) if known else None
+        self.run(words, self.inside)
+        return result
+
+    def _if(self, command: If) -> bool | None:
+        earlier: bool | None = False  # a branch before this one ran
+        result: bool | None = True
+        words: list[Word] = []
+        for condition, body in (*command.branches, ((), command.otherwise)):
+            words += _words(simple_commands(condition))
+            reason = _block(command.where) + self._decided_by(words)
+            holds = self._body(negated(earlier), condition, reason)
+            runs = both(negated(earlier), holds)
+            if runs is not False:
+                of_body = self._body(runs, body, reason)
+                result = of_body if runs else None
+            earlier = either(earlier, holds)
+        return result
+
+    def _case(self, command: Case) -> bool | None:
+        earlier: bool | None = False
+        through: bool | None = False  # the branch before this one ran, and ends in ``;&``
+        result: bool | None = True
+        reason = _block(command.where) + self._decided_by([command.subject])
+        subject = self.scope.text(command.subject, self.script)
+        if not self._stays([command.subject]):
+            subject = Value("", subject.where, "may change")
+        for branch in command.branches:
+            fitting = self._fits(subject, branch)
+            runs = either(both(negated(earlier), fitting), through)
+            if runs is not False:
+                of_body = self._body(runs, branch.body, reason)
+                result = of_body if runs else None
+            earlier = both(earlier, negated(runs)) if branch.end == ";;&" else either(earlier, fitting)
+            through = runs if branch.end == ";&" else False
+        return result
+
+    def _fits(self, subject: Value, branch: Branch) -> bool | None:
+        result: bool | None = False
+        for pattern in branch.patterns:
+            fitting = fits(subject, pattern, self.scope, self.script) if self._stays([pattern]) else None
+            result = either(result, fitting)
+        return result
+
+    def _loop(self, command: Loop) -> bool | None:
+        with self._under(_block(command.where), repeats=True):
+            variables_of_head = Assignments(self.scope, self.script, self.inside)
+            variables_of_head.expand(command.head)
+            variables_of_head.taint(command.head[:1])
+            holds = self.follow(command.condition)
+            if holds is not (command.keyword == "until"):
+                self.follow(command.body)
+        return None
+
+    def _body(self, runs: bool | None, body: Commands, reason: str) -> bool | None:
+        """Follow ``body`` unless ``runs`` is False. Return the result that it has where it runs."""
+        if runs is False:
+            return None
+        with self._under(reason) if runs is None else nullcontext():
+            return self.follow(body)
+
+    @contextmanager
+    def _under(self, reason: str, *, repeats: bool = False) -> Generator[None]:
+        """Follow commands that run only under the condition ``reason``."""
+        kept = self.inside, self.repeats
+        self.inside, self.repeats = reason, self.repeats or repeats
+        try:
+            yield
+        finally:
+            self.inside, self.repeats = kept
+
+    def _stays(self, words: Sequence[Word]) -> bool:
+        """Return whether ``words`` expand to the same text whenever their command runs."""
+        parts = [part for word in words for part in word.parts]
+        return not self.repeats or all(part.kind == "text" or part.text in self.scope.fixed for part in parts)
+
+    def _decided_by(self, words: Sequence[Word]) -> str:
+        """Return the end of a message: the first variable in ``words`` that has no known value."""
+        for name in variables(words):
+            values = self.scope.lookup(name, "")
+            if values is None or any(value.problem for value in values):
+                return f", which --set {name}=VALUE may decide"
+        return ""
+
+
+def _block(where: str) -> str:
+    return f"inside the block that begins at {where}"
+
+
+def _words(commands: Iterable[Simple]) -> list[Word]:
+    return [word for command in commands for word in command.words if isinstance(word, Word)]

@@ -1,0 +1,86 @@
+"""The arguments that a launch script gives to its training command, found without running a line of it.
+
+Assignments, arrays, ``source`` and the training command are read; no command is run. ``if``, ``case``, ``&&`` and ``||`` are
+followed where variables decide them, and variables of a subshell are lost with it. A variable that is set under any other
+condition, in a loop or in a function is unknown, and refused where an argument needs it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slime_like.errors import ConfigError
+from slime_like_compat.shell.reader import ScriptReader
+from slime_like_compat.shell.values import Scope, Value
+
+TRAIN = ("train.py", "train_async.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a script starts: ``train.py`` or ``train_async.py``, its arguments, and what else stood there."""
+
+    script: Path
+    program: str
+    arguments: tuple[Value, ...]
+    where: str
+    sourced: tuple[Path, ...]
+    skipped: tuple[str, ...]  # files that were left out on request
+    commands: Mapping[str, int]  # other commands, not run: name -> how often
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])  # of --runtime-env-json, where it is written
+    notes: tuple[str, ...] = ()  # about files that were read elsewhere or are not there
+
+
+def read_launch(
+    script: Path, *, given: Mapping[str, str], skip: Sequence[str] = (), programs: Sequence[str] = TRAIN
+) -> Launch:
+    """Find the one training command of ``script``.
+
+    ``given`` are variables that the script takes from outside (they win over its own); ``skip`` names sourced files to
+    leave out, by their last path component or whole; ``programs`` are files, or modules that ``python -m`` runs. Raises
+    ``ConfigError`` with file and line on what cannot be read.
+    """
+    if script.suffix == ".py":
+        raise ConfigError(python_launcher(script))
+    reader = ScriptReader(Scope(dict(given)), tuple(skip), tuple(programs))
+    try:
+        reader.read(script)
+    except RecursionError as error:
+        raise ConfigError(
+            f"{script}: its blocks and the files that it sources lie too deep within one another"
+        ) from error
+    if not reader.starts:
+        raise ConfigError(f"{script} starts no {' or '.join(programs)}: give the script that does")
+    if len(reader.starts) > 1:
+        places = ", ".join(start.where for start in reader.starts)
+        raise ConfigError(f"{script} starts training {len(reader.starts)} times ({places}): keep one of them in a copy")
+    start = reader.starts[0]
+    return Launch(
+        script,
+        start.program,
+        start.arguments,
+        start.where,
+        tuple(reader.files[1:]),
+        tuple(reader.skipped),
+        reader.commands,
+        reader.environment,
+        tuple(reader.notes),
+    )
+
+
+def python_launcher(script: Path) -> str:
+    """The line that prints the commands of a Python launcher of miles or slime, in place of running them."""
+    text = script.read_text(errors="replace") if script.is_file() else ""
+    found = re.search(r"import ([\w.]+\.command_utils) as U", text)
+    commands = found[1] if found else "miles.utils.external_utils.command_utils"
+    patch = (
+        f"import {commands} as U; U.exec_command_cpu = U.exec_command_gpu = lambda command, **_: print(command) or '0'"
+    )
+    run = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    return (
+        f"{script} builds its command line when it runs. In its checkout this prints its commands and runs none: "
+        f'python -c "{patch}; {run}" {script} > launch.sh; give launch.sh'
+    )

@@ -1,0 +1,270 @@
+"""A bash script as words and operators, without running anything: quotes, ``$`` expansions, arrays, here-documents.
+
+The lexer knows the part of bash's grammar that launch scripts are written in; all else stays text that nobody executes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from slime_like.errors import ConfigError
+from slime_like_compat.shell.words import Array, Operator, Part, Token, Word
+
+MAX_CHARS, MAX_NESTING = 2**20, 40
+_BLANK, _META = " \t\r", " \t\r\n;&|()<>"
+_REDIRECTION = re.compile(r"\d*(?:&>>?|<<<|<<-?|>>|[<>]&|<>|>\||[<>])|&>>?")
+_OPERATOR = re.compile(r";;&?|;&|&&|\|[|&]?|;|&|\n|\(|\)")
+_NAME = re.compile(r"[A-Za-z_]\w*|[@*#?$!0-9-]")
+_ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
+
+
+def tokens(text: str, name: str) -> Iterator[Token]:
+    """The script ``text`` of the file ``name``. Raises ``ConfigError`` with file and line where a quote does not end."""
+    if len(text) > MAX_CHARS:
+        raise ConfigError(f"{name} has {len(text)} characters: a launch script has at most {MAX_CHARS}")
+    reader = _Lexer(text, name)
+    while (token := reader.token()) is not None:
+        yield token
+
+
+def text_parts(text: str, where: str) -> tuple[Part, ...]:
+    """``text`` as the parts of one word, blanks included: the word after ``:-`` in ``${X:-word}``."""
+    return _Lexer(text, where, fixed_place=True).parts(stop="")
+
+
+@dataclass(slots=True)
+class _Lexer:
+    text: str
+    name: str
+    fixed_place: bool = False
+    at: int = 0
+    nesting: int = 0
+    testing: bool = False  # between ``[[`` and ``]]``
+    _documents: list[tuple[str, bool]] = field(default_factory=list[tuple[str, bool]])  # (end, tabs are cut)
+
+    @property
+    def where(self) -> str:
+        return self.name if self.fixed_place else f"{self.name}:{self.text.count('\n', 0, self.at) + 1}"
+
+    def token(self) -> Token | None:
+        """The next token, or None at the end."""
+        while self.at < len(self.text):
+            rest = self.text[self.at]
+            if rest in _BLANK:
+                self.at += 1
+            elif self.text.startswith("\\\n", self.at):
+                self.at += 2
+            elif rest == "#":
+                self.at = _end(self.text.find("\n", self.at), self.text)
+            elif self.text[self.at : self.at + 2] in ("<(", ">("):
+                return Word((Part("command", self._substitution(2), False),), self.where)
+            elif self.testing and rest in "<>":
+                self.at += 1
+                return Operator(rest, self.where)
+            elif found := _REDIRECTION.match(self.text, self.at):
+                self._redirection(found)
+            elif self.text.startswith("((", self.at):
+                return self._arithmetic_command()
+            elif found := _OPERATOR.match(self.text, self.at):
+                return self._operator(found)
+            else:
+                return self._word()
+        return None
+
+    def _operator(self, found: re.Match[str]) -> Operator:
+        operator = Operator(found[0], self.where)
+        self.at = found.end()
+        if found[0] == "\n":
+            while self._documents:
+                self._skip_document(*self._documents.pop(0))
+        return operator
+
+    def _redirection(self, found: re.Match[str]) -> None:
+        """Where output goes is not read; a here-document is skipped when its line ends."""
+        where, self.at = self.where, found.end()
+        while self.at < len(self.text) and self.text[self.at] in _BLANK:
+            self.at += 1
+        if self.at == len(self.text) or self.text[self.at] in "\n;|()":
+            raise ConfigError(f"{where}: {found[0]} without a file after it")
+        target = Word(self.parts(stop=_META), where)
+        if found[0].lstrip("0123456789") in ("<<", "<<-"):
+            self._documents.append((target.literal or "", found[0].endswith("-")))
+
+    def _skip_document(self, end: str, cut: bool) -> None:
+        where = self.where
+        while self.at < len(self.text):
+            stop = _end(self.text.find("\n", self.at), self.text)
+            line = self.text[self.at : stop]
+            self.at = min(stop + 1, len(self.text))
+            if (line.lstrip("\t") if cut else line) == end:
+                return
+        raise ConfigError(f"{where}: the here-document never ends: no line is {end!r}")
+
+    def _arithmetic_command(self) -> Operator:
+        where, start = self.where, self.at
+        self.at = self._matching("((", "))")
+        return Operator(self.text[start : self.at], where)
+
+    def _word(self) -> Word | Array:
+        where, start = self.where, self.at
+        if (found := _ARRAY.match(self.text, self.at)) and self.text.startswith("(", found.end()):
+            self.at = found.end() + 1
+            return Array(found[1], found[2] == "+", tuple(self._elements(where)), where)
+        parts = self.parts(stop=_META)
+        if self.at == start:
+            raise ConfigError(f"{where}: {self.text[start]!r} is not understood here")
+        word = Word(parts, where)
+        self.testing = word.keyword == "[[" or (self.testing and word.keyword != "]]")
+        return word
+
+    def _elements(self, opened: str) -> Iterator[Word]:
+        while (token := self.token()) is not None:
+            match token:
+                case Operator(text=")"):
+                    return
+                case Operator(text="\n"):
+                    continue
+                case Word():
+                    yield token
+                case _:
+                    raise ConfigError(f"{token.where}: an array holds words, as in ARGS=(--lr 1e-6); quote the others")
+        raise ConfigError(f"{opened}: the array that begins here has no closing parenthesis")
+
+    def parts(self, stop: str) -> tuple[Part, ...]:
+        """Parts up to an unquoted character of ``stop``."""
+        found: list[Part] = []
+        while self.at < len(self.text) and self.text[self.at] not in (stop or "\0"):
+            char = self.text[self.at]
+            if char == "'":
+                end = self._find("'", self.at + 1)
+                found.append(Part("text", self.text[self.at + 1 : end], True))
+                self.at = end + 1
+            elif char == '"':
+                found += self._double_quoted()
+            elif self.text.startswith("$'", self.at):
+                found.append(self._ansi_quoted())
+            elif char == "\\":
+                skipped = self.text[self.at + 1 : self.at + 2]
+                found += [] if skipped == "\n" else [Part("text", skipped, True)]
+                self.at += 2
+            elif char in "$`":
+                found.append(self._expansion(quoted=False))
+            else:
+                found.append(Part("text", char, False))
+                self.at += 1
+        return tuple(_merged(found))
+
+    def _double_quoted(self) -> list[Part]:
+        where, found = self.where, list[Part]()
+        self.at += 1
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char == '"':
+                self.at += 1
+                return found or [Part("text", "", True)]
+            if char == "\\" and self.text[self.at + 1 : self.at + 2] in tuple('$`"\\\n'):
+                escaped = self.text[self.at + 1]
+                found.append(Part("text", "" if escaped == "\n" else escaped, True))
+                self.at += 2
+            elif char in "$`":
+                found.append(self._expansion(quoted=True))
+            else:
+                found.append(Part("text", char, True))
+                self.at += 1
+        raise ConfigError(f"{where}: the double quote that begins here never ends")
+
+    def _ansi_quoted(self) -> Part:
+        self.at += 2
+        text = ""
+        while not self.text.startswith("'", self.at):
+            char = self.text[self.at : self.at + 1]
+            if char == "\\":
+                self.at += 1
+                char = _ESCAPES.get(self.text[self.at : self.at + 1], "\\" + self.text[self.at : self.at + 1])
+            if not char or self.at >= len(self.text):
+                raise ConfigError(f"{self.where}: a single quote never ends")
+            text, self.at = text + char, self.at + 1
+        self.at += 1
+        return Part("text", text, True)
+
+    def _expansion(self, *, quoted: bool) -> Part:
+        start = self.at
+        if self.text[start] == "`":
+            end = self._find("`", start + 1)
+            self.at = end + 1
+            return Part("command", self.text[start + 1 : end], quoted)
+        if self.text.startswith("$((", start):
+            self.at = start + 1
+            self.at = self._matching("((", "))")
+            return Part("arithmetic", self.text[start + 3 : self.at - 2], quoted)
+        if self.text.startswith("$(", start):
+            return Part("command", self._substitution(2), quoted)
+        if self.text.startswith("${", start):
+            self.at = start + 1
+            self.at = self._matching("{", "}")
+            return Part("variable", self.text[start + 2 : self.at - 1], quoted)
+        if found := _NAME.match(self.text, start + 1):
+            self.at = found.end()
+            return Part("variable", found[0], quoted)
+        self.at += 1
+        return Part("text", "$", quoted)
+
+    def _substitution(self, opening: int) -> str:
+        """The commands up to the parenthesis that closes ``$(`` or ``<(``."""
+        where, self.at = self.where, self.at + opening
+        start, depth = self.at, 0
+        self.nesting += 1
+        if self.nesting > MAX_NESTING:
+            raise ConfigError(f"{where}: more than {MAX_NESTING} commands within one another")
+        while (token := self.token()) is not None:
+            depth += {"(": 1, ")": -1}.get(token.text, 0) if isinstance(token, Operator) else 0
+            if depth < 0:
+                self.nesting -= 1
+                return self.text[start : self.at - 1]
+        raise ConfigError(f"{where}: the $( that begins here has no closing parenthesis")
+
+    def _matching(self, opening: str, closing: str) -> int:
+        """Behind the ``closing`` that belongs to the ``opening`` here; quotes and nested braces are seen."""
+        where, depth, at = self.where, 0, self.at
+        a, b, wanted = opening[0], closing[0], len(opening)
+        while at < len(self.text):
+            char = self.text[at]
+            if char == "\\":
+                at += 1
+            elif char in "'\"" and opening == "{":
+                at = self._find(char, at + 1)
+            elif char == a:
+                depth += 1
+            elif char == b:
+                depth -= 1
+                if depth == 0:
+                    return at + 1
+            at += 1
+        raise ConfigError(f"{where}: {opening!r} has no closing {closing!r} (depth {max(depth, wanted)})")
+
+    def _find(self, char: str, start: int) -> int:
+        end = self.text.find(char, start)
+        if end < 0:
+            raise ConfigError(f"{self.where}: the quote {char} that begins here never ends")
+        return end
+
+
+def _end(found: int, text: str) -> int:
+    return len(text) if found < 0 else found
+
+
+def _merged(parts: list[Part]) -> Iterator[Part]:
+    """Neighbouring pieces of text as one."""
+    last: Part | None = None
+    for part in parts:
+        if last is not None and last.kind == part.kind == "text" and last.quoted == part.quoted:
+            last = Part("text", last.text + part.text, part.quoted)
+            continue
+        if last is not None:
+            yield last
+        last = part
+    if last is not None:
+        yield last

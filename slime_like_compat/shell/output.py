@@ -1,0 +1,62 @@
+"""Output of commands that is known without running them: names of files, and the numbers of ``seq``."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from slime_like.errors import ConfigError
+from slime_like_compat.shell.lexer import tokens
+from slime_like_compat.shell.words import MAX_WORDS, Operator, Word
+
+_SEQ = re.compile(r"seq (-?\d+)(?: (-?\d+))?(?: (-?\d+))?")
+
+
+def file_command(text: str, where: str) -> list[Word]:
+    """Return the words of ``cd FOLDER && pwd``, or of one command that names a file; none for any other."""
+    try:
+        found = list(tokens(text, where))
+    except ConfigError:
+        return []
+    words = [word for word in found if isinstance(word, Word)]
+    operators = [token.text for token in found if isinstance(token, Operator)]
+    if len(words) + len(operators) < len(found):
+        return []
+    literals = [word.literal for word in words]
+    if literals[:1] == ["cd"] and operators == ["&&"] and (literals[-1:] == ["pwd"] or literals[-2:] == ["pwd", "-P"]):
+        return words[: len(words) - (1 if literals[-1] == "pwd" else 2)]
+    return words if not operators and literals[:1] != ["cd"] else []
+
+
+def named_file(command: str, arguments: list[str], script: Path) -> str | None:
+    """Return the name that ``command`` prints; None for a command that is not known."""
+    match command, arguments:
+        case "cd", [folder]:
+            path = folder if folder.startswith("/") else f"{script.resolve().parent}/{folder}"
+            return posixpath.normpath(path)
+        case "dirname", [path]:
+            return posixpath.dirname(path.rstrip("/")) or ("/" if path.startswith("/") else ".")
+        case "basename", [path, *suffix] if len(suffix) < 2:
+            name = posixpath.basename(path.rstrip("/"))
+            return name.removesuffix(suffix[0]) if suffix and name != suffix[0] else name
+        case "realpath", [path] if path.startswith("/"):
+            return posixpath.normpath(path)
+        case "readlink", ["-f", path] if path.startswith("/"):
+            return posixpath.normpath(path)
+        case _:
+            return None
+
+
+def seq(text: str) -> str | None:
+    """Return the numbers that ``seq`` prints; None for any other command."""
+    found = _SEQ.fullmatch(text)
+    if found is None:
+        return None
+    numbers = [int(number) for number in found.groups() if number is not None]
+    first, step, last = (
+        (1, 1, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1] if len(numbers) == 3 else 1, numbers[-1])
+    )
+    if not step or (last - first) // step >= MAX_WORDS:
+        return None
+    return "\n".join(map(str, range(first, last + (1 if step > 0 else -1), step)))

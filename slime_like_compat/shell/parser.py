@@ -1,0 +1,261 @@
+"""Parses a bash script into the tree of ``shell_tree``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime_like.errors import ConfigError
+from slime_like_compat.shell.lexer import tokens
+from slime_like_compat.shell.tree import (
+    AndOr,
+    Branch,
+    Case,
+    Command,
+    Commands,
+    Function,
+    Group,
+    If,
+    Loop,
+    Pipeline,
+    Simple,
+)
+from slime_like_compat.shell.words import Array, Operator, Token, Word
+
+_BRANCH_ENDS = (";;", ";&", ";;&")
+_NO_COMMAND = ("then", "elif", "else", "fi", "do", "done", "esac", "}", ")", "&&", "||", "|", "|&", *_BRANCH_ENDS)
+_COMMAND_ENDS = (";", "&", "\n", ")", "&&", "||", "|", "|&", *_BRANCH_ENDS)
+
+
+def parse(text: str, name: str) -> Commands:
+    """Parse the script ``text`` of the file ``name``. Raises ``ConfigError`` with file and line where bash could not."""
+    parser = _Parser((*tokens(text, name), Operator("", f"{name}:{text.count('\n') + 1}")))
+    commands = parser.commands()
+    if not parser.ended:
+        raise parser.unexpected()
+    return commands
+
+
+@dataclass(slots=True)
+class _Parser:
+    tokens: Sequence[Token]  # the last one stands for the script's end
+    at: int = 0
+
+    @property
+    def next(self) -> Token:
+        return self.tokens[self.at]
+
+    @property
+    def ended(self) -> bool:
+        return self.at == len(self.tokens) - 1
+
+    @property
+    def sign(self) -> str:
+        """The next token where it is an operator, or bash may read it as a word of its grammar."""
+        match self.next:
+            case Operator(text=text):
+                return text
+            case Word() as word:
+                return word.keyword
+            case Array():
+                return ""
+
+    def unexpected(self) -> ConfigError:
+        """Return the error about the next token."""
+        text = self.next.name if isinstance(self.next, Array) else self.sign
+        return ConfigError(f"{self.next.where}: {text!r} is not expected here: give a script that bash can read")
+
+    def commands(self, *ends: str) -> Commands:
+        """Parse up to one of ``ends``, or up to the script's end."""
+        found: list[AndOr] = []
+        while True:
+            self._skip("\n", ";")
+            if self.ended or self.sign in ends:
+                return tuple(found)
+            found.append(self._and_or())
+
+    def _accept(self, *signs: str) -> str:
+        """Take the next token where it is one of ``signs``, and return it."""
+        sign = self.sign
+        if self.ended or sign not in signs:
+            return ""
+        self.at += 1
+        return sign
+
+    def _skip(self, *signs: str) -> None:
+        while self._accept(*signs):
+            pass
+
+    def _take(self, sign: str, opener: Token, name: str) -> None:
+        """Take ``sign``, which the block that ``opener`` begins cannot be without."""
+        if self.ended:
+            raise ConfigError(f"{opener.where}: the {name!r} here has no {sign!r}")
+        if self.sign != sign:
+            raise self.unexpected()
+        self.at += 1
+
+    def _and_or(self) -> AndOr:
+        first = self._pipeline()
+        rest: list[tuple[str, Pipeline]] = []
+        while sign := self._accept("&&", "||"):
+            self._skip("\n")
+            rest.append((sign, self._pipeline()))
+        return AndOr(first, tuple(rest), bool(self._accept("&")))
+
+    def _pipeline(self) -> Pipeline:
+        negated = False
+        while prefix := self._accept("!", "time"):
+            negated ^= prefix == "!"
+            self._skip("-p")
+        found = [self._command()]
+        while self._accept("|", "|&"):
+            self._skip("\n")
+            found.append(self._command())
+        return Pipeline(tuple(found), negated)
+
+    def _command(self) -> Command:
+        match self.sign:
+            case "{":
+                return self._group("}")
+            case "(":
+                return self._group(")")
+            case "if":
+                return self._if()
+            case "case":
+                return self._case()
+            case "for" | "select":
+                return self._for()
+            case "while" | "until":
+                return self._while()
+            case "function":
+                self.at += 1
+                return self._function()
+            case "coproc":
+                return self._coprocess()
+            case "[[":
+                return self._test()
+            case sign if sign in _NO_COMMAND:
+                raise self.unexpected()
+            case _:
+                return self._simple()
+
+    def _group(self, closer: str) -> Group:
+        opener, name = self.next, self.sign
+        self.at += 1
+        body = self.commands(closer)
+        self._take(closer, opener, name)
+        return Group(body, subshell=closer == ")")
+
+    def _if(self) -> If:
+        opener, branches = self.next, list[tuple[Commands, Commands]]()
+        while self._accept("if", "elif"):
+            condition = self.commands("then")
+            self._take("then", opener, "if")
+            branches.append((condition, self.commands("elif", "else", "fi")))
+        otherwise: Commands = ()
+        if self._accept("else"):
+            otherwise = self.commands("fi")
+        self._take("fi", opener, "if")
+        return If(tuple(branches), otherwise, opener.where)
+
+    def _case(self) -> Case:
+        opener = self.next
+        self.at += 1
+        subject = self.next
+        if not isinstance(subject, Word):
+            raise self.unexpected()
+        self.at += 1
+        self._skip("\n")
+        self._take("in", opener, "case")
+        branches: list[Branch] = []
+        self._skip("\n")
+        while not self.ended and self.sign != "esac":
+            branches.append(self._branch(opener))
+            self._skip("\n")
+        self._take("esac", opener, "case")
+        return Case(subject, tuple(branches), opener.where)
+
+    def _branch(self, opener: Token) -> Branch:
+        self._accept("(")
+        patterns: list[Word] = []
+        while not self.ended and self.sign != ")":
+            if isinstance(self.next, Word):
+                patterns.append(self.next)
+            elif self.sign != "|":
+                raise self.unexpected()
+            self.at += 1
+        self._take(")", opener, "case")
+        body = self.commands(*_BRANCH_ENDS, "esac")
+        return Branch(tuple(patterns), body, self._accept(*_BRANCH_ENDS))
+
+    def _for(self) -> Loop:
+        opener = self.next
+        self.at += 1
+        head = [self.next]
+        self.at += not self.ended
+        self._skip("\n")
+        if self._accept("in"):
+            while not self.ended and self.sign not in _COMMAND_ENDS:
+                head.append(self.next)
+                self.at += 1
+        self._skip(";", "\n")
+        return Loop("for", tuple(head), (), self._body(opener, "for"), opener.where)
+
+    def _while(self) -> Loop:
+        opener, keyword = self.next, self.sign
+        self.at += 1
+        condition = self.commands("do")
+        return Loop(keyword, (), condition, self._body(opener, keyword), opener.where)
+
+    def _body(self, opener: Token, name: str) -> Commands:
+        closer = "}" if self.sign == "{" else "done"  # for ((...)) { ...; }
+        self._take("{" if closer == "}" else "do", opener, name)
+        body = self.commands(closer)
+        self._take(closer, opener, name)
+        return body
+
+    def _function(self) -> Function:
+        """Parse a function from its name on."""
+        where = self.next.where
+        self.at += not self.ended
+        if self._accept("("):
+            self._take(")", self.tokens[self.at - 1], "(")
+        self._skip("\n")
+        return Function(self._command(), where)
+
+    def _coprocess(self) -> Group:
+        self.at += 1
+        after = self.tokens[self.at + 1] if not self.ended else None
+        self.at += isinstance(after, Word) and after.keyword == "{"  # coproc NAME { ...; }
+        return Group((AndOr(Pipeline((self._command(),), negated=False), (), background=True),), subshell=True)
+
+    def _test(self) -> Simple:
+        """Parse ``[[ ... ]]``, in which operators have another meaning."""
+        opener, start = self.next, self.at
+        while not self.ended and self.sign != "]]":
+            self.at += 1
+        self._take("]]", opener, "[[")
+        return Simple(tuple(self.tokens[start : self.at]))
+
+    def _simple(self) -> Command:
+        start, words = self.at, list[Token]()
+        while not self.ended and not (isinstance(self.next, Operator) and self.next.text in _COMMAND_ENDS):
+            if self.sign != "(":
+                words.append(self.next)
+                self.at += 1
+            elif len(words) == 1 and isinstance(after := self.tokens[self.at + 1], Operator) and after.text == ")":
+                self.at = start
+                return self._function()
+            else:
+                self._skip_parentheses()
+        return Simple(tuple(words))
+
+    def _skip_parentheses(self) -> None:
+        """Skip ``( ... )`` inside a command: a pattern of ``shopt -s extglob``, which matters to no variable."""
+        opener, depth = self.next, 0
+        while not self.ended:
+            depth += {"(": 1, ")": -1}.get(self.sign, 0)
+            self.at += 1
+            if not depth:
+                return
+        self._take(")", opener, "(")

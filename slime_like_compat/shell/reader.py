@@ -1,0 +1,170 @@
+"""Reads a launch script and the files that it sources, command by command, up to the commands that start training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slime_like.errors import ConfigError
+from slime_like_compat.shell.assignments import DECLARE, READ, Assignments, leading_assignments, names_of, plain_words
+from slime_like_compat.shell.branches import Branches
+from slime_like_compat.shell.parser import parse
+from slime_like_compat.shell.values import ARGUMENTS, Scope, Value
+from slime_like_compat.shell.words import Array, Token, Word
+
+MAX_SOURCED = 32
+_MODEL_FILE = re.compile(r"(^|/)models/[\w.-]+\.sh$")  # slime's scripts/models/*.sh set MODEL_ARGS, and nothing else
+_VARIABLE = re.compile(r'"([A-Za-z_]\w*)"\s*:\s*"([^"]*)"')
+_RUNNERS = ("python", "python3", "ray", "torchrun", "srun", "nohup", "exec", "env", "uv", "accelerate")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A command that starts training."""
+
+    program: str
+    where: str  # file:line
+    arguments: tuple[Value, ...]
+
+
+@dataclass(slots=True)
+class ScriptReader:
+    """Follows a script's commands; what they set is in ``scope``, all else in the other fields."""
+
+    scope: Scope
+    skip: tuple[str, ...]
+    programs: tuple[str, ...]
+    files: list[Path] = field(default_factory=list[Path])
+    skipped: list[str] = field(default_factory=list[str])
+    commands: dict[str, int] = field(default_factory=dict[str, int])
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    notes: list[str] = field(default_factory=list[str])
+    starts: list[Start] = field(default_factory=list[Start])
+
+    def read(self, script: Path) -> None:
+        """Read a file, and what it sources. Raises ``ConfigError`` with file and line on what cannot be read."""
+        self.files.append(script)
+        if len(self.files) > MAX_SOURCED:
+            raise ConfigError(f"{script}: more than {MAX_SOURCED} files source one another")
+        try:
+            text = script.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{script} cannot be read ({error}): give a bash script") from error
+        branches = Branches(
+            self.scope, script, lambda words, inside: self._effects(words, script, inside), starts=self._starts
+        )
+        branches.follow(parse(text, str(script)))
+
+    def _starts(self, words: Sequence[Token]) -> bool:
+        return training(plain_words(leading_assignments(words)[1]), self.programs) is not None
+
+    def _effects(self, words: Sequence[Token], script: Path, inside: str) -> None:
+        """Take what a command sets, sources or starts; ``inside`` says where it stands if it may not run at all."""
+        variables = Assignments(self.scope, script, inside)
+        variables.expand(words)
+        assignments, rest = leading_assignments(words)
+        name = rest[0].literal if rest and isinstance(rest[0], Word) else ""
+        if name in ("source", "."):
+            self._source(rest, assignments, script, inside)
+            return
+        for item in assignments if not rest else []:
+            variables.assign(item)
+        if rest:
+            self._run(name or "", rest, variables)
+
+    def _count(self, name: str) -> None:
+        if name and re.fullmatch(r"[\w./-]+", name):
+            self.commands[name] = self.commands.get(name, 0) + 1
+
+    def _run(self, name: str, words: list[Word | Array], variables: Assignments) -> None:
+        plain, script = plain_words(words), variables.script
+        if name in DECLARE:
+            variables.declare(words)
+        elif plain and variables.builtin(plain):
+            if name in READ and any(word.literal == "MODEL_ARGS" for word in plain[1:]):
+                self._leave_model_args(f"MODEL_ARGS is read from a command ({plain[0].where}): it describes the model")
+        elif name == "eval":
+            raise ConfigError(f"{plain[0].where}: eval may set anything, and nothing is run here: write it out")
+        elif (at := training(plain, self.programs)) is not None:
+            if inside := variables.inside:
+                raise ConfigError(f"{plain[0].where}: training starts {inside}, and whether it runs is not known")
+            arguments = tuple(value for word in plain[at + 1 :] for value in self.scope.expand(word, script))
+            for word in plain[:at]:
+                self._environment(self.scope.text(word, script).text)
+            self.starts.append(Start(Path(plain[at].parts[-1].text).name, plain[0].where, arguments))
+        else:
+            self._count(name)
+
+    def _leave_model_args(self, why: str) -> None:
+        """Leave the model's shape, which MODEL_ARGS says in slime, to config.json."""
+        self.notes.append(f"{why}, as config.json of --hf-checkpoint does")
+        self.scope.assign("MODEL_ARGS", ())
+
+    def _environment(self, text: str) -> None:
+        """Take the variables of ``--runtime-env-json=...``, also of JSON in which a value is not known."""
+        if text.startswith("--runtime-env-json="):
+            self.environment |= dict(_VARIABLE.findall(text))
+
+    def _source(self, words: list[Word | Array], assignments: list[Word | Array], script: Path, inside: str) -> None:
+        word = words[1] if len(words) > 1 else None
+        if not isinstance(word, Word):
+            raise ConfigError(f"{words[0].where}: source without a file")
+        value = self.scope.text(word, script)
+        last = "".join(p.text for p in word.parts[-1:] if p.kind == "text").rpartition("/")[2]
+        if self.skip and (Path(value.text).name in self.skip or value.text in self.skip or last in self.skip):
+            self.skipped.append(f"{value.text or last} ({word.where})")
+            self.scope.incomplete = True
+            return
+        leave = f"--skip {last or 'NAME'} leaves it out"
+        if inside:
+            raise ConfigError(f"{word.where}: a file is sourced {inside}, and whether it runs is not known; {leave}")
+        path = self._sourced(value, script)
+        if path is None and _MODEL_FILE.search(value.text):
+            self._leave_model_args(f"{value.text} ({word.where}) is not there: its MODEL_ARGS describe the model")
+            return
+        if path is None and value.problem:
+            raise ConfigError(f"{word.where}: which file is sourced is not known: {value.problem}; {leave}")
+        if path is None:
+            raise ConfigError(f"{word.where}: there is no {value.text} to source: put it there; {leave}")
+        arguments = [value for word in words[2:] if isinstance(word, Word) for value in self.scope.expand(word, script)]
+        before = {name: self.scope.values.get(name) for name in names_of(assignments)}
+        if arguments:
+            before[ARGUMENTS] = self.scope.values.get(ARGUMENTS)
+            self.scope.assign(ARGUMENTS, tuple(arguments))
+        for item in assignments:
+            Assignments(self.scope, script, "").assign(item)
+        self.read(path)
+        for name, values in before.items():
+            self.scope.values.pop(name, None)
+            if values is not None:
+                self.scope.values[name] = values
+
+    def _sourced(self, value: Value, script: Path) -> Path | None:
+        """Return the file that ``source`` names: as it is written, or by its last names in a folder above the script."""
+        named = Path(value.text)
+        path = named if named.is_absolute() else script.parent / named
+        if not value.problem and path.is_file():
+            return path
+        names = [name for name in named.parts if name not in ("/", ".", "..")]
+        folders = [script.resolve().parent, *script.resolve().parents]
+        for length in range(len(names), 1, -1):
+            for folder in folders:
+                if (found := folder.joinpath(*names[-length:])).is_file():
+                    self.notes.append(f"{value.text} is not there: {found} was read")
+                    return found
+        return None
+
+
+def training(words: Sequence[Word], programs: Sequence[str]) -> int | None:
+    """Return where one of ``programs`` stands in a command that starts it; None in any other command."""
+    for at, word in enumerate(words):
+        last = word.parts[-1] if word.parts else None
+        if not at or last is None or last.kind != "text":
+            continue
+        name = last.text if words[at - 1].literal == "-m" else last.text.rpartition("/")[2]
+        runner = (words[0].literal or "").rpartition("/")[2]
+        if name in programs and (runner.startswith(_RUNNERS) or words[0].literal is None):
+            return at
+    return None

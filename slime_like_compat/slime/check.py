@@ -1,0 +1,52 @@
+"""A table of what becomes of every launch script of slime below a folder."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from slime_like.errors import ConfigError
+from slime_like_compat.shell.launch_script import TRAIN, read_launch
+from slime_like_compat.slime.classes import class_table, first_line, outcome
+from slime_like_compat.slime.job import convert_script
+
+CLASSES = {
+    "same": "a recipe of the same job",
+    "code": "a recipe of the same job, once the functions that it names are ported",
+    "value": "no recipe: values that the script takes from outside are needed (--set)",
+    "refused": "no recipe: flags without a counterpart, each named (--drop)",
+    "config": "no recipe: no configuration says it",
+    "python": "a Python launcher: one line prints its command line",
+    "unread": "no recipe: the script cannot be read",
+}
+
+
+def check_folder(folder: Path, *, given: Mapping[str, str] | None = None) -> str:
+    """Return counts by class, and a line for each script below ``folder`` that starts training."""
+    scripts = [path for path in sorted([*folder.rglob("*.sh"), *folder.rglob("*.py")]) if _starts_training(path)]
+    if not scripts:
+        raise ConfigError(f"{folder} has no script that starts {' or '.join(TRAIN)}: give the folder of launch scripts")
+    return class_table(folder, CLASSES, {path: _classify(path, given or {}) for path in scripts})
+
+
+def _starts_training(path: Path) -> bool:
+    """Whether a shell script names slime's ``train.py`` or ``train_async.py``, or a Python one calls miles' launcher."""
+    mark = r"\b(train|train_async)\.py\b" if path.suffix == ".sh" else r"\bU\.execute_train\("
+    return path.is_file() and bool(re.search(mark, path.read_text(errors="replace")))
+
+
+def _classify(path: Path, given: Mapping[str, str]) -> tuple[str, str]:
+    """Return a name of ``CLASSES`` for a script, and why it is not ``same``."""
+    if path.suffix == ".py":
+        return "python", ""
+    try:
+        read_launch(path, given=given)
+    except ConfigError as error:
+        return "unread", first_line(error, path)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return outcome(convert_script(path, Path(folder) / "recipe" / "a.yaml", given=given), " ")
+        except ConfigError as error:
+            return "config", first_line(error, path)

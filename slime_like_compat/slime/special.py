@@ -1,0 +1,245 @@
+"""Flags of slime's ``train.py`` whose verdict depends on their value or on other flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from slime_like.config.schema import names
+from slime_like.config.schema.policy import PolicyConfig
+from slime_like.config.schema.reward_names import split_prefix
+from slime_like.errors import ConfigError
+from slime_like.registry import resolve
+from slime_like.util.reading import parse_strict_json
+from slime_like_compat.flags.combined import ROLLOUT_FUNCTIONS
+from slime_like_compat.flags.eval_config import eval_config_overrides
+from slime_like_compat.flags.table import (
+    ESTIMATORS,
+    SLIME_FILTERS,
+    dotted,
+)
+from slime_like_compat.slime.given import Flags, Given
+from slime_like_compat.slime.weights import hf_checkpoint, load, ref_load, teacher
+
+CODE = {
+    "--custom-rm-path": "reward.name",
+    "--custom-generate-function-path": "rollout.generate",
+    "--data-source-path": "data.source",
+    "--dynamic-sampling-filter-path": "rollout.filters",
+}
+SLIME_SOURCES = [f"{project}.rollout.data_source.RolloutDataSourceWithBuffer" for project in ("slime", "miles")]
+SPECS = ("qwen3_next", "qwen3_5")  # slime_plugins.models.<name>, whose families are here
+QUIET = re.compile(r"(NCCL|CUDA|PYTORCH|TORCH|NVSHMEM|GLOO|RAY|WANDB|HF|TOKENIZERS|OMP|MASTER)_\w+|PYTHON\w+|no_proxy")
+
+type Special = Callable[[Given, Flags], tuple[str, str] | None]  # -> (verdict, note); None: as any other flag
+
+
+def _needs(switch: str, where: str = "slime") -> Special:
+    def without_effect(item: Given, given: Flags) -> tuple[str, str] | None:
+        del item
+        return None if switch in given else ("dropped", f"has no effect without {switch}, in {where} as well")
+
+    return without_effect
+
+
+def _kl_loss_type(item: Given, given: Flags) -> tuple[str, str] | None:
+    if "--use-kl-loss" not in given or given.supervised:
+        return "dropped", "has no effect without --use-kl-loss, in slime as well"
+    if item.text != PolicyConfig.kl_loss_type and not given.positive("--kl-loss-coef"):
+        return "dropped", "has no effect without --kl-loss-coef above 0, in slime as well"
+    return None
+
+
+def _rm_type(item: Given, given: Flags) -> tuple[str, str] | None:
+    if "--custom-rm-path" in given:
+        return "dropped", "has no effect beside --custom-rm-path, in slime as well"
+    if item.problem or split_prefix(item.text)[1] in names.REWARDS:
+        return None
+    return "refused", f"there is no reward of this name (there are {', '.join(names.REWARDS)})"
+
+
+def _code(item: Given, given: Flags) -> tuple[str, str] | None:
+    del given
+    if item.problem or item.text in SLIME_FILTERS:
+        return None
+    if item.text in SLIME_SOURCES:
+        return "always", "data.source=file, with its cursor in the checkpoint"
+    try:
+        path = dotted(item.flag, item.text)
+    except ConfigError as error:
+        return "refused", str(error)
+    try:
+        resolve("", path, {})
+    except Exception as error:  # noqa: BLE001  fault boundary: importing a module runs code of whoever wrote it
+        why = "" if isinstance(error, ConfigError) else f" ({type(error).__name__}: {error})"
+        signature = "with the signature that docs/coming_from_slime.md names"
+        return "code", f"cannot be imported here{why}: put it on PYTHONPATH, {signature}"
+    return None
+
+
+def _rollout_function(item: Given, given: Flags) -> tuple[str, str] | None:
+    kind = ROLLOUT_FUNCTIONS.get(item.text)
+    if kind == "sft_loss" and given.supervised:
+        return "always", "algo=sft reads the rows, and no engine runs"
+    if kind == "policy_loss" and not given.supervised:
+        return "always", "slime's own rollout function is the loop here"
+    if "fully_async" in item.text:
+        return (
+            "refused",
+            "rollouts that go on while the trainer works are loop.max_staleness: 1 with train_async.py, more for rollouts "
+            "further ahead; add it to the recipe of the job without this flag",
+        )
+    return "refused", "a generate function per group is the seam: write rollout.generate (docs/coming_from_slime.md)"
+
+
+def _loss_type(item: Given, given: Flags) -> tuple[str, str] | None:
+    del given
+    if item.text == "policy_loss":
+        return "always", "a policy loss is what --advantage-estimator chooses"
+    return (
+        None
+        if item.text == "sft_loss" or item.problem
+        else ("refused", "no dotted path names a loss yet (docs/algorithms.md)")
+    )
+
+
+def _sft_only(item: Given, given: Flags) -> tuple[str, str] | None:
+    del item
+    if given.supervised:
+        return "always", "algo=sft computes none"
+    return "refused", "advantages are computed for every algo but sft"
+
+
+def _num_epoch(item: Given, given: Flags) -> tuple[str, str] | None:
+    del item
+    return ("dropped", "has no effect beside --num-rollout, in slime as well") if "--num-rollout" in given else None
+
+
+def _loss_mask(item: Given, given: Flags) -> tuple[str, str] | None:
+    if not given.supervised:
+        return "dropped", "has no effect without --loss-type sft_loss, in slime as well"
+    return (
+        None
+        if item.text in ("qwen", "qwen3_5")
+        else ("refused", "there are qwen (data.conversation=turns) and qwen3_5 (whole)")
+    )
+
+
+def _eval_context(item: Given, given: Flags) -> tuple[str, str] | None:
+    if item.text and item.text == given.text("--rollout-max-context-len"):
+        return "always", "held-out prompts have the context of rollout.max_context_len"
+    return "refused", "held-out prompts have the context of rollout.max_context_len"
+
+
+def _eval_config(item: Given, given: Flags) -> tuple[str, str] | None:
+    del given
+    if item.problem:
+        return None
+    try:
+        list(eval_config_overrides(Path(item.text)))
+    except ConfigError as error:
+        return "refused", str(error).removeprefix(f"{item.flag}: ")
+    return None
+
+
+def _eval_sets(item: Given, given: Flags) -> tuple[str, str] | None:
+    del item
+    return ("dropped", "has no effect beside --eval-config, in slime as well") if "--eval-config" in given else None
+
+
+def _max_prompt_len(item: Given, given: Flags) -> tuple[str, str] | None:
+    del item, given
+    return "mapped", "longer prompts are left out, here held-out ones as well, and so are rows that cannot be used"
+
+
+def _environment(item: Given, given: Flags) -> tuple[str, str] | None:
+    del given
+    try:
+        parsed = parse_strict_json(item.text)
+    except ValueError:
+        parsed = None
+    variables = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {"?": ""}
+    if all(QUIET.fullmatch(name) for name in variables):
+        return "dropped", "set the variables where train.py is started"
+    return "refused", "what these variables change is not known: set them where train.py is started, if they are needed"
+
+
+def _spec(item: Given, given: Flags) -> tuple[str, str] | None:
+    del given
+    if any(f".{name} " in f"{item.text} " for name in SPECS):
+        return None
+    return "refused", f"no model family here is built by it (there are {', '.join(names.FAMILIES)})"
+
+
+def _positions(item: Given, given: Flags) -> tuple[str, str] | None:
+    del given
+    if item.text != "rope" and not item.problem:
+        return "refused", "attention of the families here has rotary positions"
+    return None
+
+
+def _num_layers(item: Given, given: Flags) -> tuple[str, str] | None:
+    del item
+    return None if "--swiglu" in given else ("refused", "feed-forward layers of the families here are gated (--swiglu)")
+
+
+def _norm_after(item: Given, given: Flags) -> tuple[str, str] | None:
+    del item, given
+    return "refused", "no model family here normalises after attention or feed-forward layers"
+
+
+def _router_scores(item: Given, given: Flags) -> tuple[str, str] | None:
+    del given
+    return None if item.text in ("softmax", "") else ("refused", "routers of the families here choose by softmax")
+
+
+def _balancing(item: Given, given: Flags) -> tuple[str, str] | None:
+    if item.text in ("none", "aux_loss") or not given.positive("--moe-aux-loss-coeff"):
+        return "dropped", "--moe-aux-loss-coeff weighs it, by 0 where it is not given"
+    return "refused", "the loss that balances experts is aux_loss"
+
+
+def _dump(item: Given, given: Flags) -> tuple[str, str] | None:
+    del item, given
+    return "mapped", "into run.dir/rollouts"
+
+
+SPECIAL: dict[str, Special] = {
+    **dict.fromkeys(CODE, _code),
+    "--hf-checkpoint": hf_checkpoint,
+    "--rm-type": _rm_type,
+    "--ref-load": ref_load,
+    "--load": load,
+    "--kl-loss-type": _kl_loss_type,
+    "--kl-loss-coef": _needs("--use-kl-loss"),
+    "--tis-clip": _needs("--use-tis"),
+    "--tis-clip-low": _needs("--use-tis"),
+    "--optimizer-offload-fraction": _needs("--optimizer-cpu-offload", "Megatron"),
+    "--rollout-function-path": _rollout_function,
+    "--loss-type": _loss_type,
+    "--opd-teacher-load": teacher,
+    "--disable-compute-advantages-and-returns": _sft_only,
+    "--num-epoch": _num_epoch,
+    "--eval-config": _eval_config,
+    "--eval-prompt-data": _eval_sets,
+    "--rollout-max-prompt-len": _max_prompt_len,
+    "--loss-mask-type": _loss_mask,
+    "--eval-max-context-len": _eval_context,
+    "--train-env-vars": _environment,
+    "--spec": _spec,
+    "--num-layers": _num_layers,
+    "--position-embedding-type": _positions,
+    "--post-self-attn-layernorm": _norm_after,
+    "--post-mlp-layernorm": _norm_after,
+    "--moe-router-score-function": _router_scores,
+    "--moe-router-load-balancing-type": _balancing,
+    "--save-debug-rollout-data": _dump,
+    "--advantage-estimator": lambda item, given: (
+        ("refused", f"one of {', '.join(ESTIMATORS)}")
+        if item.text not in ESTIMATORS and not item.problem and not given.supervised
+        else None
+    ),
+}
+"""Flags whose verdict depends on their value or on other flags."""

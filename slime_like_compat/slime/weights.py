@@ -1,0 +1,73 @@
+"""Verdicts on flags of slime's ``train.py`` that name a checkpoint: of the policy, its reference or its teacher."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from slime_like.errors import ConfigError
+from slime_like.util.reading import InputFile
+from slime_like_compat.slime.given import Flags, Given
+
+QUANTISED = re.compile(r"(?<![a-z0-9])(fp8|fp4|nvfp4|mxfp4|int4|int8|awq|gptq|w\da\d+)(?![a-z0-9])", re.IGNORECASE)
+
+
+def ref_load(item: Given, given: Flags) -> tuple[str, str] | None:
+    """Judge --ref-load, from which slime's policy starts where --load has no checkpoint yet."""
+    same = _model_name(item.text) == _model_name(given.text("--hf-checkpoint"))
+    if not same and not item.problem and "--hf-checkpoint" in given:
+        reference = ", and is the reference" if given.has_kl and not given.supervised else ""
+        return "mapped", f"other weights than those of --hf-checkpoint: the policy starts from them{reference}"
+    if given.supervised or not given.has_kl:
+        return (
+            "dropped",
+            "no KL to a reference is asked for; the policy starts from --hf-checkpoint, which holds the same weights",
+        )
+    return None
+
+
+def load(item: Given, given: Flags) -> tuple[str, str] | None:
+    """Judge --load: the reference's checkpoint, where the run saves into another folder, is the start of a new run."""
+    if item.text.rstrip("/") == given.text("--ref-load").rstrip("/") != given.text("--save").rstrip("/"):
+        return "dropped", "the weights of --ref-load, from which a new run starts"
+    return None
+
+
+def starts_elsewhere(given: Flags) -> str | None:
+    """Return the checkpoint that the policy starts from, where that is not --hf-checkpoint."""
+    item = given.last.get("--ref-load")
+    found = ref_load(item, given) if item is not None else None
+    return item.text if item is not None and found is not None and found[0] == "mapped" else None
+
+
+def _model_name(path: str) -> str:
+    """Return the name of a model's folder, without the suffix of slime's converters."""
+    name = path.rstrip("/").rpartition("/")[2].lower()
+    return re.sub(r"[-_](torch_dist|torch-dist|mcore|megatron|dist)$", "", name)
+
+
+def hf_checkpoint(item: Given, given: Flags) -> tuple[str, str] | None:
+    """Refuse --hf-checkpoint where its weights are quantised."""
+    del given
+    config = Path(item.text) / "config.json"
+    try:
+        stored = InputFile(config, ConfigError).json_object() if config.is_file() else None
+    except (OSError, ConfigError):
+        return None  # refused at load, by file and place
+    quantised = (
+        "quantization_config" in stored if stored is not None else bool(QUANTISED.search(_model_name(item.text)))
+    )
+    if not quantised or item.problem:
+        return None
+    return "refused", "quantised weights are not read: name the model's 16-bit checkpoint, in a copy of the script"
+
+
+def teacher(item: Given, given: Flags) -> tuple[str, str] | None:
+    """Refuse --opd-teacher-load where it names a Megatron checkpoint."""
+    del given
+    if item.problem or not re.search(r"[-_]torch[-_]dist/?$", item.text):
+        return None
+    return (
+        "refused",
+        "a teacher is read from an HF folder: name the one that this was converted from, in a copy of the script",
+    )

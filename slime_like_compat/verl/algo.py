@@ -1,0 +1,229 @@
+"""Algorithm, loss and off-policy corrections of a verl job in our keys: the same mathematics, or refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from slime_like_compat.verl.defaults import ACTOR, CORRECTION
+from slime_like_compat.verl.job import Job
+
+GROUP_ESTIMATORS = {"grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo"}
+TOKEN_ESTIMATORS = {
+    "gae": "ppo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+}
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
+KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k2+": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
+"""verl's estimators; both its names of k3 are clamped at 10, as ``low_var_kl`` is here."""
+REJECTIONS = {"seq_sum_k1": "product", "seq_mean_k1": "geometric"}
+_MODE, _ESTIMATOR = f"{ACTOR}.policy_loss.loss_mode", "algorithm.adv_estimator"
+
+
+def map_algorithm(job: Job, max_response_len: int) -> None:
+    """Choose the algorithm and set the keys of its loss."""
+    _choose(job)
+    _clip(job)
+    _aggregate(job, max_response_len)
+    job.set("algo.entropy_coef", float(job.number(f"{ACTOR}.entropy_coeff")), f"{ACTOR}.entropy_coeff")
+    _kl_in_loss(job)
+    _kl_in_reward(job)
+    _correct(job)
+
+
+def _choose(job: Job) -> None:
+    estimator, mode = str(job.value(_ESTIMATOR)), str(job.value(_MODE))
+    group = GROUP_ESTIMATORS.get(estimator)
+    job.algo = TOKEN_ESTIMATORS.get(estimator, "rloo" if group == "rloo" else "grpo")
+    if estimator not in GROUP_ESTIMATORS | TOKEN_ESTIMATORS:
+        known = ", ".join(GROUP_ESTIMATORS | TOKEN_ESTIMATORS)
+        job.refuse(_ESTIMATOR, f"no such advantage here: there are {known}")
+    if mode in ("gspo", "cispo") and group is not None:
+        job.algo = mode
+        job.tell(_MODE, "mapped", "", "algo")
+    elif mode != "vanilla":
+        why = "its advantages are those of a group here" if mode in ("gspo", "cispo") else "no such loss here"
+        job.refuse(_MODE, why)
+    else:
+        job.tell(_MODE, "mapped", "", "algo")
+    job.set("algo", job.algo, _ESTIMATOR)
+    std = job.switch("algorithm.norm_adv_by_std_in_grpo")
+    if group is None or group == "rloo":
+        job.leave(f"adv_estimator={estimator} does not read it", "algorithm.norm_adv_by_std_in_grpo")
+        if group == "rloo":
+            job.set("algo.group_advantage", "rloo", _ESTIMATOR)
+    else:
+        job.set("algo.group_advantage", "grpo" if std else "dr_grpo", "algorithm.norm_adv_by_std_in_grpo")
+    for name, key in (("gamma", "algorithm.gamma"), ("lambd", "algorithm.lam")):
+        if name in ("gamma", "lambd")[: {"ppo": 2, "reinforce_pp": 1}.get(job.algo, 0)]:
+            job.set(f"algo.{name}", float(job.number(key)), key)
+        else:
+            job.leave(f"adv_estimator={estimator} does not read it", key)
+
+
+def _clip(job: Job) -> None:
+    low, high, both = (f"{ACTOR}.clip_ratio{end}" for end in ("_low", "_high", ""))
+    plain = job.number(both) if job.sets(both) else 0.2
+    for ours, key in (("algo.eps_clip", low), ("algo.eps_clip_high", high)):
+        if job.value(key) is None:
+            job.set(ours, float(plain), key, "clip_ratio")
+        else:
+            job.set(ours, float(job.number(key)), key)
+    job.leave("verl reads it only where clip_ratio_low or clip_ratio_high is null", both)
+    bound = f"{ACTOR}.clip_ratio_c"
+    if job.algo in ("gspo", "cispo"):
+        job.leave(f"verl's {job.algo} does not read it", bound)
+    else:
+        job.set("algo.eps_clip_c", float(job.number(bound)), bound)
+
+
+def _aggregate(job: Job, max_response_len: int) -> None:
+    key, factor = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor"
+    mode = str(job.value(key))
+    scale = job.value(factor)
+    if job.algo == "gspo":
+        other = mode != "seq-mean-token-mean" and (
+            job.switch(f"{ACTOR}.use_kl_loss") or job.number(f"{ACTOR}.entropy_coeff")
+        )
+        if other and not job.has(key):
+            job.refuse(key, "gspo weighs KL and entropy as it weighs the loss here: loss_agg_mode=seq-mean-token-mean")
+        elif other:
+            job.refuse(key, "gspo weighs KL and entropy as it weighs the loss here: by seq-mean-token-mean")
+        job.tell(key, "mapped", "gspo's loss is a mean of sequences in verl as well", "algo.aggregation")
+    elif mode not in AGGREGATIONS:
+        near = ": seq-mean-token-sum-norm is this over max_response_len" if mode == "seq-mean-token-sum" else ""
+        job.refuse(key, f"no such aggregation here{near}")
+    elif mode == "seq-mean-token-sum-norm" and scale not in (None, max_response_len):
+        job.refuse(factor, f"token losses are divided by rollout.max_response_len={max_response_len}")
+    else:
+        note = ""
+        if mode == "seq-mean-token-sum-norm" and scale is None:
+            note = "verl divides by the longest response of a micro-batch, here by rollout.max_response_len"
+        job.set("algo.aggregation", AGGREGATIONS[mode], key, note)
+        job.tell(factor, "mapped", "rollout.max_response_len", "algo.aggregation")
+    job.leave(f"loss_agg_mode={mode} does not read it", factor)
+
+
+def _kl_in_loss(job: Job) -> None:
+    coef, kind, on = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", f"{ACTOR}.use_kl_loss"
+    if not job.switch(on) or not job.number(coef):
+        off = "use_kl_loss=True" if not job.switch(on) else "a kl_loss_coef above 0"
+        job.leave(f"has no effect without {off}, in verl as well", coef, kind)
+        job.tell(on, "mapped", "no KL to the reference in the loss", "algo.kl_loss_coef")
+        return
+    job.set("algo.kl_loss_coef", float(job.number(coef)), coef)
+    job.tell(on, "mapped", "", "algo.kl_loss_coef")
+    estimator = KL.get(str(job.value(kind)))
+    if estimator is None:
+        job.refuse(kind, f"no such estimator here: there are {', '.join(KL)}")
+    else:
+        job.set("algo.kl_loss_type", estimator, kind)
+
+
+def _kl_in_reward(job: Job) -> None:
+    on, coef, kind, control = (
+        "algorithm.use_kl_in_reward",
+        "algorithm.kl_ctrl.kl_coef",
+        "algorithm.kl_penalty",
+        "algorithm.kl_ctrl.type",
+    )
+    others = (kind, control, "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
+    if not job.switch(on) or not job.number(coef):
+        off = "use_kl_in_reward=True" if not job.switch(on) else "a kl_coef above 0"
+        job.leave(f"has no effect without {off}, in verl as well", coef, *others)
+        job.leave("no KL in the reward", on)
+        return
+    if job.algo not in ("ppo", "reinforce_pp"):
+        job.refuse(on, f"algo={job.algo} takes no KL off the reward: use_kl_loss=True puts it into the loss")
+    else:
+        job.set("algo.kl_coef", float(job.number(coef)), coef)
+        estimator = KL.get(str(job.value(kind)).removesuffix("+"))
+        if estimator is None:
+            job.refuse(kind, f"no such estimator here: there are {', '.join(KL)}")
+        else:
+            job.set("algo.kl_reward_type", estimator, kind)
+        job.tell(on, "mapped", "", "algo.kl_coef")
+    if job.value(control) != "fixed":
+        job.refuse(control, "the weight of the KL is fixed")
+    job.leave("part of the above", coef, *others)
+
+
+def _correct(job: Job) -> None:
+    names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
+    weight, limit, normal, reject, bounds = (f"{CORRECTION}.{name}" for name in names)
+    bypass, kind = f"{CORRECTION}.bypass_mode", f"{CORRECTION}.loss_type"
+    if job.switch(bypass):
+        _bypass(job, bypass, kind, reject)
+        job.leave("has no effect with bypass_mode and loss_type=ppo_clip, in verl as well", weight, limit, normal)
+        job.leave("rollout_rs is off", reject, bounds)
+        return
+    job.leave("old log-probabilities are the trainer's", bypass, kind)
+    match job.value(weight):
+        case None:
+            job.leave("off", weight, limit, normal)
+        case "token":
+            _importance(job, weight, limit)
+        case _:
+            job.refuse(weight, "weights are those of tokens here: rollout_is=token")
+    if job.switch(normal) and job.value(weight) is not None:
+        job.refuse(normal, "importance weights are not normalised over the batch")
+    job.leave("off", normal)
+    _reject(job, reject, bounds)
+
+
+def _bypass(job: Job, bypass: str, kind: str, reject: str) -> None:
+    if job.value(kind) != "ppo_clip":
+        job.refuse(kind, "no REINFORCE without clipping here: loss_type=ppo_clip")
+    if job.value(reject) is not None:
+        job.refuse(reject, "rejection compares the trainer's old policy with the engine's: bypass_mode=False")
+    if job.value(_MODE) != "vanilla":
+        job.refuse(bypass, f"verl then trains with the loss of PPO in place of {job.value(_MODE)}")
+    job.set("algo.use_rollout_logprobs", True, bypass)
+    job.tell(kind, "mapped", "", "algo.use_rollout_logprobs")
+
+
+def _importance(job: Job, weight: str, limit: str) -> None:
+    low, high = _bounds(job, limit, job.value(limit))
+    if low is None:
+        job.set("algo.use_tis", True, weight)
+        job.set("algo.tis_clip", high, limit)
+    else:
+        job.set("algo.use_mis", True, weight)
+        job.set("algo.mis_low", low, limit)
+        job.set("algo.mis_high", high, limit)
+
+
+def _reject(job: Job, reject: str, bounds: str) -> None:
+    asked = [name.strip() for name in ",".join(job.texts(reject)).split(",") if name.strip()]
+    if not asked:
+        job.leave("off", reject, bounds)
+        return
+    texts = [text.strip() for text in ",".join(job.texts(bounds)).split(",") if text.strip()]
+    if len(asked) > 1 or asked[0] not in REJECTIONS or len(texts) != 1:
+        known = " or ".join(REJECTIONS)
+        job.refuse(reject, f"one criterion for whole sequences here: {known}; others would be dropped in silence")
+        job.leave("counts with rollout_rs", bounds)
+        return
+    low, high = _bounds(job, bounds, texts[0])
+    low = 1 / high if low is None else low
+    job.set("algo.rejection", REJECTIONS[asked[0]], reject)
+    note = "verl bounds rollout over old policy, here old over rollout"
+    job.set("algo.rejection_low", 1 / high, bounds, note)
+    job.set("algo.rejection_high", 1 / low, bounds, note)
+
+
+def _bounds(job: Job, key: str, value: Any) -> tuple[float | None, float]:
+    """``2.0`` or ``0.5_2.0``. Raises ``ConfigError`` on anything else."""
+    low, _, high = str(value).rpartition("_")
+    try:
+        found = (float(low) if low else None, float(high))
+    except ValueError as error:
+        raise job.wrong(key, "is neither a number nor two, as in 0.5_2.0") from error
+    if not all(0 < bound < math.inf for bound in found if bound is not None):
+        raise job.wrong(key, "must be finite and above 0")
+    return found

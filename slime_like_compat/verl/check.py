@@ -1,0 +1,51 @@
+"""A table of what becomes of every launch script of verl below a folder."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slime_like.errors import ConfigError
+from slime_like_compat.slime.classes import class_table, first_line, outcome
+from slime_like_compat.verl.convert import VerlSource, convert_verl
+from slime_like_compat.verl.launch import OTHERS, PROGRAMS
+
+CLASSES = {
+    "same": "a recipe of the same job",
+    "code": "a recipe of the same job, once the functions that it names are ported",
+    "refused": "no recipe: keys without a counterpart, each named (--drop, --with)",
+    "value": "no recipe: values that the script takes from outside or from a command are needed (--set)",
+    "config": "no recipe: a file of settings is needed, or no configuration says it",
+    "program": "no recipe: another program of verl, named with what to do",
+    "unread": "no recipe: the script cannot be read",
+}
+
+
+def check_verl(folder: Path, *, given: Mapping[str, str], ours: Sequence[str]) -> str:
+    """Return counts by class, and a line for each script below ``folder`` that starts training."""
+    names = "|".join(re.escape(name) for name in (*PROGRAMS, *OTHERS))
+    scripts = [path for path in sorted(folder.rglob("*.sh")) if re.search(names, path.read_text(errors="replace"))]
+    if not scripts:
+        raise ConfigError(f"{folder} has no .sh that starts {PROGRAMS[0]}: give the folder of launch scripts")
+    return class_table(folder, CLASSES, {path: _classify(path, given, ours) for path in scripts})
+
+
+def _classify(path: Path, given: Mapping[str, str], ours: Sequence[str]) -> tuple[str, str]:
+    """Return a name of ``CLASSES`` for a script, and why it is not ``same``."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return outcome(
+                convert_verl(VerlSource(path, given=given), Path(folder) / "recipe" / "a.yaml", ours=ours), "="
+            )
+        except ConfigError as error:
+            return _failed(str(error)), first_line(error, path)
+
+
+def _failed(text: str) -> str:
+    if "is not translated" in text:
+        return "program"
+    if "--set " in text or "no command is run" in text:
+        return "value"
+    return "config" if "--config FILE" in text or "The job says so here" in text else "unread"

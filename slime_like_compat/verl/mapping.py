@@ -1,0 +1,234 @@
+"""Settings of a verl job -> overrides, with a row for each that says what became of it.
+
+What carries meaning and has no counterpart is refused: a recipe is written only where nothing is, or where the user
+dropped it by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+from slime_like.config.load.loader import load_config, read_override
+from slime_like.config.rules import foreign
+from slime_like.config.schema.render import render
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like_compat.conversion_rows import BLOCKING, Mapped, Row
+from slime_like_compat.verl.algo import map_algorithm
+from slime_like_compat.verl.critic import map_critic
+from slime_like_compat.verl.data import map_data, map_evaluation
+from slime_like_compat.verl.defaults import MEGATRON, ROLLOUT, VALUES
+from slime_like_compat.verl.job import Job, Setting
+from slime_like_compat.verl.layout import map_layout
+from slime_like_compat.verl.names import feature, switch, without_effect
+from slime_like_compat.verl.optim import map_batches, map_optimizer
+from slime_like_compat.verl.rewards import map_rewards
+from slime_like_compat.verl.rollout import lengths, map_rollout
+from slime_like_compat.verl.run import map_run
+
+_TRANSFORMER = f"{MEGATRON}.override_transformer_config."
+_SGLANG = f"{ROLLOUT}.engine_kwargs.sglang."
+_FREE = (_TRANSFORMER[:-1], _SGLANG[:-1], "data.apply_chat_template_kwargs")
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_STAGES = {
+    "num_layers_in_first_pipeline_stage": "parallel.first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "parallel.last_stage_layers",
+    "pipeline_model_parallel_layout": "parallel.pipeline_layout",
+}
+_KERNELS = (
+    "*fusion*",
+    "*_overlap",
+    "use_flash_attn",
+    "use_fused_*",
+    "use_ascend_*",
+    "use_triton_*",
+    "use_naive_*",
+    "attention_backend",
+    "moe_grouped_gemm",
+    "moe_enable_deepep",
+    "moe_token_dispatcher_type",
+    "deallocate_pipeline_outputs",
+    "persist_layer_norm",
+    "account_for_*",
+    "context_parallel_*",
+    "sequence_packing_scheduler",
+    "max_seqlen_per_dp_cp_rank",
+    "cp_partition_mode",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "expert_tensor_parallel_size",
+    "variable_seq_lengths",
+)
+
+
+def map_settings(
+    settings: Sequence[Setting], *, run_name: str, ours: Sequence[str] = (), drop: Sequence[str] = ()
+) -> Mapped:
+    """Translate the settings of ``verl.trainer.main_ppo`` and compose what they say.
+
+    ``ours`` are overrides of our own keys, which win; ``drop`` are keys of verl to leave out. A row of ``rows.BLOCKING``
+    leaves ``config`` None. Raises ``ConfigError`` for a job that no configuration of ours describes.
+    """
+    job = translate_settings(settings, ours=ours, drop=drop)
+    base = {"run.name": render(run_name), "placement.device": "cuda"}
+    first = {key: job.overrides[key] for key in ("algo",) if key in job.overrides}
+    merged = first | base | {key: text for key, text in job.overrides.items() if key != "algo"}
+    overrides = [f"{key}={text}" for key, text in merged.items() if key not in job.ours] + list(ours)
+    if any(row.verdict in BLOCKING for row in job.rows):
+        return Mapped(tuple(job.rows), (), None)
+    return Mapped(tuple(job.rows), tuple(overrides), _load(overrides, job))
+
+
+def translate_settings(settings: Sequence[Setting], *, ours: Sequence[str] = (), drop: Sequence[str] = ()) -> Job:
+    """Translate key by key, without composing a configuration."""
+    settings = [leaf for setting in settings for leaf in _leaves(setting)]
+    own = {text.partition("=")[0]: text for text in ours}
+    given = {setting.key: setting for setting in settings}
+    unknown = set(drop) - {setting.name for setting in settings} - set(given)
+    job = Job(given, frozenset(drop), own)
+    if absent := sorted(name for name in unknown if not _is_known(name)):
+        raise ConfigError(f"--drop {absent[0]}: the job does not give it, and verl has no such key")
+    for setting in settings:
+        if setting.name in job.drop:
+            job.rows.append(Row(setting.name, setting.text, setting.where, "dropped", note="by --drop"))
+        elif given[setting.key] is not setting:
+            note = f"given again at {given[setting.key].where}"
+            job.rows.append(Row(setting.name, setting.text, setting.where, "dropped", note=note))
+    _map(job)
+    job.ask()
+    for text in ours:
+        job.rows.append(Row("--with", text, "", "mapped", (text.partition("=")[0],), "as asked"))
+    return job
+
+
+def _is_known(key: str) -> bool:
+    return key in VALUES or without_effect(key) is not None or feature(key) is not None or key == "data.reward_fn_key"
+
+
+def _map(job: Job) -> None:
+    prompt, response = lengths(job)
+    parts: tuple[Callable[[], None], ...] = (
+        lambda: map_algorithm(job, response),
+        lambda: map_batches(job),
+        lambda: map_optimizer(job),
+        lambda: map_layout(job, prompt + response),
+        lambda: map_rollout(job),
+        lambda: map_data(job),
+        lambda: map_evaluation(job),
+        lambda: map_rewards(job, response),
+        lambda: map_critic(job),
+        lambda: map_run(job),
+    )
+    for part in parts:
+        try:
+            part()
+        except ConfigError:
+            if not job.needed:  # what stands in place of a value that is not known may contradict the others
+                raise
+    for key in job.settings:
+        if job.has(key) and key not in job.told:
+            _rest(job, key)
+
+
+def _rest(job: Job, key: str) -> None:
+    """A setting that no part above has read."""
+    setting = job.settings[key]
+    if key.startswith((_TRANSFORMER, _SGLANG)) and not setting.problem:
+        _foreign(job, key)
+        return
+    counts_with = switch(key)
+    if counts_with is not None and not fnmatchcase(key, counts_with):
+        job.leave(f"counts with {counts_with}", key)
+        return
+    why, missing = without_effect(key), feature(key)
+    if why is not None:
+        job.leave(why, key)
+    elif setting.value == {} and not setting.problem:
+        job.leave("empty", key)
+    elif setting.problem and (missing is not None or key in VALUES or key.startswith(_FREE)):
+        job.needed.add(key)
+    elif key in VALUES and _equal(setting.value, VALUES[key]):
+        job.leave("verl's default", key)
+    elif missing is None:
+        job.tell(key, "unknown", "verl's own configuration has no such key that is known here")
+    elif any(_equal(setting.value, off) for off in missing.off):
+        job.leave(missing.instead if missing.off == () else f"off, as here ({missing.instead})", key)
+    else:
+        job.refuse(key, missing.instead, missing.settles)
+
+
+def _equal(a: object, b: object) -> bool:
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+def _foreign(job: Job, key: str) -> None:
+    """A field of Megatron's TransformerConfig or of SGLang's ServerArgs."""
+    ours, prefix = ("model.megatron", _TRANSFORMER) if key.startswith(_TRANSFORMER) else ("rollout.sglang", _SGLANG)
+    name, value = key.removeprefix(prefix), job.value(key)
+    if ours == "model.megatron" and name in _STAGES:
+        job.set(_STAGES[name], value, key)
+        return
+    if ours == "model.megatron" and any(fnmatchcase(name, pattern) for pattern in _KERNELS):
+        job.leave("the trainer chooses its kernels and its layout (parallel.*)", key)
+        return
+    try:
+        foreign.check_foreign(ours, {name: value})
+    except ConfigError as error:
+        if f"belongs to {foreign.SHAPE}" in str(error) or name == "swiglu":
+            job.leave(f"{foreign.SHAPE} says it", key)
+        else:
+            job.refuse(key, str(error))
+    else:
+        job.set(f"{ours}.{name}", value, key, f"a field of {foreign.source(foreign.ROOTS[ours])}")
+
+
+def _load(overrides: list[str], job: Job) -> TrainConfig:
+    try:
+        return load_config(overrides, files=False, machine=False, code=False)
+    except ConfigError as error:
+        keys = re.findall(r"[a-z]+(?:\.\w+)+", str(error))
+        about = [row for row in job.rows if set(row.keys) & set(keys) and row.verdict in ("mapped", "default", "code")]
+        places = "".join(f"\n  {row.where or 'verl default'}: {row.flag}={row.given}" for row in about)
+        raise ConfigError(
+            f"{error}\nThe job says so here; --drop KEY leaves a key out, --with KEY=VALUE sets one of ours:{places}"
+        ) from error
+
+
+def settings_of_tree(tree: dict[str, Any], where: str, prefix: str = "") -> list[Setting]:
+    """The leaves of a YAML file as settings."""
+    found: list[Setting] = []
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            found += settings_of_tree(cast("dict[str, Any]", value), where, f"{key}.")
+        else:
+            if isinstance(value, str) and _EXPONENT.fullmatch(value):
+                value = float(value)  # YAML 1.1 reads 1e-6 as text, Hydra as a number
+            problem = "refers to another key: write its value" if "${" in str(value) else ""
+            found.append(Setting(key, value, str(value), where, problem))
+    return found
+
+
+def _leaves(setting: Setting) -> list[Setting]:
+    """A setting whose value is a mapping, key by key."""
+    if not isinstance(setting.value, dict) or not setting.value:
+        return [setting]
+    return settings_of_tree(cast("dict[str, Any]", setting.value), setting.where, f"{setting.name}.")
+
+
+def setting_of_text(text: str, where: str, problem: str = "") -> Setting:
+    """One ``key=value`` of a command line. Raises ``ConfigError`` with its place where it is none."""
+    name, equals, value = text.lstrip("+").partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w.@/-]*", name):
+        raise ConfigError(f"{where}: {problem or repr(text)}: key=value was expected here")
+    if problem:
+        return Setting(name, None, "?", where, problem)
+    try:
+        key, parsed = read_override(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    unknown = "refers to another key: write its value" if "${" in value else ""
+    return Setting(key, parsed, value, where, unknown)

@@ -1,0 +1,128 @@
+"""Batches, optimizer steps and their schedule of a verl job in our keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like_compat.verl.defaults import ACTOR, OPTIM, ROLLOUT
+from slime_like_compat.verl.job import Job
+
+
+def map_batches(job: Job) -> None:
+    """Prompts, samples, optimizer steps and rollouts. verl counts mini-batches in prompts and a step is a rollout."""
+    prompts, mini = job.count("data.train_batch_size"), job.count(f"{ACTOR}.ppo_mini_batch_size")
+    if prompts % mini:
+        raise job.wrong(f"{ACTOR}.ppo_mini_batch_size", f"does not divide data.train_batch_size={prompts}")
+    samples = job.count(f"{ROLLOUT}.n")
+    job.set("rollout.batch_size", prompts, "data.train_batch_size", "prompts")
+    job.set("rollout.n_samples_per_prompt", samples, f"{ROLLOUT}.n")
+    note = f"{mini} prompts of {prompts}: {prompts // mini} optimizer steps of {mini * samples} samples"
+    job.set("loop.steps_per_rollout", prompts // mini, f"{ACTOR}.ppo_mini_batch_size", note)
+    job.set("loop.global_batch_size", mini * samples, f"{ACTOR}.ppo_mini_batch_size")
+    _rollouts(job, prompts)
+
+
+def _rollouts(job: Job, prompts: int) -> None:
+    steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
+    if job.value(steps) is not None:
+        job.set("loop.num_rollout", job.whole(steps), steps, "a step of verl is a rollout")
+        if job.has(epochs):
+            job.leave(
+                f"total_training_steps counts; verl would stop before it only after {job.value(epochs)} epochs", epochs
+            )
+        return
+    if "loop.num_rollout" in job.ours:
+        job.settle(epochs, ["loop.num_rollout"])
+        return
+    note = f"epochs * (rows of the file // {prompts}) rollouts, as in verl"
+    job.set("loop.num_epoch", job.whole(epochs), epochs, note)
+
+
+def steps_per_rollout(job: Job) -> int:
+    """Optimizer steps of the actor per rollout."""
+    return job.count("data.train_batch_size") // job.count(f"{ACTOR}.ppo_mini_batch_size")
+
+
+def map_optimizer(job: Job) -> None:
+    """AdamW and its schedule. verl's schedule goes on once per rollout, ours once per optimizer step."""
+    for ours, key in (("lr", "lr"), ("weight_decay", "weight_decay"), ("clip_grad", "clip_grad")):
+        job.set(f"optim.{ours}", float(job.number(f"{OPTIM}.{key}")), f"{OPTIM}.{key}")
+    beta1, beta2 = job.pair(f"{OPTIM}.betas")
+    job.set("optim.beta1", beta1, f"{OPTIM}.betas")
+    job.set("optim.beta2", beta2, f"{OPTIM}.betas")
+    _warm_up(job)
+    _schedule(job)
+    offload = f"{OPTIM}.override_optimizer_config.optimizer_cpu_offload"
+    if job.sets(offload) and job.switch(offload):
+        job.set("optim.cpu_offload", True, offload)
+        for name in ("optimizer_offload_fraction", "offload_fraction"):
+            key = f"{OPTIM}.override_optimizer_config.{name}"
+            if job.sets(key):
+                job.set("optim.cpu_offload_fraction", float(job.number(key)), key)
+    off = "counts with optimizer_cpu_offload=True"
+    job.leave(off, offload, *(f"{OPTIM}.override_optimizer_config.{n}offload_fraction" for n in ("", "optimizer_")))
+
+
+def _warm_up(job: Job) -> None:
+    steps, share = f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"
+    each = steps_per_rollout(job)
+    if job.value(steps) is not None and job.whole(steps) > 0:
+        job.set("optim.warmup_steps", job.whole(steps) * each, steps, f"{each} optimizer steps per step of verl")
+        job.leave("lr_warmup_steps counts", share)
+        return
+    ratio = job.number(share) if job.value(share) is not None else 0.0
+    older = "; 0 is no warm-up in fsdp_workers.py of verl 0.8.0.dev" if job.value(steps) == 0 < ratio else ""
+    job.leave(f"lr_warmup_steps_ratio counts{older}", steps)
+    if ratio > 0:
+        job.set("optim.warmup_fraction", float(ratio), share)
+    job.leave("no warm-up", share)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The schedule of the actor's or the critic's learning rate, in verl's own steps."""
+
+    shape: str
+    key: str  # that says the shape: Megatron's lr_decay_style or FSDP's lr_scheduler_type
+    floor: float = 0.0
+    decay_steps: int | None = None
+    tail: tuple[str, int | None] = ("", None)  # of wsd
+
+
+def schedule_of(job: Job, optim: str) -> Schedule:
+    """Return the schedule that the keys below ``optim`` describe; keys that its shape does not read have no part in it."""
+    kind, style = f"{optim}.lr_scheduler_type", f"{optim}.lr_decay_style"
+    key = kind if job.has(kind) and not job.has(style) else style
+    shape = job.text(key).lower()
+    if shape not in ("linear", "cosine", "wsd"):
+        return Schedule(shape, key)
+    least, ratio, decay = f"{optim}.min_lr", f"{optim}.min_lr_ratio", f"{optim}.lr_decay_steps"
+    floor = job.number(least) if job.value(least) is not None else 0.0
+    if job.value(ratio):
+        floor = floor or job.number(ratio) * job.number(f"{optim}.lr")
+    steps = job.count(decay) if job.value(decay) is not None else None
+    if shape != "wsd":
+        return Schedule(shape, key, float(floor), steps)
+    last = f"{optim}.lr_wsd_decay_steps"
+    tail = job.text(f"{optim}.lr_wsd_decay_style").lower(), None if job.value(last) is None else job.count(last)
+    return Schedule(shape, key, float(floor), steps, tail)
+
+
+def _schedule(job: Job) -> None:
+    kind, ratio = f"{OPTIM}.lr_scheduler_type", f"{OPTIM}.min_lr_ratio"
+    style, least, decay = f"{OPTIM}.lr_decay_style", f"{OPTIM}.min_lr", f"{OPTIM}.lr_decay_steps"
+    tail_style, tail = f"{OPTIM}.lr_wsd_decay_style", f"{OPTIM}.lr_wsd_decay_steps"
+    schedule, each = schedule_of(job, OPTIM), steps_per_rollout(job)
+    if schedule.shape not in ("constant", "linear", "cosine", "wsd"):
+        job.refuse(schedule.key, "no such schedule here: constant, linear, cosine or wsd")
+        return
+    job.set("optim.schedule", schedule.shape, schedule.key)
+    if schedule.shape != "constant":
+        job.set("optim.min_lr", schedule.floor, least if job.has(least) else ratio)
+        if schedule.decay_steps is not None:
+            job.set("optim.decay_steps", schedule.decay_steps * each, decay)
+    if schedule.shape == "wsd":
+        job.set("optim.wsd_decay_style", schedule.tail[0], tail_style)
+        if schedule.tail[1] is not None:
+            job.set("optim.wsd_decay_steps", schedule.tail[1] * each, tail)
+    job.leave(f"a {schedule.shape} schedule does not read it", style, least, ratio, decay, tail_style, tail, kind)

@@ -1,0 +1,62 @@
+"""Lengths, sampling and filters of groups of a verl job in our keys."""
+
+from __future__ import annotations
+
+from slime_like_compat.verl.defaults import OVERLONG, ROLLOUT
+from slime_like_compat.verl.job import Job
+
+NO_LIMIT = 1_000_000
+AFTER_PENALTY = ("seq_reward", "seq_final_reward")
+METRICS = ("acc", "score", *AFTER_PENALTY)
+"""Values that verl compares a group by: fields of the reward function's result, or (recipe.dapo) sums of the rewards of tokens."""
+
+
+def lengths(job: Job) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the longest response."""
+    prompt, response = f"{ROLLOUT}.prompt_length", f"{ROLLOUT}.response_length"
+    return (
+        job.count(prompt if job.sets(prompt) else "data.max_prompt_length"),
+        job.count(response if job.sets(response) else "data.max_response_length"),
+    )
+
+
+def map_rollout(job: Job) -> None:
+    """Sampling and lengths."""
+    prompt, response = lengths(job)
+    for ours, keys, value in (
+        ("data.max_prompt_len", (f"{ROLLOUT}.prompt_length", "data.max_prompt_length"), prompt),
+        ("rollout.max_response_len", (f"{ROLLOUT}.response_length", "data.max_response_length"), response),
+    ):
+        job.set(ours, value, keys[0] if job.sets(keys[0]) else keys[1])
+        job.leave(f"{keys[0]} counts", keys[1])
+    engine = f"{ROLLOUT}.max_model_len"
+    context = prompt + response if job.value(engine) is None else min(prompt + response, job.count(engine))
+    job.set(
+        "rollout.max_context_len",
+        context,
+        engine if job.sets(engine) else "data.max_response_length",
+        "prompt and response",
+    )
+    job.set("rollout.temperature", float(job.number(f"{ROLLOUT}.temperature")), f"{ROLLOUT}.temperature")
+    job.set("rollout.top_p", float(job.number(f"{ROLLOUT}.top_p")), f"{ROLLOUT}.top_p")
+    job.set("rollout.top_k", job.whole(f"{ROLLOUT}.top_k"), f"{ROLLOUT}.top_k")
+    _filter_groups(job)
+
+
+def _filter_groups(job: Job) -> None:
+    on, metric, rounds = (f"algorithm.filter_groups.{n}" for n in ("enable", "metric", "max_num_gen_batches"))
+    if not job.switch(on):
+        job.leave("off", on, metric, rounds)
+        return
+    job.set("rollout.filters", ["nonzero_std"], on)
+    job.set("rollout.max_refills", NO_LIMIT, on, "verl's own loop has no limit")
+    job.leave("verl's own loop ignores it; where it counts, N generated batches are N - 1 refills", rounds)
+    name, penalty = job.value(metric), f"{OVERLONG}.enable"
+    before = "groups of equal rewards are dropped, before the penalty on long answers and the KL in the reward"
+    after_penalty = name in AFTER_PENALTY and job.sets(penalty) and job.switch(penalty)
+    after_kl = name == "seq_final_reward" and job.switch("algorithm.use_kl_in_reward")
+    if name not in (None, *METRICS):
+        job.refuse(metric, f"groups are compared by their rewards: there are {', '.join(METRICS)}")
+    elif after_penalty or after_kl:
+        job.refuse(metric, f"{before}: acc or score")
+    job.tell(metric, "mapped", before, "rollout.filters")

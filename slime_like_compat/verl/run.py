@@ -1,0 +1,65 @@
+"""Run folder, checkpoints and loggers of a verl job in our keys."""
+
+from __future__ import annotations
+
+from slime_like_compat.verl.defaults import MODEL
+from slime_like_compat.verl.job import Job
+
+
+def map_run(job: Job) -> None:
+    """Folder, checkpoints and loggers."""
+    if job.has(f"{MODEL}.path"):
+        job.set("model.hf_checkpoint", job.text(f"{MODEL}.path"), f"{MODEL}.path")
+    for ours, key in (("run.dir", "trainer.default_local_dir"), ("run.name", "trainer.experiment_name")):
+        if job.has(key) and job.settings[key].problem:
+            job.leave(f"{job.settings[key].problem}: --with {ours}=...; it has no effect on what is trained", key)
+        elif job.sets(key):
+            job.set(ours, job.text(key), key)
+        job.leave("as verl's default, none", key)
+    for ours, key in (
+        ("run.save_interval", "trainer.save_freq"),
+        ("run.keep_checkpoints", "trainer.max_actor_ckpt_to_keep"),
+    ):
+        if job.sets(key) and job.whole(key) > 0:
+            job.set(ours, job.whole(key), key)
+    job.tell("trainer.save_freq", "mapped", "here also after the last rollout", "run.save_interval")
+    job.leave("all are kept", "trainer.max_actor_ckpt_to_keep")
+    _resume(job)
+    _loggers(job)
+    dump = "trainer.rollout_data_dir"
+    if job.sets(dump) and job.text(dump):
+        job.set("run.dump_rollouts", True, dump, "into run.dir/rollouts")
+    job.leave("no dump", dump)
+
+
+def _loggers(job: Job) -> None:
+    loggers = job.texts("trainer.logger")
+    for name in ("wandb", "tensorboard"):
+        if name in loggers or name == "wandb":
+            job.set(f"metrics.{name}", name in loggers, "trainer.logger")
+    if others := sorted(set(loggers) - {"console", "wandb", "tensorboard"}):
+        job.tell(
+            "trainer.logger",
+            "mapped",
+            f"no logger {', '.join(others)}; metrics.jsonl is always written",
+            "metrics.wandb",
+        )
+    job.tell("trainer.logger", "mapped", "", "metrics.wandb")
+    project = "trainer.project_name"
+    if job.has(project) and job.settings[project].problem:
+        job.leave(f"{job.settings[project].problem}: --with metrics.wandb_project=...", project)
+    elif "wandb" in loggers:
+        job.set("metrics.wandb_project", job.text(project), project)
+    job.leave("counts with wandb", project)
+
+
+def _resume(job: Job) -> None:
+    mode = str(job.value("trainer.resume_mode"))
+    if mode == "resume_path":
+        job.refuse("trainer.resume_mode", "verl's checkpoints are not read: export HF weights", ("run.resume",))
+        return
+    if mode not in ("auto", "disable"):
+        job.refuse("trainer.resume_mode", "there are auto and disable", ("run.resume",))
+        return
+    job.set("run.resume", "never" if mode == "disable" else "auto", "trainer.resume_mode")
+    job.leave("counts with resume_mode=resume_path", "trainer.resume_from_path")
