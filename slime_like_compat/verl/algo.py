@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from slime_like_compat.verl.defaults import ACTOR, CORRECTION
+from slime_like_compat.verl.defaults import ACTOR, CORRECTION, ROLLOUT
 from slime_like_compat.verl.job import Job
 
 GROUP_ESTIMATORS = {"grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo"}
@@ -157,6 +157,15 @@ def _correct(job: Job) -> None:
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
     weight, limit, normal, reject, bounds = (f"{CORRECTION}.{name}" for name in names)
     bypass, kind = f"{CORRECTION}.bypass_mode", f"{CORRECTION}.loss_type"
+    logprobs = f"{ROLLOUT}.calculate_log_probs"
+    measured = job.switch(logprobs)
+    job.leave("the engine reports log-probabilities of every token", logprobs)
+    if not measured and job.switch(bypass):
+        raise job.wrong(bypass, f"needs {logprobs}=True")
+    if not measured:
+        off = f"has no effect with {logprobs}=False, in verl as well"
+        job.leave(off, bypass, kind, weight, limit, normal, reject, bounds)
+        return
     if job.switch(bypass):
         _bypass(job, bypass, kind, reject)
         job.leave("has no effect with bypass_mode and loss_type=ppo_clip, in verl as well", weight, limit, normal)
@@ -204,6 +213,8 @@ def _reject(job: Job, reject: str, bounds: str) -> None:
         job.leave("off", reject, bounds)
         return
     texts = [text.strip() for text in ",".join(job.texts(bounds)).split(",") if text.strip()]
+    if not texts:
+        raise job.needs(reject, bounds, "0.5_2.0")
     if len(asked) > 1 or asked[0] not in REJECTIONS or len(texts) != 1:
         known = " or ".join(REJECTIONS)
         job.refuse(reject, f"one criterion for whole sequences here: {known}; others would be dropped in silence")

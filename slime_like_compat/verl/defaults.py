@@ -115,6 +115,7 @@ SAME: dict[str, Any] = {
     f"{MEGATRON}.expert_model_parallel_size": 1,
     f"{MEGATRON}.sequence_parallel": True,
     f"{MEGATRON}.use_distributed_optimizer": True,
+    f"{ROLLOUT}.calculate_log_probs": True,
     f"{ROLLOUT}.temperature": 1.0,
     f"{ROLLOUT}.top_p": 1.0,
     f"{ROLLOUT}.top_k": -1,

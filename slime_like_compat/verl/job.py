@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from slime_like.config.schema.known import ALGORITHMS, default_of, free_root, known_keys
+from slime_like.config.schema.known import ALGORITHMS, default_of, format_value, free_root, known_keys
 from slime_like.config.schema.render import render
 from slime_like.errors import ConfigError
 from slime_like_compat.conversion_rows import Row
@@ -49,6 +49,10 @@ class Job:
     def has(self, key: str) -> bool:
         """Whether the job sets ``key`` and the user did not drop it."""
         return key in self.settings and self.settings[key].name not in self.drop
+
+    def dropped(self, key: str) -> bool:
+        """Return whether the user dropped ``key``."""
+        return key in self.drop or (key in self.settings and not self.has(key))
 
     def value(self, key: str) -> Any:
         """Return the value of ``key``: the job's, or else verl's default; a value that is not known is noted as needed."""
@@ -134,6 +138,11 @@ class Job:
         if setting is None:
             return ConfigError(f"{key}={VALUES.get(key)!r} (verl's default) {why}")
         return ConfigError(f"{setting.where}: {setting.name}={setting.text} {why}; --drop {setting.name} leaves it out")
+
+    def needs(self, key: str, other: str, example: object) -> ConfigError:
+        """Return the error about ``key``, which verl takes only together with ``other``."""
+        state = "null" if self.has(other) else "not given"
+        return self.wrong(key, f"needs {other}, which is {state}: give {other}={format_value(example)}")
 
     def set(self, ours: str, value: Any, key: str, note: str = "") -> None:
         """Set our key ``ours`` because of verl's ``key``; a default of verl that is ours as well is not written."""

@@ -104,7 +104,9 @@ def schedule_of(job: Job, optim: str) -> Schedule:
     if shape != "wsd":
         return Schedule(shape, key, float(floor), steps)
     last = f"{optim}.lr_wsd_decay_steps"
-    tail = job.text(f"{optim}.lr_wsd_decay_style").lower(), None if job.value(last) is None else job.count(last)
+    if job.value(last) is None and last not in job.needed:
+        raise job.needs(key, last, 10)
+    tail = job.text(f"{optim}.lr_wsd_decay_style").lower(), job.count(last)
     return Schedule(shape, key, float(floor), steps, tail)
 
 

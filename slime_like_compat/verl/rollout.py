@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from slime_like_compat.verl.defaults import OVERLONG, ROLLOUT
+from slime_like_compat.verl.defaults import ROLLOUT
 from slime_like_compat.verl.job import Job
+from slime_like_compat.verl.rewards import penalizes_length
 
 NO_LIMIT = 1_000_000
-AFTER_PENALTY = ("seq_reward", "seq_final_reward")
+AFTER_PENALTY = ("reward", "seq_reward", "seq_final_reward")
 METRICS = ("acc", "score", *AFTER_PENALTY)
-"""Values that verl compares a group by: fields of the reward function's result, or (recipe.dapo) sums of the rewards of tokens."""
+"""Values that verl compares a group by: fields of the reward function's result, or (reward of verl 0.9.1, the others of
+recipe.dapo) sums of the rewards of tokens."""
 
 
 def lengths(job: Job) -> tuple[int, int]:
@@ -48,12 +50,14 @@ def _filter_groups(job: Job) -> None:
     if not job.switch(on):
         job.leave("off", on, metric, rounds)
         return
+    name = job.value(metric)
+    if name is None and not job.dropped(metric):
+        raise job.needs(on, metric, "acc")
     job.set("rollout.filters", ["nonzero_std"], on)
     job.set("rollout.max_refills", NO_LIMIT, on, "verl's own loop has no limit")
     job.leave("verl's own loop ignores it; where it counts, N generated batches are N - 1 refills", rounds)
-    name, penalty = job.value(metric), f"{OVERLONG}.enable"
     before = "groups of equal rewards are dropped, before the penalty on long answers and the KL in the reward"
-    after_penalty = name in AFTER_PENALTY and job.sets(penalty) and job.switch(penalty)
+    after_penalty = name in AFTER_PENALTY and penalizes_length(job)
     after_kl = name == "seq_final_reward" and job.switch("algorithm.use_kl_in_reward")
     if name not in (None, *METRICS):
         job.refuse(metric, f"groups are compared by their rewards: there are {', '.join(METRICS)}")

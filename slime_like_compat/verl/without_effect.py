@@ -98,7 +98,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "actor_rollout_ref.ref.*": _REFERENCE,
     f"{_R}.name": "the engine is SGLang",
     f"{_R}.mode": "every engine is a server",
-    f"{_R}.calculate_log_probs": "the engine reports log-probabilities of every token",
     f"{_R}.log_prob_*": _SCORES,
     f"{_R}.logprobs_mode": "log-probabilities are those of the sampling distribution",
     f"{_R}.dtype": "model.dtype",

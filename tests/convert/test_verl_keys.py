@@ -18,7 +18,7 @@ from slime_like_compat.verl.launch import read_verl
 from slime_like_compat.verl.mapping import setting_of_text, translate_settings
 from slime_like_compat.verl.names import LEGACY, canonical, feature, switch, without_effect
 from slime_like_compat.verl.without_effect import WITHOUT_EFFECT
-from tests.convert.verl_lines import REWARD, A, M, R, settings_of, translated, value
+from tests.convert.verl_lines import FILTER, METRIC, OVERLONG, REWARD, A, M, R, settings_of, translated, value
 
 RECOMPUTE = (
     "recompute_granularity",
@@ -57,9 +57,9 @@ def test_keys_of_the_page_are_read() -> None:
 
 SCRIPTS = (
     f"algorithm.adv_estimator=gae algorithm.use_kl_in_reward=True {A}.use_kl_loss=True {A}.optim.lr_decay_style=wsd "
-    "critic.optim.lr_decay_style=wsd trainer.total_training_steps=null",
-    "algorithm.filter_groups.enable=True reward.reward_kwargs.overlong_buffer_cfg.enable=True "
-    f"reward.reward_kwargs.overlong_buffer_cfg.len=64 {CORRECTION}.rollout_is=token {CORRECTION}.rollout_rs=seq_mean_k1 "
+    f"{A}.optim.lr_wsd_decay_steps=2 critic.optim.lr_decay_style=wsd critic.optim.lr_wsd_decay_steps=2 "
+    "trainer.total_training_steps=null",
+    f"{FILTER} {METRIC}=acc {OVERLONG} {CORRECTION}.rollout_is=token {CORRECTION}.rollout_rs=seq_mean_k1 "
     f"{CORRECTION}.rollout_rs_threshold=2.0 {A}.optim.override_optimizer_config.optimizer_cpu_offload=True",
     "data.val_files=v.parquet trainer.test_freq=5 trainer.logger=[console,wandb] "
     f"trainer.v1.trainer_mode=separate_async {R}.nnodes=1 {M}.override_transformer_config.recompute_granularity=full",

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from slime_like.errors import ConfigError
-from tests.convert.verl_lines import REWARD, A, C, M, R, mapped, refused, translated, value
+from tests.convert.verl_lines import FILTER, METRIC, OVERLONG, REWARD, A, C, M, R, mapped, refused, translated, value
 
-OVERLONG = "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=64"
 SAME = {
     "": {"algo.eps_clip": 0.2, "algo.eps_clip_high": 0.2, "algo.eps_clip_c": 3.0, "optim.weight_decay": 0.01},
     "algorithm.norm_adv_by_std_in_grpo=False": {"algo.name": "grpo", "algo.group_advantage": "dr_grpo"},
@@ -67,7 +66,7 @@ SAME = {
     f"{A}.ppo_micro_batch_size_per_gpu=3": {"parallel.max_tokens_per_rank": 3 * 1024},
     f"{R}.response_length=100 data.max_response_length=200": {"rollout.max_response_len": 100},
     f"{R}.max_model_len=900": {"rollout.max_context_len": 900},
-    "algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10": {
+    f"{FILTER} {METRIC}=acc algorithm.filter_groups.max_num_gen_batches=10": {
         "rollout.filters": ["nonzero_std"],
         "rollout.max_refills": 1_000_000,
     },
@@ -103,15 +102,19 @@ SAME = {
     },
     "data.val_files=v.parquet trainer.val_before_train=False": {"evaluation.datasets": {}},
     "data.shuffle=False data.seed=7": {"data.shuffle": False, "run.seed": 7},
-    "reward_model.reward_manager=dapo reward_model.reward_kwargs.overlong_buffer_cfg.enable=True "
-    "reward_model.reward_kwargs.overlong_buffer_cfg.len=64": {"reward.overlong_buffer_len": 64},
+    OVERLONG: {"reward.overlong_buffer_len": 64, "reward.overlong_penalty_factor": 0.5},
+    OVERLONG.replace("reward.reward_manager.name=", "reward_model.reward_manager="): {"reward.overlong_buffer_len": 64},
+    OVERLONG.replace("=dapo", "=naive"): {"reward.overlong_buffer_len": None},
     "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=64 "
     "reward_model.overlong_buffer.penalty_factor=0.5": {
         "reward.overlong_buffer_len": 64,
         "reward.overlong_penalty_factor": 0.5,
     },
-    "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=seq_final_reward": {
-        "rollout.filters": ["nonzero_std"]
+    f"{FILTER} {METRIC}=seq_final_reward": {"rollout.filters": ["nonzero_std"]},
+    f"{FILTER} {METRIC}=reward {OVERLONG.replace('=dapo', '=naive')}": {"rollout.filters": ["nonzero_std"]},
+    f"{C}.rollout_is=token {C}.rollout_rs=seq_sum_k1 {R}.calculate_log_probs=False": {
+        "algo.use_tis": False,
+        "algo.rejection": "none",
     },
     "data.val_files=null": {"evaluation.datasets": {}},
     f"{M}.override_transformer_config={{moe_aux_loss_coeff:0.02}}": {"model.megatron": {"moe_aux_loss_coeff": 0.02}},
@@ -189,15 +192,12 @@ OTHER = {
             ("clip_grad=0.2", "clip_grad"),
             ("betas=[0.9,0.95]", "betas"),
             ("lr_scheduler_type=cosine", "lr_decay_style"),
-            ("lr_decay_style=wsd critic.optim.lr_decay_style=wsd critic.optim.min_lr=1e-9", "min_lr"),
+            ("lr_decay_style=cosine critic.optim.lr_decay_style=cosine critic.optim.min_lr=1e-9", "min_lr"),
             ("lr_warmup_steps_ratio=0.1 critic.optim.lr_warmup_steps_ratio=0.1", "lr_warmup_steps_ratio"),
         )
     },
-    f"algorithm.filter_groups.enable=True algorithm.filter_groups.metric=seq_final_reward {OVERLONG}": "algorithm."
-    "filter_groups.metric",
-    f"algorithm.filter_groups.enable=True algorithm.filter_groups.metric=seq_reward {OVERLONG}": "algorithm."
-    "filter_groups.metric",
-    "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=length": "algorithm.filter_groups.metric",
+    **{f"{FILTER} {METRIC}={name} {OVERLONG}": METRIC for name in ("reward", "seq_reward", "seq_final_reward")},
+    f"{FILTER} {METRIC}=length": METRIC,
     "reward_model.my_own_key=1": "reward_model.my_own_key",
     "reward_model.reward_loop_class_name=Mine": "reward_model.reward_loop_class_name",
     "data.train_files=null": "data.train_files",

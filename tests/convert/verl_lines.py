@@ -17,6 +17,12 @@ NEEDED = (
     f"{A}.ppo_mini_batch_size=16 {R}.n=4 trainer.total_training_steps=10"
 )
 REWARD = "reward.name=math"
+_KWARGS = "reward.reward_kwargs"
+OVERLONG = (
+    f"reward.reward_manager.name=dapo {_KWARGS}.max_resp_len=512 {_KWARGS}.overlong_buffer_cfg.enable=True "
+    f"{_KWARGS}.overlong_buffer_cfg.len=64 {_KWARGS}.overlong_buffer_cfg.penalty_factor=0.5"
+)
+FILTER, METRIC = "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric"
 
 
 def settings_of(line: str) -> list[Setting]:
