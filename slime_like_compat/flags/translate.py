@@ -19,11 +19,11 @@ from slime_like_compat.flags.without_key import SGLANG_RENAMED
 
 ACTIONS = {
     "--plan": "print placement, batch identity and what each auto resolves to, and exit",
-    "--plan-for": "--plan-for 8xH200: the plan on another machine with so many GPUs; what this one lacks is not asked",
-    "--doctor": "check this machine and environment, name the fix for what is missing, and exit",
-    "--help": "print this help, or that of one group (--help rollout), and exit",
+    "--plan-for": "--plan-for 8xH200: print the plan for a machine with that many GPUs, without checking this machine",
+    "--doctor": "check this machine and environment, print fixes for missing parts, and exit",
+    "--help": "print this help, or the keys of one group (--help rollout), and exit",
     "--cfg": "--cfg job: print the composed configuration as YAML and exit",
-    "--config-dir": "a folder of your own recipes, beside configs/",
+    "--config-dir": "an additional folder of recipes",
 }
 _GROUPS = "|".join(["recipe", *(item.name for item in fields(TrainConfig))])
 _OVERRIDE = re.compile(rf"[+~]*({_GROUPS})(\.[\w.-]+)?=", re.DOTALL)

@@ -1,4 +1,4 @@
-"""Errors of Hydra, OmegaConf and YAML, told as one ``ConfigError``: key, value, what is wrong, what would be right."""
+"""Conversion of Hydra, OmegaConf and YAML errors to a ``ConfigError`` that names key, value and fix."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from slime_like.registry import nearest
 
 
 def explain(error: Exception, values: Mapping[str, str], algo: str | None) -> ConfigError:
-    """``error`` as a ``ConfigError``.
+    """Return ``error`` as a ``ConfigError``.
 
-    ``values`` holds what the command line gives, key -> text; ``algo`` is the chosen algorithm where it is known.
+    ``values`` maps keys of the command line to their text; ``algo`` is the chosen algorithm, if known.
     """
     chain = list(_chain(error))
     text = "\n".join(str(e) for e in chain)
     if found := re.search(r"Could not find '([\w-]+)/([^']+)'", text):
         return _option(found[1], found[2], text)
-    where = _where(text)
+    location = _where(text)
     if mark := next((m for e in chain if (m := getattr(e, "problem_mark", None)) is not None), None):
         problem = getattr(error, "problem", "")
         return ConfigError(f"{mark.name}:{mark.line + 1}: not valid YAML: {problem}; check indentation and brackets")
@@ -27,16 +27,16 @@ def explain(error: Exception, values: Mapping[str, str], algo: str | None) -> Co
     overridden = re.search(r"Could not override '([^']+)'", text)
     key = overridden[1] if overridden else str(getattr(cause, "full_key", "") or "")
     if not key:
-        return ConfigError(f"the configuration cannot be read{where}: {str(error).splitlines()[0]}")
-    given = f"{key}={values[key]}" if key in values else key
+        return ConfigError(f"the configuration cannot be read{location}: {str(error).splitlines()[0]}")
+    override = f"{key}={values[key]}" if key in values else key
     kind, message = type(cause).__name__, str(getattr(cause, "msg", "")).splitlines()[0:1]
     if kind in ("ConfigAttributeError", "ConfigKeyError"):
-        return ConfigError(f"{given}{where} {unknown(key, algo)}")
+        return ConfigError(f"{override}{location} {unknown(key, algo)}")
     root = key if key in known_keys() else free_root(key)
     if root is not None:
         reason = f": {message[0]}" if kind.startswith("Interpolation") and message else ""
-        return ConfigError(f"{given}{where} is not a value of this key{reason}; give {describe(root)}")
-    return ConfigError(f"{given}{where} cannot be used: {unknown(key, algo)}")
+        return ConfigError(f"{override}{location} is not a value of this key{reason}; give {describe(root)}")
+    return ConfigError(f"{override}{location} cannot be used: {unknown(key, algo)}")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -46,13 +46,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _where(text: str) -> str:
-    """Which file of configs/ an error speaks of, when it is not the command line."""
-    found = re.search(r"In '([^']+)':", text)
-    return f" (in configs/{found[1]}.yaml)" if found and found[1] != "train" else ""
+    """Return the file of configs/ that an error text names; empty for the command line."""
+    match = re.search(r"In '([^']+)':", text)
+    return f" (in configs/{match[1]}.yaml)" if match and match[1] != "train" else ""
 
 
 def _option(group: str, name: str, text: str) -> ConfigError:
-    """An ``algo=`` or ``recipe=`` that does not exist."""
+    """Return the error about an unknown ``algo=`` or ``recipe=``."""
     options = [line.strip() for line in re.findall(r"^\s+([\w-]+)$", text, re.MULTILINE)]
     options = [o for o in options if not o.endswith("_schema")]
     flag = "+recipe" if group == "recipe" else group

@@ -1,4 +1,4 @@
-"""The text of ``train.py --help``: actions, recipes, groups with their keys, flags."""
+"""Text of ``train.py --help``: actions, recipes, groups with their keys, flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 118
 
 
 def render_help(topic: str | None = None) -> str:
-    """Everything, or the keys of one group. Raises ``ConfigError`` when there is no such group."""
+    """Return the full help, or the keys of one group. Raises ``ConfigError`` on an unknown group."""
     groups = dict.fromkeys(key.partition(".")[0] for key in known_keys())
     if topic is not None and topic not in groups:
         raise ConfigError(f"--help {topic}: no such group: {nearest(topic, groups)}")
@@ -29,9 +29,9 @@ def render_help(topic: str | None = None) -> str:
 def _all(groups: list[str]) -> Iterator[str]:
     yield "python train.py [+recipe=NAME] [key=value ...] [--flag value ...]"
     yield ""
-    yield "  python train.py +recipe=quickstart              a complete run that needs nothing but this checkout"
-    yield "  python train.py +recipe=quickstart optim.lr=0   the same with another value"
-    yield "  python train.py +recipe=quickstart --plan       what would run where"
+    yield "  python train.py +recipe=quickstart              a complete run that needs only this checkout"
+    yield "  python train.py +recipe=quickstart optim.lr=0   the same run with another value"
+    yield "  python train.py +recipe=quickstart --plan       print the plan of the run without starting it"
     yield ""
     for flag, text in ACTIONS.items():
         yield from _entry(flag, text)
@@ -51,7 +51,7 @@ def _group(group: str) -> Iterator[str]:
     yield (
         f"{group}.*"
         if group != "algo"
-        else "algo.*  (algo=<name> chooses, grpo by default; each name has its own keys: see docs/algorithms.md)"
+        else "algo.*  (choose with algo=<name>, grpo by default; each algorithm has its own keys: see docs/algorithms.md)"
     )
     for key, item in known_keys().items():
         if key.partition(".")[0] != group:
@@ -66,14 +66,14 @@ def _group(group: str) -> Iterator[str]:
 
 
 def _owners(key: str, shown: str) -> str:
-    """Which algorithms have ``key``, when not all do, and where its default is another than ``shown``."""
+    """Return the algorithms that have ``key``, if not all do, and those whose default differs from ``shown``."""
     owners = [name for name in ALGORITHMS if key in known_keys(name)]
     others = [name for name in ALGORITHMS if name not in owners]
     short = ", ".join(owners) if len(owners) <= len(others) else f"all but {', '.join(others)}"
-    only = f" [{short}]" if others else ""
+    suffix = f" [{short}]" if others else ""
     defaults = {name: format_value(default_of(known_keys(name)[key])) for name in owners}
     differing = [f"{name}: {value}" for name, value in defaults.items() if value != shown]
-    return only + (f" [{', '.join(differing)}]" if differing and key != "algo.name" else "")
+    return suffix + (f" [{', '.join(differing)}]" if differing and key != "algo.name" else "")
 
 
 def _flags() -> Iterator[str]:
@@ -83,8 +83,8 @@ def _flags() -> Iterator[str]:
         yield from _entry(flag, f"{key}={format_value(value)}")
     for flag, targets in COMBINED.items():
         yield from _entry(flag, ", ".join(targets))
-    for flag, (only, reason) in ALWAYS.items():
-        yield from _entry(flag if only is None else f"{flag} {only}", f"no key: {reason}")
+    for flag, (argument, reason) in ALWAYS.items():
+        yield from _entry(flag if argument is None else f"{flag} {argument}", f"no key: {reason}")
     yield from _entry("--sglang-NAME ...", "rollout.sglang.NAME: any field of SGLang's ServerArgs")
     yield from _entry("--NAME ...", "model.megatron.NAME: any field of Megatron's TransformerConfig")
 
@@ -100,7 +100,7 @@ def _entry(left: str, right: str) -> Iterator[str]:
 
 
 def _first_comment(path: Path) -> str:
-    """What a recipe says of itself: its first comment that is no directive of Hydra's."""
+    """Return a recipe's description: the first comment line that is not a Hydra directive."""
     for line in path.read_text().splitlines():
         if line.startswith("# ") and not line.startswith("# @"):
             return line[2:]

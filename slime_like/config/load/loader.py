@@ -1,4 +1,4 @@
-"""Command line -> Hydra -> one checked and sealed ``TrainConfig``. The only file that imports hydra or omegaconf."""
+"""Loading: command line -> Hydra -> checked and sealed ``TrainConfig``. Only this file imports hydra and omegaconf."""
 
 from __future__ import annotations
 
@@ -35,25 +35,31 @@ from slime_like_compat.flags.translate import flag_of, translate
 
 GROUPS = ("algo", "guard", "recipe")
 QUOTES = "'\""
-UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, RecursionError)  # of strange trees, by OmegaConf
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+)  # raised by OmegaConf on malformed trees
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.-]*)(=(?P<value>.*))?", re.DOTALL)
 
 
 class _Overrides(NamedTuple):
-    """A command line, sorted: what Hydra composes, and what is set in free mappings afterwards."""
+    """Overrides of a command line: those that Hydra composes, and those set in free mappings afterwards."""
 
     composed: list[str]
     free: list[tuple[str, Any]]
-    values: dict[str, str]  # key -> text as given, for messages
+    values: dict[str, str]  # key -> text on the command line, for messages
     config_dir: str | None
 
 
 def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True, code: bool = True) -> TrainConfig:
-    """The run that ``argv`` (``key=value`` overrides and slime or Megatron flags) describes: checked and sealed.
+    """Return the checked and sealed config of ``argv`` (``key=value`` overrides, slime and Megatron flags).
 
-    With ``files=False`` nothing on disk besides ``configs/`` is read; call ``check_files`` when the files are there. With
-    ``machine=False`` a run for another machine is not measured by what is installed on this one; with ``code=False``
-    functions named by a dotted path are not imported.
+    With ``files=False`` only ``configs/`` is read from disk; call ``check_files`` once the files exist. With
+    ``machine=False`` the packages of this machine are not checked (for a run on another one); with ``code=False``
+    functions given by dotted paths are not imported.
     Raises ``ConfigError`` (``CheckpointError``, ``DataError`` for files) naming key, value and fix.
     """
     overrides = _sort(argv)
@@ -66,25 +72,25 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
 
 
 def unchecked_config(argv: Sequence[str]) -> TrainConfig:
-    """The values that ``argv`` composes to, before any rule is asked. Raises ``ConfigError`` where they do not compose."""
+    """Return the composed values of ``argv`` without checking rules. Raises ``ConfigError`` if composition fails."""
     overrides = _sort(argv)
     return _values(_compose(overrides), overrides.values)
 
 
 def load_prepared(argv: Sequence[str]) -> TrainConfig:
-    """``load_config``, with ``run.prepare`` called before files are looked at: it may make data and model on the spot."""
+    """Load a config, calling ``run.prepare``, which may create data and model, before files are checked."""
     cfg = load_config(argv, files=False)
     if cfg.run.prepare is not None:
         check_function("run.prepare", cfg.run.prepare, {})
         resolve("run.prepare", cfg.run.prepare, {})(cfg)
     check_files(cfg)
-    return load_config(argv) if cfg.loop.num_epoch is not None else cfg  # the rows that it counts are there now
+    return load_config(argv) if cfg.loop.num_epoch is not None else cfg  # only now the rows can be counted
 
 
 def read_override(text: str) -> tuple[str, Any]:
     """Return key and value of ``key=value`` in Hydra's grammar; ``+`` and ``++`` before the key are dropped.
 
-    Raises ``ConfigError`` where Hydra could not read it, and on ``~key`` and sweeps, which set no value.
+    Raises ``ConfigError`` if Hydra cannot parse it, and on ``~key`` and sweeps, which set no value.
     """
     try:
         parsed = OverridesParser.create().parse_override(text)
@@ -96,18 +102,18 @@ def read_override(text: str) -> tuple[str, Any]:
 
 
 def show(argv: Sequence[str]) -> str:
-    """The composed tree as YAML, keys that are still missing included as ``???``."""
+    """Return the composed tree as YAML, with ``???`` for missing keys."""
     return OmegaConf.to_yaml(_compose(_sort(argv)))
 
 
 def to_yaml(cfg: TrainConfig) -> str:
-    """Every key of ``cfg`` as YAML; ``from_yaml`` reads it back."""
+    """Return every key of ``cfg`` as YAML; ``from_yaml`` reads it back."""
     return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True)
 
 
 def read_config(path: Path) -> TrainConfig:
     """Return the config that a run wrote to ``path``. Raises ``ConfigError`` naming the file."""
-    fix = "restore it, or move it away to go on without a comparison with the settings of before"
+    fix = "restore it, or move it away to continue without comparing settings with the earlier run"
     file = InputFile(path, ConfigError, fix)
     text = file.text()
     try:
@@ -117,7 +123,7 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
-    """Return the config that ``to_yaml`` wrote. Raises ``ConfigError`` where a key is unknown or a value is wrong."""
+    """Return the config that ``to_yaml`` wrote. Raises ``ConfigError`` on an unknown key or a wrong value."""
     try:
         tree = cast("dict[str, Any]", yaml.safe_load(text))
     except yaml.YAMLError as error:
@@ -128,7 +134,7 @@ def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
 
 
 def saved_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a run wrote down, with the defaults of keys that it did not know. Imports nothing they name."""
+    """Return the settings saved by a run, with defaults for newer keys. Imports none of the functions they name."""
     return cast("dict[str, Any]", OmegaConf.to_container(_completed(tree)))
 
 
@@ -204,7 +210,7 @@ def _compose(overrides: _Overrides) -> DictConfig:
 
 
 def _check_recipes(overrides: _Overrides) -> None:
-    """Raise ``ConfigError`` on a chosen recipe that cannot be read, which Hydra would not name."""
+    """Raise ``ConfigError`` on an unreadable recipe, which Hydra's error would not name."""
     folders = [config_folder(), *([Path(overrides.config_dir)] if overrides.config_dir else [])]
     for text in overrides.composed:
         group, _, name = text.lstrip("+").partition("=")
@@ -215,7 +221,7 @@ def _check_recipes(overrides: _Overrides) -> None:
 
 
 def _chosen(overrides: _Overrides) -> str | None:
-    """The algorithm of a command line that did not compose: what composes without its single keys."""
+    """Return the algorithm of a command line that failed to compose, by composing its groups alone."""
     groups = [text for text in overrides.composed if text.lstrip("+").partition("=")[0] in GROUPS]
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
@@ -226,7 +232,7 @@ def _chosen(overrides: _Overrides) -> str | None:
 
 @functools.cache
 def _register() -> None:
-    """Make the schemas known to Hydra, once per process."""
+    """Register the schemas with Hydra, once per process."""
     store = ConfigStore.instance()
     store.store(name="train_schema", node=TrainConfig, provider="slime_like")
     for name, schema in ALGORITHMS.items():
@@ -237,14 +243,14 @@ def _sort(argv: Sequence[str]) -> _Overrides:
     command = translate(argv)
     result = _Overrides([], [], {}, command.config_dir)
     for text in command.overrides:
-        found = _OVERRIDE.fullmatch(text)
-        if found is not None and found["mark"] == "~":
+        match = _OVERRIDE.fullmatch(text)
+        if match is not None and match["mark"] == "~":
             raise ConfigError(f"{text}: no key can be removed; set it to null or, for a mapping, to {{}}")
-        if found is None or found["value"] is None:
+        if match is None or match["value"] is None:
             raise ConfigError(
                 f"{text!r} is no override: write key=value or --flag value (python train.py --help lists them)"
             )
-        key, value = found["key"], found["value"]
+        key, value = match["key"], match["value"]
         result.values[key] = value
         if key == "hydra" or key.startswith("hydra."):
             raise ConfigError(
@@ -262,7 +268,7 @@ def _sort(argv: Sequence[str]) -> _Overrides:
 
 
 def _parse(key: str, value: str) -> Any:
-    """What ``value`` means in Hydra's grammar. Raises ``ConfigError`` where it means nothing, or a sweep."""
+    """Parse ``value`` in Hydra's grammar. Raises ``ConfigError`` on invalid text and on sweeps."""
     text = f"{key}={_quote(value) if is_text(key) else value}"
     try:
         parsed = OverridesParser.create().parse_override(text)
@@ -274,6 +280,6 @@ def _parse(key: str, value: str) -> Any:
 
 
 def _quote(value: str) -> str:
-    """``value`` as one string of Hydra's grammar; what is quoted already, and null, stays."""
+    """Return ``value`` as a quoted Hydra string; quoted values and null are unchanged."""
     quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
     return value if quoted or value.lower() == "null" else render(value)

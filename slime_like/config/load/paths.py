@@ -1,4 +1,4 @@
-"""Where the folder ``configs`` is."""
+"""Location of the folder ``configs``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from slime_like.errors import ConfigError
 
 
 def config_folder() -> Path:
-    """The folder ``configs``: beside the package in a checkout, in the environment's data folder when installed.
+    """Return the folder ``configs``: next to the package in a checkout, in the environment's data folder if installed.
 
-    Raises ``ConfigError`` when there is neither.
+    Raises ``ConfigError`` if neither exists.
     """
     installed = Path(sysconfig.get_path("data")) / "share" / "slime_like" / "configs"
     places = [Path(__file__).parents[3] / "configs", installed]

@@ -1,4 +1,4 @@
-"""algo.*: one schema per algorithm, chosen by ``algo=<name>``; a key that its loss does not read does not exist there."""
+"""algo.*: one schema per algorithm, chosen by ``algo=<name>``. A schema has only keys that its loss reads."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class GrpoConfig(PolicyGradientConfig):
 
 @dataclass(kw_only=True)
 class DrGrpoConfig(PolicyGradientConfig):
-    """Dr. GRPO: no division by the standard deviation, no division by the length."""
+    """Dr. GRPO: no division by the standard deviation or the response length."""
 
     name: str = key("dr_grpo", "Algorithm.")
     group_advantage: str | None = key("dr_grpo", "Advantage from the rewards of a group.")
-    aggregation: str = key("dr_grpo", "How token losses add up.", choices=AGGREGATIONS)
+    aggregation: str = key("dr_grpo", "Aggregation of token losses.", choices=AGGREGATIONS)
 
 
 @dataclass(kw_only=True)
 class RlooConfig(PolicyGradientConfig):
-    """RLOO: reward minus the mean of the others in its group."""
+    """RLOO: reward minus the mean reward of the other samples of the group."""
 
     name: str = key("rloo", "Algorithm.")
     group_advantage: str | None = key("rloo", "Advantage from the rewards of a group.")
@@ -43,7 +43,7 @@ class RlooConfig(PolicyGradientConfig):
 
 @dataclass(kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-    """DAPO: GRPO with a wider upper clip range and a token-level loss; its other parts are options of every algorithm."""
+    """DAPO: GRPO with a wider upper clip range and a token-level loss; its other parts are keys of every algorithm."""
 
     name: str = key("dapo", "Algorithm.")
     group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")
@@ -52,12 +52,12 @@ class DapoConfig(PolicyGradientConfig):
 
 @dataclass(kw_only=True)
 class GspoConfig(PolicyGradientConfig):
-    """GSPO: one ratio per sequence, the geometric mean of its tokens', clipped in a range of its own."""
+    """GSPO: one clipped ratio per sequence, the geometric mean of its token ratios."""
 
     name: str = key("gspo", "Algorithm.")
     loss: str = key("gspo", "Token loss.")
     group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")
-    aggregation: str = key("sequence_mean", "How token losses add up: GSPO's loss is one of sequences.")
+    aggregation: str = key("sequence_mean", "Aggregation of token losses: GSPO's loss is per sequence.")
     eps_clip: float = key(3e-4, "Lower clip range of the sequence ratio.")
     eps_clip_high: float | None = key(4e-4, "Upper clip range of the sequence ratio; null: eps_clip.")
 
@@ -65,30 +65,30 @@ class GspoConfig(PolicyGradientConfig):
         super().check(prefix)
         if self.aggregation != "sequence_mean":
             raise ConfigError(
-                f"{prefix}aggregation={self.aggregation!r} with algo=gspo: ratio and loss are those of whole sequences, "
-                f"each of which counts once; set {prefix}aggregation=sequence_mean"
+                f"{prefix}aggregation={self.aggregation!r} with algo=gspo: ratio and loss are per sequence, "
+                f"and each sequence counts once; set {prefix}aggregation=sequence_mean"
             )
 
 
 @dataclass(kw_only=True)
 class CispoConfig(PolicyConfig):
-    """CISPO: the clipped ratio is a weight without gradient, so that no token loses its gradient."""
+    """CISPO: the clipped ratio is a weight without gradient, so clipping never removes a token's gradient."""
 
     name: str = key("cispo", "Algorithm.")
     loss: str = key("cispo", "Token loss.")
     group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")
-    eps_clip: float = key(1.0, "Lower clip range of the weight; from 1 on there is none.")
-    eps_clip_high: float | None = key(4.0, "Upper clip range: the largest weight is 1 + this; null: eps_clip.")
+    eps_clip: float = key(1.0, "Lower clip range of the weight; at 1 or more there is no lower bound.")
+    eps_clip_high: float | None = key(4.0, "Upper clip range: weights are at most 1 + eps_clip_high; null: eps_clip.")
 
 
 @dataclass(kw_only=True)
 class ReinforcePlusPlusConfig(PolicyGradientConfig):
-    """REINFORCE++: KL in the reward, returns per token, whitened over the whole batch."""
+    """REINFORCE++: KL in the reward, returns per token, whitened over the batch."""
 
     name: str = key("reinforce_pp", "Algorithm.")
     token_advantage: str | None = key("reinforce_pp", "Advantage per token, computed on the ranks.")
     gamma: float = key(1.0, "Discount of later rewards.")
-    kl_coef: float = key(0.0, "Weight of the KL to the reference taken off the reward of each token.")
+    kl_coef: float = key(0.0, "Weight of the per-token KL to the reference that is subtracted from the reward.")
     kl_reward_type: str = key("k1", "KL estimator in the reward.", choices=KL_TYPES)
 
     def check(self, prefix: str) -> None:
@@ -99,12 +99,12 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
 
 @dataclass(kw_only=True)
 class ReinforcePlusPlusBaselineConfig(PolicyGradientConfig):
-    """REINFORCE++-baseline: reward minus the group's mean, less the KL at each token, whitened over the whole batch."""
+    """REINFORCE++-baseline: reward minus the group's mean, minus the KL per token, whitened over the batch."""
 
     name: str = key("reinforce_pp_baseline", "Algorithm.")
     group_advantage: str | None = key("dr_grpo", "Advantage from the rewards of a group, before whitening.")
     token_advantage: str | None = key("reinforce_pp_baseline", "Advantage per token, computed on the ranks.")
-    kl_coef: float = key(0.0, "Weight of the KL to the reference taken off the advantage of each token.")
+    kl_coef: float = key(0.0, "Weight of the per-token KL to the reference that is subtracted from the advantage.")
     kl_reward_type: str = key("k1", "KL estimator in the advantage.", choices=KL_TYPES)
 
     def check(self, prefix: str) -> None:

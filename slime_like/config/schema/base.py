@@ -1,4 +1,4 @@
-"""The base of every config group: help at each key, choices checked at load, sealed after."""
+"""Base class of config groups: help per key, choices checked at load, read-only afterwards."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from slime_like.errors import ConfigError
 from slime_like.registry import nearest
 
-MISSING: Any = "???"  # OmegaConf's mark for a key that has no default and must be given
+MISSING: Any = "???"  # OmegaConf's marker for a required key
 
 
 def key(default: Any, help: str, *, choices: tuple[str, ...] = ()) -> Any:
-    """A config key: its default, one sentence of help and, for words, the allowed ones."""
+    """Return a dataclass field for a config key: default, one sentence of help and, for strings, the allowed values."""
     metadata = {"help": help, "choices": choices}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType, reportUnknownVariableType]
@@ -24,7 +24,7 @@ def key(default: Any, help: str, *, choices: tuple[str, ...] = ()) -> Any:
 
 @dataclass(kw_only=True)
 class Config:
-    """A config group. ``seal`` makes it and everything below it read-only; sealed configs pickle as sealed."""
+    """Config group. ``seal`` makes it and its sub-groups read-only; pickling keeps the seal."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.__dict__.get("_sealed"):
@@ -40,7 +40,7 @@ class Config:
         object.__setattr__(self, "_sealed", True)
 
     def check(self, prefix: str) -> None:
-        """Raise ``ConfigError`` on a value outside its choices. Groups extend this with rules of their own."""
+        """Raise ``ConfigError`` on a value outside its choices. Groups extend this with their own rules."""
         for item in fields(self):
             value = getattr(self, item.name)
             choices: tuple[str, ...] = item.metadata.get("choices", ())
@@ -53,7 +53,7 @@ class Config:
 
 
 def keys(group: type[Config] | Config, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
-    """Every dotted key below a group with its dataclass field."""
+    """Yield every dotted key below a group with its dataclass field."""
     for item in fields(group):
         factory = item.default_factory
         if isinstance(factory, type) and is_dataclass(factory) and issubclass(factory, Config):
@@ -63,7 +63,7 @@ def keys(group: type[Config] | Config, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def positive(prefix: str, config: Config, *names: str) -> None:
-    """Raise ``ConfigError`` unless each named number is above zero (``None`` passes: chosen by the plan)."""
+    """Raise ``ConfigError`` unless each named number is above zero (``None`` passes: the plan chooses it)."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not value > 0:

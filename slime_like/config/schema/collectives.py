@@ -1,6 +1,6 @@
-"""Every collective that the wrapper of ``slime_like.distributed`` knows: one canonical name each, and what else it is called.
+"""Collectives known to the wrapper of ``slime_like.distributed``: canonical name, methods and aliases.
 
-Torch-free, so that ``guard.ops.<op>`` is checked when a config is loaded. Names are those of ``torch.distributed``, 2.14.
+Torch-free, so that ``guard.ops.<op>`` is checked when a config is loaded. Names follow ``torch.distributed`` 2.14.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ from slime_like.registry import nearest
 
 
 class Kind(StrEnum):
-    """How ranks take part in an op."""
+    """Participation of ranks in an op."""
 
     COLLECTIVE = "collective"  # every rank of the group calls it, in the same order
     POINT = "point"  # two ranks call it
-    COMPOSITE = "composite"  # a function made of others, which are counted beside it
+    COMPOSITE = "composite"  # a function that calls other ops, which are counted too
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op. ``methods`` are those of ``ProcessGroup`` by which it is issued: where calls are seen, whoever makes them.
+    """Collective op. ``methods`` are the methods of ``ProcessGroup`` that issue it; wrapping them sees every caller.
 
-    A composite has no methods: it is seen at ``functions`` of torch.distributed, and its policy holds for all it does.
+    A composite has no methods: its ``functions`` of torch.distributed are wrapped, and its policy covers the ops inside.
     """
 
     name: str
     methods: tuple[str, ...] = ()
-    functions: tuple[str, ...] = ()  # of torch.distributed, besides ``name``; for a composite those that are wrapped
+    functions: tuple[
+        str, ...
+    ] = ()  # of torch.distributed, in addition to ``name``; for a composite the wrapped functions
     kind: Kind = Kind.COLLECTIVE
-    payload: int | None = 0  # the argument of the method whose bytes count; None: it carries none
-    alike: bool = True  # every rank passes as many bytes
+    payload: int | None = 0  # index of the argument whose bytes count; None: no payload
+    alike: bool = True  # all ranks pass the same number of bytes
 
 
 def _point(name: str, *methods: str) -> Op:
@@ -85,7 +87,7 @@ OPS: tuple[Op, ...] = (
     _composite("recv_object_list"),
 )
 
-# slime's PR #1947 leaves these eight unguarded, under its own names for them.
+# slime's PR #1947 leaves these eight unguarded (names as in slime).
 SLIME_SKIPS = (
     "all_gather_into_tensor",
     "allgather_into_tensor_coalesced",
@@ -97,7 +99,7 @@ SLIME_SKIPS = (
     "irecv",
 )
 
-# What megatron-core calls its groups (``group_desc``) -> a short label for config and metrics; others keep their own name.
+# megatron-core's ``group_desc`` -> short label in config and metrics; other groups keep their name.
 GROUP_LABELS = {
     "default_pg": "world",
     "TENSOR_MODEL_PARALLEL_GROUP": "tp",
@@ -122,19 +124,19 @@ GROUP_LABELS = {
 
 
 def aliases() -> dict[str, Op]:
-    """Every name an op goes by, function or method -> the op. ``send`` and ``recv`` are the functions, not the methods."""
-    found = {op.name: op for op in OPS}
+    """Return alias (function or method) -> op. ``send`` and ``recv`` are the functions, not the methods."""
+    ops_by_name = {op.name: op for op in OPS}
     for op in OPS:
         for name in (*op.functions, *op.methods):
-            found.setdefault(name, op)
-    return found
+            ops_by_name.setdefault(name, op)
+    return ops_by_name
 
 
 def canonical(key: str, name: str) -> Op:
-    """The op that ``name`` stands for. Raises ``ConfigError`` naming ``key`` and every op."""
-    known = aliases()
-    if name not in known:
-        hint = nearest(name, known)
+    """Return the op called ``name``. Raises ``ConfigError`` naming ``key`` and every op."""
+    ops_by_name = aliases()
+    if name not in ops_by_name:
+        hint = nearest(name, ops_by_name)
         near = f": {hint}" if hint.startswith("did you mean") else ""
         raise ConfigError(f"{key}: there is no op {name!r}{near}. The ops are {', '.join(op.name for op in OPS)}")
-    return known[name]
+    return ops_by_name[name]

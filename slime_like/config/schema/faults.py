@@ -1,4 +1,4 @@
-"""health.* and chaos.*: what becomes of an engine that dies or stalls, and faults planted to see it."""
+"""health.* and chaos.*: recovery of engines that die or stall, and fault injection."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from slime_like.registry import nearest
 PHASES = ("collect", "step", "push", "save", "eval")
 RECOVERED = {
     "kill_engine": "an engine's processes are killed",
-    "stop_engine": "an engine's processes are stopped, for good",
+    "stop_engine": "an engine's processes are stopped permanently",
     "slow_engine": "an engine's processes are stopped for chaos.slow_s seconds",
     "kill_http_server": "an engine's HTTP server is killed",
     "kill_detokenizer": "an engine's detokenizer is killed",
 }
-"""Faults that a run goes on from (health.*)."""
+"""Faults that a run survives (health.*)."""
 REWARDS = {"reward_down": "the reward server cannot be reached for chaos.slow_s seconds"}
-"""Faults that a run goes on from (reward.remote_retries, reward.fallback)."""
+"""Faults that a run survives (reward.remote_retries, reward.fallback)."""
 WORKERS = {"kill_reward_worker": "a reward worker is killed"}
-"""Faults that a run goes on from: the pool replaces the process, and what it scored costs reward.fallback at most."""
+"""Faults that a run survives: the pool replaces the process; its sample gets reward.fallback at worst."""
 FATAL = {
     "kill_rank": "a trainer rank is killed",
-    "stop_rank": "a trainer rank is stopped, for good",
+    "stop_rank": "a trainer rank is stopped permanently",
     "kill_manager": "the rollout manager is killed",
     "kill_driver": "the driver is killed",
     "interrupt": "Ctrl-C: the driver gets SIGINT",
     "terminate": "the driver gets SIGTERM",
     "hangup": "the driver gets SIGHUP",
     "kill_raylet": "Ray's raylet is killed",
-    "stop_raylet": "Ray's raylet is stopped, for good",
+    "stop_raylet": "Ray's raylet is stopped permanently",
     "kill_gcs": "Ray's GCS is killed",
-    "stop_gcs": "Ray's GCS is stopped, for good",
+    "stop_gcs": "Ray's GCS is stopped permanently",
     "kill_dashboard_agent": "the raylet's dashboard agent is killed",
     "kill_runtime_env_agent": "the raylet's runtime-env agent is killed",
 }
-"""Faults that end a run, which is resumed by the same command."""
+"""Faults that end a run; the same command resumes it."""
 FAULTS = RECOVERED | REWARDS | WORKERS | FATAL
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``kind`` strikes ``seconds`` into a phase of a rollout, or at the phase's end when that comes first."""
+    """Fault ``kind``, injected ``seconds`` into a phase of a rollout, or at the phase's end if that is earlier."""
 
     kind: str  # of FAULTS
     phase: str  # of PHASES
@@ -55,41 +55,43 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """``kill_engine:collect:3`` or ``kill_engine:collect:3:0.25``. Raises ``ConfigError`` on anything else."""
-    found = re.fullmatch(r"(\w+):(\w+):(\d+)(?::(\d+(?:\.\d+)?))?", text)
-    for name, known in ((found[1], FAULTS), (found[2], PHASES)) if found else ():
-        if name not in known:
+    """Parse ``kill_engine:collect:3`` or ``kill_engine:collect:3:0.25``. Raises ``ConfigError`` on other text."""
+    match = re.fullmatch(r"(\w+):(\w+):(\d+)(?::(\d+(?:\.\d+)?))?", text)
+    for name, choices in ((match[1], FAULTS), (match[2], PHASES)) if match else ():
+        if name not in choices:
             raise ConfigError(
-                f"chaos.faults: {name!r} in {text!r} is not one of {', '.join(known)}: {nearest(name, known)}"
+                f"chaos.faults: {name!r} in {text!r} is not one of {', '.join(choices)}: {nearest(name, choices)}"
             )
-    if found is None:
+    if match is None:
         raise ConfigError(
             f"chaos.faults: {text!r} is not fault:phase:rollout or fault:phase:rollout:seconds, as in "
             f"kill_engine:collect:3:0.25; faults are {', '.join(FAULTS)}, phases {', '.join(PHASES)}"
         )
-    return Fault(found[1], found[2], int(found[3]), float(found[4] or 0))
+    return Fault(match[1], match[2], int(match[3]), float(match[4] or 0))
 
 
 @dataclass(kw_only=True)
 class HealthConfig(Config):
-    """Engines that die or stall while the run goes on (slime: --use-fault-tolerance)."""
+    """Handling of engines that die or stall during a run (slime: --use-fault-tolerance)."""
 
     on_dead_engine: str = key(
         "restart",
-        "An engine that died: restart it (its groups go on elsewhere, and it joins at the next push), or stop the run.",
+        "When an engine dies: restart it (other engines continue its groups, and it rejoins at the next push), or stop the run.",
         choices=("restart", "stop"),
     )
     on_stalled_engine: str = key(
         "restart",
-        "An engine that fails its health check: restart it, stop the run, or wait until rollout.request_deadline_s.",
+        "When an engine fails its health check: restart it, stop the run, or wait until rollout.request_deadline_s.",
         choices=("restart", "stop", "wait"),
     )
-    max_restarts: int = key(3, "Restarts of one engine within a rollout; what fails then ends the run.")
-    interval_s: float = key(30.0, "Between two health checks of an engine (slime: --rollout-health-check-interval).")
-    timeout_s: float = key(30.0, "Longest wait for a health check's answer (slime: --rollout-health-check-timeout).")
+    max_restarts: int = key(3, "Maximum restarts of one engine within a rollout; the next failure ends the run.")
+    interval_s: float = key(
+        30.0, "Seconds between two health checks of an engine (slime: --rollout-health-check-interval)."
+    )
+    timeout_s: float = key(30.0, "Time limit of a health check (slime: --rollout-health-check-timeout).")
     first_wait_s: float = key(
         300.0,
-        "No check this long after an engine's start, or until its first answer: kernels may be compiled then (slime: "
+        "Grace period after an engine's start without checks, ended by its first response: kernels may be compiling (slime: "
         "--rollout-health-check-first-wait).",
     )
 
@@ -102,18 +104,20 @@ class HealthConfig(Config):
 
 @dataclass(kw_only=True)
 class ChaosConfig(Config):
-    """Faults planted on purpose; what came of them is reported at the end of the run."""
+    """Fault injection; the effects are reported at the end of the run."""
 
     faults: list[str] = key(
         [],
-        "Faults to plant, fault:phase:rollout[:seconds into the phase], as [kill_engine:collect:3:0.25,stop_rank:step:5]; "
+        "Faults to inject, fault:phase:rollout[:seconds into the phase], such as [kill_engine:collect:3:0.25,stop_rank:step:5]; "
         f"faults: {', '.join(FAULTS)}; phases: {', '.join(PHASES)}.",
     )
-    random: int = key(0, "Further faults, at rollouts, phases and moments that chaos.seed draws.")
+    random: int = key(0, "Number of additional faults at random rollouts, phases and times.")
     kinds: list[str] = key(["kill_engine", "stop_engine"], "Faults that chaos.random draws from.")
-    seed: int = key(0, "Seed of chaos.random, and of which engine or rank a fault strikes.")
-    within_s: float = key(2.0, "Seconds into a phase at which chaos.random strikes at the latest.")
-    slow_s: float = key(5.0, "How long slow_engine stops an engine, and reward_down takes the reward server away.")
+    seed: int = key(0, "Seed of chaos.random and of the choice of engine or rank.")
+    within_s: float = key(2.0, "Maximum seconds into a phase of a fault drawn by chaos.random.")
+    slow_s: float = key(
+        5.0, "Seconds for which slow_engine stops an engine and reward_down makes the reward server unreachable."
+    )
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
@@ -128,17 +132,17 @@ class ChaosConfig(Config):
             raise ConfigError(f"{prefix}random={self.random} with {prefix}kinds=[]: name the faults to draw from")
 
     def check_asked(self, remote_url: str | None) -> None:
-        """Raises ``ConfigError`` where a fault takes a reward server away that no sample asks."""
+        """Raise ``ConfigError`` on a fault of the reward server in a run without one."""
         drawn = [f"chaos.kinds: {kind!r}" for kind in self.kinds if self.random and kind in REWARDS]
         named = [f"chaos.faults: {text!r}" for text in self.faults if parse_fault(text).kind in REWARDS]
-        if remote_url is None and (found := [*named, *drawn]):
+        if remote_url is None and (faults := [*named, *drawn]):
             raise ConfigError(
-                f"{found[0]} takes the reward server away, and this run has none: set reward.remote_url (with "
+                f"{faults[0]} makes the reward server unreachable, and this run has none: set reward.remote_url (with "
                 "reward.name=remote_rm, or rm_type remote_rm in the rows), or remove the fault"
             )
 
     def check_reached(self, num_rollout: int) -> None:
-        """Raises ``ConfigError`` where a fault is planted behind the last of so many rollouts."""
+        """Raise ``ConfigError`` on a fault after the last rollout."""
         for text in self.faults:
             if parse_fault(text).rollout_id >= num_rollout:
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""When free memory is asked for before a collective and what follows: one ``MemoryPolicy`` for each op and process group."""
+"""Policies of the memory guard: when to query free memory before a collective and what to do, per op and group."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ANY = "*"
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """Free memory below which something is done: so many bytes, or a fraction of all there is."""
+    """Free-memory threshold, in bytes or as a fraction of total memory."""
 
     num_bytes: int | None
     fraction: float | None
 
     @classmethod
     def parse(cls, key: str, value: object) -> Threshold:
-        """``3GiB``, ``500MB``, or ``0.05`` for a twentieth. Raises ``ConfigError``."""
+        """Parse ``3GiB``, ``500MB`` or a fraction such as ``0.05``. Raises ``ConfigError``."""
         text = str(value).strip()
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
-        if found is not None:
-            number, unit = float(found[1]), found[2].upper()
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+        if match is not None:
+            number, unit = float(match[1]), match[2].upper()
             if unit in UNITS:
                 return cls(int(number * UNITS[unit]), None)
             if not unit and 0 <= number < 1:
@@ -41,7 +41,7 @@ class Threshold:
         )
 
     def of(self, total: int) -> int:
-        """In bytes, where ``total`` bytes exist."""
+        """Return the threshold in bytes, given ``total`` bytes of memory."""
         return self.num_bytes if self.num_bytes is not None else int((self.fraction or 0.0) * total)
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:
-    """See the keys of ``guard`` of the same names."""
+    """Memory policy of an op; fields are documented at the ``guard`` keys of the same names."""
 
     checks: str = "never"
     every: int = 100
@@ -74,28 +74,28 @@ class MemoryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class GuardSpec:
-    """What a trainer rank's wrapper does. ``wrap=False``: there is none."""
+    """Settings of a trainer rank's wrapper. ``wrap=False``: no wrapper."""
 
     wrap: bool = False
     default: MemoryPolicy = MemoryPolicy()
-    overrides: tuple[tuple[str, str, MemoryPolicy], ...] = ()  # (group or *, op or *, policy), the most general first
+    overrides: tuple[tuple[str, str, MemoryPolicy], ...] = ()  # (group or *, op or *, policy), most general first
     memory: str = "auto"
     symmetric: bool = False
-    nodes: int = 1  # that the role's ranks are on
+    nodes: int = 1  # nodes of the role's ranks
     deadline_s: float = 3600.0
     ring: int = 1024
     release: bool = False
-    profile: str | None = None  # where ranks write what each op took of memory; then nothing is guarded
-    folder: str | None = None  # where the rings are; None: nobody reads them
-    name: str = "rank"  # of the role, before its ranks' numbers
+    profile: str | None = None  # folder for measured memory per op; disables the guard
+    folder: str | None = None  # folder of the rings; None: not shared
+    name: str = "rank"  # role name, prefix of rank numbers
 
     def policy(self, op: str, group: str) -> MemoryPolicy:
-        """For ``op`` in a group with label ``group``: what is said of the op there, else of the op, else of the group."""
-        found = self.default
-        for where, what, policy in self.overrides:
-            if where in (ANY, group) and what in (ANY, op):
-                found = policy
-        return found
+        """Return the policy of ``op`` in ``group``: of the op in that group, else of the op, else of the group."""
+        match = self.default
+        for on_group, on_op, candidate in self.overrides:
+            if on_group in (ANY, group) and on_op in (ANY, op):
+                match = candidate
+        return match
 
 
 NO_GUARD = GuardSpec()  # no wrapper
@@ -104,59 +104,64 @@ NO_GUARD = GuardSpec()  # no wrapper
 def overrides(
     prefix: str, default: MemoryPolicy, ops: Mapping[str, Any], groups: Mapping[str, Any]
 ) -> tuple[tuple[str, str, MemoryPolicy], ...]:
-    """``guard.ops`` and ``guard.groups`` as (group, op, policy), later ones going before earlier ones."""
+    """Return ``guard.ops`` and ``guard.groups`` as (group, op, policy); later entries take precedence."""
     general: list[tuple[str, str, MemoryPolicy]] = []
     special: list[tuple[str, str, MemoryPolicy]] = []
     for label, value in groups.items():
-        where = f"{prefix}groups.{label}"
+        location = f"{prefix}groups.{label}"
         if label not in GROUP_LABELS.values():
-            raise ConfigError(f"{where}: there is no group {label!r}: {nearest(label, GROUP_LABELS.values())}")
-        own = dict(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else {"checks": value}
-        inner = own.pop("ops", {})
-        if not isinstance(inner, Mapping):
-            raise ConfigError(f"{where}.ops={inner!r} must be a mapping such as {{barrier: never}}")
-        policy = _policy(where, default, own)
-        if own:
+            raise ConfigError(f"{location}: there is no group {label!r}: {nearest(label, GROUP_LABELS.values())}")
+        fields_of_group = dict(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else {"checks": value}
+        group_ops = fields_of_group.pop("ops", {})
+        if not isinstance(group_ops, Mapping):
+            raise ConfigError(f"{location}.ops={group_ops!r} must be a mapping such as {{barrier: never}}")
+        policy = _policy(location, default, fields_of_group)
+        if fields_of_group:
             general.append((label, ANY, policy))
-        special += [(label, op, one) for op, one in _of_ops(f"{where}.ops", policy, cast("Mapping[str, Any]", inner))]
-    return (*general, *((ANY, op, one) for op, one in _of_ops(f"{prefix}ops", default, ops)), *special)
+        special += [
+            (label, op, op_policy)
+            for op, op_policy in _of_ops(f"{location}.ops", policy, cast("Mapping[str, Any]", group_ops))
+        ]
+    return (*general, *((ANY, op, op_policy) for op, op_policy in _of_ops(f"{prefix}ops", default, ops)), *special)
 
 
-def _of_ops(where: str, default: MemoryPolicy, ops: Mapping[str, Any]) -> Iterator[tuple[str, MemoryPolicy]]:
+def _of_ops(prefix: str, default: MemoryPolicy, ops: Mapping[str, Any]) -> Iterator[tuple[str, MemoryPolicy]]:
     for name, value in ops.items():
-        yield canonical(f"{where}.{name}", name).name, _policy(f"{where}.{name}", default, value)
+        yield canonical(f"{prefix}.{name}", name).name, _policy(f"{prefix}.{name}", default, value)
 
 
-def _policy(where: str, default: MemoryPolicy, value: object) -> MemoryPolicy:
-    """A word is when to check; a mapping changes whichever fields it names."""
-    given = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {"checks": value}
+def _policy(location: str, default: MemoryPolicy, value: object) -> MemoryPolicy:
+    """Return ``default`` with changes: a string sets ``checks``, a mapping sets the fields it names."""
+    fields = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {"checks": value}
     changes: dict[str, Any] = {}
-    for name, item in given.items():
+    for name, item in fields.items():
         if name not in FIELDS:
             raise ConfigError(
-                f"{where}.{name} is unknown: {nearest(str(name), FIELDS)} (a policy has {', '.join(FIELDS)})"
+                f"{location}.{name} is unknown: {nearest(str(name), FIELDS)} (a policy has {', '.join(FIELDS)})"
             )
-        changes[name] = _field(f"{where}.{name}", name, item)
+        changes[name] = _field(f"{location}.{name}", name, item)
     return replace(default, **changes)
 
 
-def _field(where: str, name: str, value: object) -> object:
+def _field(location: str, name: str, value: object) -> object:
     choices = {"checks": CHECKS, "action": ACTIONS}.get(name)
     if choices is not None:
         if value not in choices:
-            raise ConfigError(f"{where}={value!r} is not one of {', '.join(choices)}: {nearest(str(value), choices)}")
+            raise ConfigError(
+                f"{location}={value!r} is not one of {', '.join(choices)}: {nearest(str(value), choices)}"
+            )
         return value
     if name == "threshold":
-        return Threshold.parse(where, value)
+        return Threshold.parse(location, value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (name == "every" and value < 1):
-        raise ConfigError(f"{where}={value!r} must be a number above 0")
+        raise ConfigError(f"{location}={value!r} must be a number above 0")
     return int(value) if name == "every" else float(value)
 
 
 def table(spec: GuardSpec) -> Iterator[tuple[str, str]]:
-    """(op, policy) of every op, and (group: op, policy) where a group has its own."""
+    """Yield (op, policy) of every op, and (group: op, policy) for policies of a group."""
     for op in OPS:
         yield op.name, str(spec.policy(op.name, ""))
-    for where, what, policy in spec.overrides:
-        if where != ANY:
-            yield f"{where}: {'every op' if what == ANY else what}", str(policy)
+    for group, op_name, policy in spec.overrides:
+        if group != ANY:
+            yield f"{group}: {'every op' if op_name == ANY else op_name}", str(policy)

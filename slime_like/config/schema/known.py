@@ -1,4 +1,4 @@
-"""Which dotted keys exist, what type they have, and the messages about those that do not."""
+"""Known dotted keys, their types, and error messages for unknown keys."""
 
 from __future__ import annotations
 
@@ -55,35 +55,35 @@ TYPE_WORDS = {
 
 @functools.cache
 def known_keys(algo: str | None = None) -> dict[str, Field[Any]]:
-    """Dotted key -> dataclass field, with the algo.* keys of one algorithm, or of all when ``algo`` is None.
+    """Return dotted key -> dataclass field, with the algo.* keys of one algorithm, or of all if ``algo`` is None.
 
-    A key that several algorithms have is then that of the default algorithm, or of the first that has it.
+    In the latter case, a key of several algorithms is the default algorithm's, or that of the first that has it.
     """
-    found = {name: item for name, item in keys(TrainConfig) if name != "algo"}
+    fields_by_key = {name: item for name, item in keys(TrainConfig) if name != "algo"}
     for name in ALGORITHMS if algo is None else [algo]:
         for key, item in keys(ALGORITHMS[name], "algo."):
-            found.setdefault(key, item)
-    return found
+            fields_by_key.setdefault(key, item)
+    return fields_by_key
 
 
 def type_of(item: Field[Any]) -> str:
-    """The field's annotation as written, such as ``int | None``."""
+    """Return the field's annotation as written, such as ``int | None``."""
     return item.type if isinstance(item.type, str) else item.type.__name__
 
 
 @functools.cache
 def free_keys() -> frozenset[str]:
-    """Keys that hold a free mapping, such as rollout.sglang: anything below them is a key of another project."""
+    """Return the keys that hold a free mapping, such as rollout.sglang: keys below them belong to another project."""
     return frozenset(name for name, item in known_keys().items() if type_of(item).startswith("dict["))
 
 
 def free_root(key: str) -> str | None:
-    """The free mapping that ``key`` is or lies in."""
+    """Return the free mapping that ``key`` is, or is inside of; None without one."""
     return next((root for root in free_keys() if key == root or key.startswith(f"{root}.")), None)
 
 
 def is_text(key: str) -> bool:
-    """Whether the value of ``key`` is a string, so that a path such as ``data.jsonl@[0:100]`` needs no quotes."""
+    """Return whether the value of ``key`` is a string, so that a path such as ``data.jsonl@[0:100]`` needs no quotes."""
     root = free_root(key)
     if root is not None:
         return key != root and type_of(known_keys()[root]) == "dict[str, str]"
@@ -92,14 +92,14 @@ def is_text(key: str) -> bool:
 
 
 def default_of(item: Field[Any]) -> Any:
-    """The field's default value, or ``???`` for a key that must be given."""
+    """Return the field's default value, or ``???`` for a required key."""
     if item.default is not NO_DEFAULT:
         return item.default
     return item.default_factory() if item.default_factory is not NO_DEFAULT else MISSING
 
 
 def describe(key: str) -> str:
-    """Type, default and help of a known key, for messages."""
+    """Return type, default and help of a known key, for error messages."""
     item = known_keys()[key]
     name = type_of(item)
     optional = " or null" if name.endswith(" | None") else ""
@@ -110,7 +110,7 @@ def describe(key: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """Return a value as written on the command line."""
     match value:
         case None:
             return "null"
@@ -123,14 +123,14 @@ def format_value(value: Any) -> str:
 
 
 def unknown(key: str, algo: str | None) -> str:
-    """Why ``key`` does not exist: the algorithm that has it, or the nearest known key."""
+    """Return an explanation of an unknown ``key``: the algorithm that has it, or the nearest known key."""
     name = key.removeprefix("algo.")
     if algo in ALGORITHMS and key.startswith("algo."):
-        own = known_keys(algo)
+        algo_keys = known_keys(algo)
         having = [other for other, schema in ALGORITHMS.items() if name in {f.name for f in fields(schema)}]
-        if having and key not in own:
-            return f"exists only under algo={' or '.join(having)}, and this run has algo={algo}; {_nearest(key, own)}"
-        return f"is unknown under algo={algo}: {_nearest(key, own)}"
+        if having and key not in algo_keys:
+            return f"exists only under algo={' or '.join(having)}, and this run has algo={algo}; {_nearest(key, algo_keys)}"
+        return f"is unknown under algo={algo}: {_nearest(key, algo_keys)}"
     known = known_keys()
     below = [k for k in known if k.startswith(f"{key}.")]
     if below:
@@ -139,7 +139,7 @@ def unknown(key: str, algo: str | None) -> str:
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    """The nearest known key: by its last word within its group, or in any group, or else what the group has."""
+    """Return a hint: the nearest known key by last word in its group or in any group, or else the group's keys."""
     group, _, last = key.rpartition(".")
     options = list(known)
     last_words = {k.rpartition(".")[2]: k for k in options if group and k.startswith(f"{group}.")}

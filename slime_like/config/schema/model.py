@@ -1,4 +1,4 @@
-"""model.* and parallel.*: what is trained and how it is split."""
+"""model.*, parallel.* and optim.*: the trained model, its parallel layout and its optimizer."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from slime_like.config.schema.unread import refuse_unread
 
 @dataclass(kw_only=True)
 class ModelConfig(Config):
-    """The policy and its reference."""
+    """Policy and reference model."""
 
-    hf_checkpoint: str = key(MISSING, "Folder with the HF config, tokenizer and safetensors the run starts from.")
+    hf_checkpoint: str = key(MISSING, "Folder with the HF config, tokenizer and safetensors that the run starts from.")
     megatron_checkpoint: str | None = key(
         None, "Megatron torch_dist folder with the weights to start from instead of hf_checkpoint's (slime: --load)."
     )
     ref_checkpoint: str | None = key(
-        None, "HF or Megatron torch_dist folder of the reference policy; null: what the policy starts from."
+        None, "HF or Megatron torch_dist folder of the reference policy; null: the initial policy."
     )
-    family: str = key("auto", "Weight-name family; auto: by the HF config's model_type.")
+    family: str = key("auto", "Model family, which maps weight names; auto: by the HF config's model_type.")
     dtype: str = key(
         "auto", "Compute dtype; auto: bfloat16 on GPU, float32 on CPU.", choices=("auto", "float32", "bfloat16")
     )
     attention: str = key(
         "auto",
-        "Core attention (table ATTENTIONS): torch (our own; auto) or te (TransformerEngine's, where it is installed).",
+        "Core attention (table ATTENTIONS): torch (this project's; auto) or te (TransformerEngine's; must be installed).",
     )
-    gdn: GDNConfig = key(GDNConfig, "Gated DeltaNet layers, where the model has them.")
+    gdn: GDNConfig = key(GDNConfig, "Gated DeltaNet layers of hybrid models.")
     cpu_kernels: str = key(
         "auto",
-        "Attention, norms, rotation, SwiGLU and log-probabilities of a trainer on a CPU: c (compiled where it runs), torch, or auto: c where there is "
-        "a C compiler and run.deterministic is off.",
+        "Attention, norms, rotary embedding, SwiGLU and log-probabilities of a CPU trainer: c (compiled on the machine that runs), torch, or auto: c if "
+        "there is a C compiler and run.deterministic is off.",
         choices=("auto", "c", "torch"),
     )
     recompute: str = key(
@@ -43,19 +43,20 @@ class ModelConfig(Config):
     )
     recompute_method: str = key(
         "uniform",
-        "Of recompute=full. uniform: every stretch of recompute_num_layers blocks keeps its input; "
-        "block: the first recompute_num_layers blocks of each pipeline stage do, the others keep everything.",
+        "For recompute=full. uniform: checkpoint the input of every group of recompute_num_layers layers; "
+        "block: recompute the first recompute_num_layers layers of each pipeline stage, keep all activations of the others.",
         choices=("uniform", "block"),
     )
-    recompute_num_layers: int | None = key(None, "Decoder blocks of recompute_method; null: 1.")
+    recompute_num_layers: int | None = key(None, "Number of decoder layers for recompute_method; null: 1.")
     recompute_modules: list[str] = key(
         ["core_attn"],
         "Modules recomputed when recompute=selective: core_attn, mlp, layernorm; with experts also moe, shared_experts.",
     )
     logits_chunk: int = key(
-        4096, "Tokens per chunk when logits become log-probabilities: bounds the peak of the vocabulary projection."
+        4096,
+        "Tokens per chunk when log-probabilities are computed from logits: bounds peak memory of the vocabulary projection.",
     )
-    megatron: dict[str, Any] = key({}, "Extra megatron-core TransformerConfig fields; unknown ones are refused.")
+    megatron: dict[str, Any] = key({}, "Extra fields of megatron-core's TransformerConfig; unknown fields are refused.")
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
@@ -67,31 +68,31 @@ class ModelConfig(Config):
 
 @dataclass(kw_only=True)
 class ParallelConfig(Config):
-    """Layout of the trainer. dp is what is left of the trainer's ranks."""
+    """Layout of the trainer. dp is the number of trainer ranks / (tp * pp * cp)."""
 
     tp: int = key(1, "Tensor parallel size.")
     pp: int = key(1, "Pipeline parallel size.")
-    vpp: int = key(1, "Virtual pipeline stages per pipeline rank: the interleaved schedule.")
-    layers_per_virtual_stage: int | None = key(None, "Instead of vpp: decoder layers per virtual stage.")
+    vpp: int = key(1, "Virtual pipeline stages per pipeline rank (interleaved schedule).")
+    layers_per_virtual_stage: int | None = key(None, "Decoder layers per virtual stage, as an alternative to vpp.")
     first_stage_layers: int | None = key(None, "Decoder layers of the first pipeline rank; null: an even split.")
     last_stage_layers: int | None = key(None, "Decoder layers of the last pipeline rank; null: an even split.")
     pipeline_layout: str | None = key(
-        None, "Every pipeline segment, in Megatron's notation: Ett|ttt|ttL (t layer, E embedding, L output layer)."
+        None, "All pipeline segments in Megatron's notation: Ett|ttt|ttL (t layer, E embedding, L output layer)."
     )
     cp: int = key(1, "Context parallel size: ranks that share each sequence.")
-    ep: int = key(1, "Expert parallel size: ranks of tp * cp * dp that share the experts of each block.")
-    sequence_parallel: bool = key(True, "Shard norms and residuals over tp as well (no effect with tp=1).")
+    ep: int = key(1, "Expert parallel size: ranks out of tp * cp * dp that share the experts of each layer.")
+    sequence_parallel: bool = key(True, "Also shard norms and residuals over tp (no effect with tp=1).")
     distributed_optimizer: bool = key(True, "Shard optimizer state over dp.")
-    overlap_grad_reduce: bool = key(False, "Reduce gradients over dp bucket by bucket while backward goes on.")
+    overlap_grad_reduce: bool = key(False, "Reduce gradients over dp bucket by bucket during backward.")
     overlap_param_gather: bool = key(
-        False, "Gather updated weights over dp while the next step's forward goes on; needs overlap_grad_reduce."
+        False, "Gather updated weights over dp during the next step's forward; needs overlap_grad_reduce."
     )
     bucket_size: int | None = key(
-        None, "Parameters per bucket of overlap_grad_reduce; null: megatron's (the larger of 40M and 1M * dp)."
+        None, "Parameters per bucket of overlap_grad_reduce; null: Megatron's max(40M, 1M * dp)."
     )
     max_tokens_per_rank: int = key(
         8192,
-        "Token budget of one rank for a packed micro-batch; cp ranks hold cp times as much (slime: --max-tokens-per-gpu).",
+        "Maximum tokens per rank in a packed micro-batch; cp ranks together hold cp times as many (slime: --max-tokens-per-gpu).",
     )
 
     def check(self, prefix: str) -> None:
@@ -102,33 +103,35 @@ class ParallelConfig(Config):
 
 @dataclass(kw_only=True)
 class OptimConfig(Config):
-    """AdamW and its schedule."""
+    """AdamW and learning-rate schedule."""
 
     lr: float = key(1e-6, "Peak learning rate.")
     min_lr: float = key(0.0, "Learning rate at the end of a decaying schedule.")
     schedule: str = key(
         "constant",
-        "Shape after warm-up; wsd: constant, then a decay over the last wsd_decay_steps.",
+        "Learning rate after warm-up; wsd: constant, then a decay over the last wsd_decay_steps.",
         choices=("constant", "linear", "cosine", "wsd"),
     )
     warmup_steps: int = key(0, "Optimizer steps of linear warm-up.")
-    warmup_fraction: float | None = key(None, "Instead of warmup_steps: their share of decay_steps.")
-    decay_steps: int | None = key(None, "Optimizer steps until min_lr, warm-up included; null: all of the run's.")
-    wsd_decay_steps: int | None = key(None, "Optimizer steps of the decay of wsd; null: a tenth of decay_steps.")
+    warmup_fraction: float | None = key(
+        None, "Warm-up as a fraction of decay_steps, as an alternative to warmup_steps."
+    )
+    decay_steps: int | None = key(None, "Optimizer steps until min_lr, warm-up included; null: all steps of the run.")
+    wsd_decay_steps: int | None = key(None, "Optimizer steps of the wsd decay; null: a tenth of decay_steps.")
     wsd_decay_style: str = key(
         "exponential",
-        "Shape of the decay of wsd.",
+        "Shape of the wsd decay.",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
     weight_decay: float = key(0.0, "Decoupled weight decay; norms and biases are exempt.")
-    beta1: float = key(0.9, "Adam's first moment decay.")
-    beta2: float = key(0.98, "Adam's second moment decay.")
+    beta1: float = key(0.9, "Decay rate of Adam's first moment.")
+    beta2: float = key(0.98, "Decay rate of Adam's second moment.")
     eps: float = key(1e-8, "Adam's epsilon.")
-    clip_grad: float = key(1.0, "Largest global gradient norm; 0: no clipping.")
+    clip_grad: float = key(1.0, "Maximum global gradient norm; 0: no clipping.")
     cpu_offload: bool = key(
-        False, "Keep main weights and moments in host memory and update them there (no effect on CPU)."
+        False, "Keep main weights and moments in host memory and run the optimizer there (no effect on CPU)."
     )
-    cpu_offload_fraction: float = key(1.0, "Share of the parameters that cpu_offload takes.")
+    cpu_offload_fraction: float = key(1.0, "Fraction of the parameters that cpu_offload moves to host memory.")
 
     def check(self, prefix: str) -> None:
         super().check(prefix)

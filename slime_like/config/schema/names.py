@@ -1,4 +1,4 @@
-"""What a name in the config stands for: name -> "module:attribute". Torch-free; a new entry is one file and one line."""
+"""Tables of config names: name -> "module:attribute". Torch-free; a new entry is one file and one line."""
 
 LOSSES = {
     "policy_gradient": "slime_like.algo.loss:policy_gradient",
@@ -38,7 +38,7 @@ REWARDS = {
     "math": "slime_like.reward.math:math",
     "remote_rm": "slime_like.reward.remote:RemoteReward",
 }
-"""Each also with the prefix ``boxed_``: it then reads what stands in the response's last box."""
+"""Each also exists with the prefix ``boxed_``: it then scores the content of the response's last box."""
 GENERATE = {
     "openai_agent": "slime_like.rollout.agent.generate:OpenAIAgent",
     "single_turn": "slime_like.rollout.generate.single_turn:single_turn",
@@ -60,7 +60,7 @@ FAMILIES = {
 MIXERS = {
     "G": "slime_like_plugins.qwen_gdn.spec:layer_spec",
 }
-"""Symbol of a hybrid stack's layer that a plugin supplies -> what makes its ModuleSpec."""
+"""Layer symbol of a hybrid stack -> plugin function that returns its ModuleSpec."""
 ATTENTIONS = {
     "torch": "slime_like.train.megatron.model.layers:PackedAttention",
     "te": "slime_like.train.megatron.model.te_attention:TEAttention",
@@ -70,7 +70,7 @@ EXACT_LAYERS = {
     "gdn": "slime_like_plugins.qwen_gdn.exact:delta_net",
     "mlp": "slime_like.train.megatron.model.exact_layers:mlp",
 }
-"""Kind of layer -> what computes those of a model in float64, for weights.probe_layers."""
+"""Kind of layer -> context that runs these layers in float64, for weights.probe_layers."""
 GDN_BACKENDS = {
     "fla": "slime_like_plugins.qwen_gdn.fla:FlaGDN",
     "flashqla": "slime_like_plugins.qwen_gdn.flashqla:FlashQLAGDN",

@@ -1,4 +1,4 @@
-"""Keys that algorithms share: names into tables, and what every policy loss reads. The schemas are in ``config.algo``."""
+"""Keys that algorithms share: table names and the keys of policy losses. The schemas are in ``schema.algo``."""
 
 from __future__ import annotations
 
@@ -15,46 +15,48 @@ REJECTIONS = ("none", "product", "geometric")
 
 @dataclass(kw_only=True)
 class AlgoConfig(Config):
-    """What every algorithm has: names into the tables of ``config.names`` and how token losses add up."""
+    """Keys of every algorithm: names in the tables of ``schema.names`` and the aggregation of token losses."""
 
     name: str = key("grpo", "Algorithm.")
-    loss: str = key("policy_gradient", "Token loss (table LOSSES); it follows from the algorithm.")
+    loss: str = key("policy_gradient", "Token loss (table LOSSES); by default the algorithm's.")
     group_advantage: str | None = key(None, "Advantage from the rewards of a group (table GROUP_ADVANTAGES).")
     token_advantage: str | None = key(None, "Advantage per token, computed on the ranks (table TOKEN_ADVANTAGES).")
     aggregation: str = key(
         "token_mean",
-        "How token losses add up: token_mean, sequence_mean or dr_grpo (sum over max_response_len).",
+        "Aggregation of token losses: token_mean, sequence_mean or dr_grpo (sum divided by max_response_len).",
         choices=AGGREGATIONS,
     )
 
 
 @dataclass(kw_only=True)
 class PolicyConfig(AlgoConfig):
-    """Keys of every loss that weighs tokens by an advantage and a clipped ratio to the policy that sampled them."""
+    """Keys of losses that weight tokens by an advantage and a clipped ratio to the old policy."""
 
     eps_clip: float = key(0.2, "Lower clip range: the ratio to the old policy is clipped at 1 - eps_clip.")
     eps_clip_high: float | None = key(None, "Upper clip range; null: eps_clip.")
     entropy_coef: float = key(0.0, "Weight of the entropy bonus.")
-    kl_loss_coef: float = key(0.0, "Weight of the KL to the reference in the loss; 0: no reference is loaded for it.")
-    kl_loss_type: str = key("low_var_kl", "KL estimator in the loss (low_var_kl: k3, at most 10).", choices=KL_TYPES)
-    mask_truncated: bool = key(False, "Samples cut at the length limit get no weight (DAPO's overlong filtering).")
-    mask_offpolicy: bool = key(
-        False, "Of a sample that was continued under new weights, only the tokens of the newest ones get weight."
+    kl_loss_coef: float = key(0.0, "Weight of the KL to the reference in the loss; 0: it needs no reference model.")
+    kl_loss_type: str = key("low_var_kl", "KL estimator in the loss (low_var_kl: k3 clamped to 10).", choices=KL_TYPES)
+    mask_truncated: bool = key(
+        False, "Give samples truncated at the length limit no weight (DAPO's overlong filtering)."
     )
-    use_rollout_logprobs: bool = key(False, "The old policy is the one that sampled, as the engine reported it.")
-    use_tis: bool = key(False, "Truncated importance sampling between rollout and old policy.")
-    tis_clip: float = key(2.0, "Largest importance weight under use_tis.")
-    tis_clip_low: float = key(0.0, "Smallest importance weight under use_tis.")
-    use_mis: bool = key(False, "Masked importance sampling: tokens whose weight is outside [mis_low, mis_high] get 0.")
-    mis_low: float = key(0.5, "Smallest importance weight that counts under use_mis.")
-    mis_high: float = key(5.0, "Largest importance weight that counts under use_mis.")
+    mask_offpolicy: bool = key(
+        False, "For samples continued under new weights, train only on tokens sampled by the newest weights."
+    )
+    use_rollout_logprobs: bool = key(False, "Use the engine's log-probabilities as those of the old policy.")
+    use_tis: bool = key(False, "Truncated importance sampling between rollout policy and old policy.")
+    tis_clip: float = key(2.0, "Maximum importance weight under use_tis.")
+    tis_clip_low: float = key(0.0, "Minimum importance weight under use_tis.")
+    use_mis: bool = key(False, "Masked importance sampling: a weight outside [mis_low, mis_high] becomes 0.")
+    mis_low: float = key(0.5, "Minimum importance weight that use_mis keeps.")
+    mis_high: float = key(5.0, "Maximum importance weight that use_mis keeps.")
     rejection: str = key(
         "none",
-        "Drop sequences by their ratio of old to rollout policy: the product over tokens, or its geometric mean.",
+        "Drop sequences by their ratio of old policy to rollout policy: the product over tokens, or the geometric mean.",
         choices=REJECTIONS,
     )
-    rejection_low: float | None = key(None, "Smallest ratio of a sequence that is kept; null: no bound.")
-    rejection_high: float | None = key(None, "Largest ratio of a sequence that is kept; null: no bound.")
+    rejection_low: float | None = key(None, "Minimum sequence ratio that rejection keeps; null: no bound.")
+    rejection_high: float | None = key(None, "Maximum sequence ratio that rejection keeps; null: no bound.")
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
@@ -86,7 +88,7 @@ class PolicyConfig(AlgoConfig):
                 f"{prefix}rejection={self.rejection} has no bounds: set {prefix}rejection_low or {prefix}rejection_high, "
                 "such as 0.99 and 1.01 for the geometric mean"
             )
-        asked = [
+        corrections = [
             f"{prefix}{name}"
             for name, on in (
                 ("use_tis", self.use_tis),
@@ -95,9 +97,9 @@ class PolicyConfig(AlgoConfig):
             )
             if on
         ]
-        if self.use_rollout_logprobs and asked:
+        if self.use_rollout_logprobs and corrections:
             raise ConfigError(
-                f"{prefix}use_rollout_logprobs=true with {asked[0]}: the old policy already is the rollout policy, so "
+                f"{prefix}use_rollout_logprobs=true with {corrections[0]}: the old policy already is the rollout policy, so "
                 "there is nothing to correct; set one of them to its default"
             )
 
@@ -106,7 +108,7 @@ class PolicyConfig(AlgoConfig):
 class PolicyGradientConfig(PolicyConfig):
     """Keys of the clipped policy-gradient loss."""
 
-    eps_clip_c: float | None = key(None, "Dual clip: with a negative advantage the ratio counts up to this; null: off.")
+    eps_clip_c: float | None = key(None, "Dual clip: maximum ratio for tokens with a negative advantage; null: off.")
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
@@ -117,12 +119,12 @@ class PolicyGradientConfig(PolicyConfig):
 
 
 def refuse_idle_kl(prefix: str, config: Config, coef: str, kind: str) -> None:
-    """Raise ``ConfigError`` where the KL estimator ``kind`` was changed though the weight ``coef`` of that KL is 0."""
+    """Raise ``ConfigError`` if the KL estimator ``kind`` was changed while the weight ``coef`` of that KL is 0."""
     if getattr(config, coef) == 0:
         refuse_unread(prefix, config, (kind,), f"{prefix}{coef}=0", f"{prefix}{coef} above 0")
 
 
 def _unread(prefix: str, config: Config, switch: str, *names: str) -> None:
-    """Raise ``ConfigError`` on a key that was changed though the switch that makes it count is off."""
+    """Raise ``ConfigError`` on a key that was changed while ``switch``, which enables it, is off."""
     if not getattr(config, switch):
         refuse_unread(prefix, config, names, f"{prefix}{switch}=false", f"{prefix}{switch}=true")

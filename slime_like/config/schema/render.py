@@ -7,7 +7,7 @@ from typing import Any, cast
 
 
 def render(value: Any) -> str:
-    """``value`` in Hydra's override grammar. A number or truth value in quotes stays text."""
+    """Return ``value`` in Hydra's override grammar. A number or boolean in quotes stays a string."""
     match value:
         case None:
             return "null"
@@ -21,5 +21,5 @@ def render(value: Any) -> str:
             items = cast("dict[str, Any]", value).items()
             return f"{{{','.join(f'{name}: {render(item)}' for name, item in items)}}}"
         case _:
-            # Hydra reads backslashes as themselves except before a quote, where they come in pairs.
+            # Hydra reads backslashes literally except before a quote, where each must be doubled.
             return "'" + re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"

@@ -1,4 +1,4 @@
-"""What the plan decides, in the form the parts of a run receive: no ``auto`` is left. Torch-free."""
+"""Specs that the plan resolves from the config, one per component; no ``auto`` remains. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_like.config.schema.policy import AlgoConfig
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Parallel sizes of the trainer; rank order is megatron's tp-cp-ep-dp-pp."""
+    """Parallel sizes of the trainer; rank order is Megatron's tp-cp-ep-dp-pp."""
 
     tp: int = 1
     pp: int = 1
@@ -29,13 +29,13 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the trainer."""
+        """Return the number of trainer ranks."""
         return self.tp * self.pp * self.cp * self.dp
 
 
 @dataclass(frozen=True, slots=True)
 class ActorSpec:
-    """Everything a trainer rank needs to know."""
+    """Settings of a trainer rank."""
 
     model: ModelConfig
     optim: OptimConfig
@@ -44,33 +44,35 @@ class ActorSpec:
     device: str  # cpu | cuda
     dtype: str  # float32 | bfloat16
     temperature: float
-    num_steps: int  # optimizer steps of the whole run, for schedules
+    num_steps: int  # optimizer steps of the run, for schedules
     steps_per_rollout: int
     max_tokens_per_rank: int
     seed: int
     deadline_s: float
-    deterministic: bool = False  # the engine's bits, and the same ones each time
-    model_key: str = "model.hf_checkpoint"  # which names the checkpoint
-    teacher_checkpoint: str | None = None  # a teacher of the policy's shape, scored by swapping weights
+    deterministic: bool = False  # bitwise equal to the engine and reproducible
+    model_key: str = "model.hf_checkpoint"  # config key of the checkpoint, for messages
+    teacher_checkpoint: str | None = None  # teacher of the policy's shape, run by swapping weights
     guard: GuardSpec = NO_GUARD
-    sample_tolerance: float | None = None  # largest |trainer - engine| log-probability of a trained token; None: any
-    drift_by_layer: bool = False  # report that difference with each kind of layer in float64
-    verify: bool = True  # compare checkpoints with their hashes before they are loaded
+    sample_tolerance: float | None = (
+        None  # maximum |trainer - engine| log-probability difference of a trained token; None: no limit
+    )
+    drift_by_layer: bool = False  # also report that difference with each kind of layer in float64
+    verify: bool = True  # check hashes of checkpoints before loading
     tells_advantages: bool = False  # of each token, when an update is over: copies of them are kept on the host
 
     @property
     def swaps_teacher(self) -> bool:
-        """Whether these ranks score by the teacher's weights as well."""
+        """Return whether these ranks also score with the teacher's weights."""
         return self.teacher_checkpoint is not None
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss or the reward reads log-probabilities of the reference policy."""
+        """Return whether the loss or the reward reads log-probabilities of the reference policy."""
         return any(getattr(self.algo, name, 0.0) > 0 for name in ("kl_loss_coef", "kl_coef"))
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether a forward pass before the update is needed: with one step per rollout the update's own forward serves."""
+        """Return whether old log-probabilities need their own forward pass; with one step per rollout, the update's suffices."""
         if getattr(self.algo, "kl_coef", 0.0) > 0:  # KL to the reference in the reward
             return True
         return self.steps_per_rollout > 1 and not getattr(self.algo, "use_rollout_logprobs", False)
@@ -78,24 +80,24 @@ class ActorSpec:
 
 @dataclass(frozen=True, slots=True)
 class CriticSpec:
-    """Everything a critic rank needs to know."""
+    """Settings of a critic rank."""
 
     rank: ActorSpec  # its checkpoint, optimizer and layout in the actor's terms
     value_clip: float | None
-    load: str | None  # folder of an iteration of an earlier critic; None: a fresh value head
+    load: str | None  # folder of an iteration of an earlier critic; None: a new value head
     warmup_rollouts: int
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherSpec:
-    """Everything a teacher rank needs to know."""
+    """Settings of a teacher rank."""
 
     rank: ActorSpec  # its checkpoint and layout in the actor's terms
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Everything one SGLang engine needs to know."""
+    """Settings of one SGLang engine."""
 
     model_path: str
     device: str  # cpu | cuda
@@ -107,17 +109,17 @@ class EngineSpec:
     start_deadline_s: float
     request_deadline_s: float
     max_running_requests: int | None = None
-    deterministic: bool = False  # bits that do not depend on the batch
+    deterministic: bool = False  # batch-invariant bits
     cpu_kernels: str = "auto"  # auto | c | torch | off
-    trained_on: bool = False  # its samples are: it has no variable that changes what SGLang samples
+    trained_on: bool = False  # its samples are trained on: no environment variable may change SGLang's sampling
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
 class TransportSpec:
-    """How weights travel from the trainer's ranks to the engines."""
+    """Settings of the weight transport from trainer ranks to engines."""
 
     kind: str  # a name of table TRANSPORTS
     backend: str  # gloo | nccl, of a broadcast group
-    max_bytes: int  # largest bucket
+    max_bytes: int  # maximum bucket size
     deadline_s: float

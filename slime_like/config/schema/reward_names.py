@@ -1,23 +1,23 @@
-"""Names of rewards: of table REWARDS, such a name with the prefix ``boxed_``, or a dotted path."""
+"""Names of rewards: of table REWARDS, optionally with the prefix ``boxed_``, or a dotted path."""
 
 from __future__ import annotations
 
 from slime_like.config.schema.names import REWARDS
 from slime_like.registry import check
 
-PREFIX = "boxed_"  # the reward reads only what stands in the response's last box
-REMOTE = "remote_rm"  # asks reward.remote_url
-ROW = "rm_type"  # in reward.weights: the row's own reward, or else reward.name
+PREFIX = "boxed_"  # the reward reads only the response's last box
+REMOTE = "remote_rm"  # posts to reward.remote_url
+ROW = "rm_type"  # in reward.weights: the row's reward, or else reward.name
 
 
 def split_prefix(name: str) -> tuple[bool, str]:
-    """Whether a reward's name has the prefix, and the name without it. Example: ``boxed_f1`` gives ``(True, "f1")``."""
-    boxed = name.startswith(PREFIX) and ":" not in name  # a dotted path may begin with anything
+    """Return (has the prefix, name without it). Example: ``boxed_f1`` gives ``(True, "f1")``."""
+    boxed = name.startswith(PREFIX) and ":" not in name  # a dotted path may begin with the prefix
     return boxed, name.removeprefix(PREFIX) if boxed else name
 
 
 def check_reward_name(key: str, name: str, *, dotted: bool = False) -> None:
-    """Raise ``ConfigError`` unless ``name`` is a reward's; a dotted path is one where ``dotted`` says so."""
+    """Raise ``ConfigError`` unless ``name`` is a known reward or, with ``dotted``, a dotted path."""
     boxed, base = split_prefix(name)
     if boxed and base not in REWARDS:
         check(key, name, {f"{PREFIX}{known}": target for known, target in REWARDS.items()})

@@ -1,4 +1,4 @@
-"""Algorithms that need a role beside the actor: a critic or a teacher. Their roles' keys are in ``config.roles``."""
+"""Algorithms that need a second role: a critic or a teacher. The keys of these roles are in ``schema.roles``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class PpoConfig(PolicyGradientConfig):
     name: str = key("ppo", "Algorithm.")
     token_advantage: str | None = key("gae", "Advantage per token, computed on the ranks.")
     gamma: float = key(1.0, "Discount of later rewards.")
-    lambd: float = key(1.0, "GAE's lambda: 1 trusts the rewards, 0 the critic's next value.")
-    kl_coef: float = key(0.0, "Weight of the KL to the reference taken off the reward of each token.")
+    lambd: float = key(1.0, "GAE's lambda: 1 uses the rewards alone, 0 the critic's next value.")
+    kl_coef: float = key(0.0, "Weight of the per-token KL to the reference that is subtracted from the reward.")
     kl_reward_type: str = key("k1", "KL estimator in the reward.", choices=KL_TYPES)
     normalize_advantages: bool = key(True, "Whiten advantages over the whole batch.")
 
@@ -28,7 +28,7 @@ class PpoConfig(PolicyGradientConfig):
 
 @dataclass(kw_only=True)
 class DistillConfig(PolicyGradientConfig):
-    """On-policy distillation: the advantage of a token is what its teacher thinks of it (teacher.*)."""
+    """On-policy distillation: a token's advantage is its teacher log-probability minus the policy's (teacher.*)."""
 
     name: str = key("distill", "Algorithm.")
     token_advantage: str | None = key("distill", "Advantage per token, computed on the ranks.")

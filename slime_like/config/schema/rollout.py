@@ -1,4 +1,4 @@
-"""rollout.*, reward.*, data.* and evaluation.*: what is asked, how it is answered and scored."""
+"""rollout.*, reward.*, data.* and evaluation.*: prompts, sampling, engines and rewards."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from slime_like.errors import ConfigError
 
 @dataclass(kw_only=True)
 class RolloutConfig(Config):
-    """Sampling and the SGLang engines."""
+    """Sampling and SGLang engines."""
 
     batch_size: int = key(32, "Prompts per rollout (slime: --rollout-batch-size).")
     n_samples_per_prompt: int = key(8, "Samples per prompt.")
-    max_response_len: int = key(1024, "Most tokens sampled per response.")
-    max_context_len: int | None = key(None, "Most tokens of prompt and response together; null: the model's.")
-    temperature: float = key(1.0, "Sampling temperature; the trainer computes log-probabilities at the same one.")
-    top_p: float = key(1.0, "Nucleus; only 1.0 is trainable, other values are refused.")
-    top_k: int = key(-1, "Top-k; only -1 (all) is trainable, other values are refused.")
-    stop_token_ids: list[int] = key([], "Tokens that end a response besides the tokenizer's EOS.")
+    max_response_len: int = key(1024, "Maximum response length in tokens.")
+    max_context_len: int | None = key(None, "Maximum length of prompt plus response in tokens; null: the model's.")
+    temperature: float = key(
+        1.0, "Sampling temperature; the trainer computes log-probabilities at the same temperature."
+    )
+    top_p: float = key(1.0, "Nucleus sampling; training requires 1.0, other values are refused.")
+    top_k: int = key(-1, "Top-k sampling; training requires -1 (all), other values are refused.")
+    stop_token_ids: list[int] = key([], "Token ids that end a response, in addition to the tokenizer's EOS.")
     num_engines: int = key(1, "SGLang engines (data-parallel replicas).")
     tp: int = key(1, "Tensor parallel size of each engine (slime: --rollout-num-gpus-per-engine).")
     generate: str = key("single_turn", "Generate function: a name of table GENERATE or a dotted path.")
@@ -31,38 +33,39 @@ class RolloutConfig(Config):
         "For rollout.generate=openai_agent, dotted path of async def agent(base_url, api_key, prompt, metadata) -> reward "
         "or None.",
     )
-    agent_deadline_s: float = key(600.0, "Longest time one run of the agent may take; then its sample fails.")
-    agent_concurrency: int = key(256, "Runs of the agent at a time, of each dataset.")
-    filters: list[str] = key([], "Group filters in order: names of table FILTERS or dotted paths.")
+    agent_deadline_s: float = key(600.0, "Time limit of one agent run; its sample fails after that.")
+    agent_concurrency: int = key(256, "Maximum concurrent agent runs per dataset.")
+    filters: list[str] = key([], "Group filters, applied in order: names of table FILTERS or dotted paths.")
     max_refills: int = key(
-        0, "Rounds of further prompts that replace groups which filters dropped, at most; 0: they are not replaced."
+        0,
+        "Maximum rounds of additional prompts that replace groups dropped by filters; 0: dropped groups are not replaced.",
     )
     over_sampling_batch_size: int | None = key(
         None,
-        "Groups begun for a rollout, of which the first batch_size to end are taken and the others stopped; also prompts "
-        "per refill. null: batch_size, all waited for.",
+        "Groups started per rollout: the first batch_size to finish are used, the others are stopped. Also the prompts "
+        "per refill. null: batch_size, without stopping any.",
     )
     partial_rollout: bool = key(
         False,
-        "Groups that over-sampling stopped are continued in the next rollout; false: their prompts are answered anew.",
+        "Continue groups stopped by over-sampling in the next rollout; false: sample their prompts from the start.",
     )
     max_partial_staleness: int | None = key(
         None,
-        "Versions that the oldest token of a continued group may lag behind the trainer: a rollout waits for those that "
-        "would exceed it. null: loop.max_staleness + 4.",
+        "Maximum weight versions that the oldest token of a continued group may lag behind the trainer: a rollout waits for "
+        "groups that would exceed it. null: loop.max_staleness + 4.",
     )
-    max_running_requests: int | None = key(None, "Requests an engine decodes together; null: SGLang chooses.")
+    max_running_requests: int | None = key(None, "Maximum concurrent requests per engine; null: SGLang chooses.")
     start_deadline_s: float = key(
-        600.0, "Longest wait for an engine to start; ranks have loop.step_deadline_s where that is longer."
+        600.0, "Time limit of an engine's start; trainer ranks have the longer of this and loop.step_deadline_s."
     )
-    request_deadline_s: float = key(1800.0, "Longest wait for one group's answers.")
+    request_deadline_s: float = key(1800.0, "Time limit for the responses of one group.")
     cpu_kernels: str = key(
         "auto",
-        "How an engine on a CPU decodes: c (compiled here by a C compiler), torch, off (SGLang's own forward); auto: c, "
-        "else torch.",
+        "Decode kernels of a CPU engine: c (compiled on the machine that runs), torch, off (SGLang's forward); auto: c, "
+        "or torch without a C compiler.",
         choices=("auto", "c", "torch", "off"),
     )
-    sglang: dict[str, Any] = key({}, "Extra SGLang ServerArgs fields; unknown ones are refused.")
+    sglang: dict[str, Any] = key({}, "Extra fields of SGLang's ServerArgs; unknown fields are refused.")
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
@@ -109,7 +112,7 @@ class RolloutConfig(Config):
 
 @dataclass(kw_only=True)
 class RewardConfig(Config):
-    """Who scores, and where."""
+    """Reward functions and their process pool."""
 
     name: str = key(
         "math",
@@ -118,28 +121,30 @@ class RewardConfig(Config):
     )
     weights: dict[str, float] = key(
         {},
-        "Name or dotted path -> weight: the score is the weighted sum; rm_type stands for the row's own reward, or else "
-        "reward.name. Empty: that one alone.",
+        "Name or dotted path -> weight: the score is the weighted sum; rm_type stands for the row's reward, or else "
+        "reward.name. Empty: only that reward.",
     )
     workers: int = key(2, "Processes of the reward pool.")
-    timeout_s: float = key(30.0, "Longest time one call may take, retries of a reward server included.")
+    timeout_s: float = key(30.0, "Time limit of one reward call, including retries of a reward server.")
     memory_gb: float | None = key(
         4.0,
-        "GiB of private memory that a process of the reward pool, and each that it starts, may take; null: no limit.",
+        "Private memory limit in GiB of each process of the reward pool and of each process that it starts; null: no limit.",
     )
     fallback: float | None = key(
         0.0,
-        "Score of a sample whose reward missed its deadline, whose process was killed or whose reward server did not "
-        "answer; null: the sample is left out of training.",
+        "Score of a sample when its reward call timed out, the process was killed or the reward server did not "
+        "answer; null: exclude the sample from training.",
     )
-    remote_url: str | None = key(None, "Address that reward remote_rm posts to (slime: --rm-url).")
-    remote_retries: int = key(4, "Further requests to a reward server that fails, with growing pauses.")
-    remote_concurrency: int = key(64, "Requests to the reward server at a time.")
+    remote_url: str | None = key(None, "URL that reward remote_rm posts to (slime: --rm-url).")
+    remote_retries: int = key(4, "Retries when a request to the reward server fails, with exponential backoff.")
+    remote_concurrency: int = key(64, "Maximum concurrent requests to the reward server.")
     overlong_buffer_len: int | None = key(
-        None, "Tokens before rollout.max_response_len over which a penalty grows (DAPO); null: no penalty."
+        None, "Length penalty over the last N tokens before rollout.max_response_len (DAPO); null: no penalty."
     )
-    overlong_penalty_factor: float = key(1.0, "Penalty of a response as long as rollout.max_response_len.")
-    shuffle: bool = key(False, "Control experiment: permute rewards over the batch, so that nothing can be learnt.")
+    overlong_penalty_factor: float = key(1.0, "Penalty of a response of rollout.max_response_len tokens.")
+    shuffle: bool = key(
+        False, "Control experiment: permute rewards within the batch, which removes the learning signal."
+    )
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
@@ -182,27 +187,29 @@ class RewardConfig(Config):
 class DataConfig(Config):
     """Training prompts, in slime's format."""
 
-    train: str = key(MISSING, "jsonl or parquet of prompts, with an optional slice: path@[a:b].")
+    train: str = key(MISSING, "jsonl or parquet file of prompts, with an optional slice: path@[a:b].")
     source: str = key("file", "Data source: a name of table DATA_SOURCES or a dotted path.")
-    input_key: str = key("prompt", "Column of the prompt, a string or chat messages; a.b is b inside of column a.")
+    input_key: str = key("prompt", "Column of the prompt, a string or chat messages; a.b is field b of column a.")
     label_key: str = key("label", "Column of the label, such as label or reward_model.ground_truth.")
     metadata_key: str = key("metadata", "Column of the metadata.")
     apply_chat_template: bool = key(
-        False, "Render string prompts as a user turn by the tokenizer's chat template (messages always are)."
+        False, "Render string prompts as a user turn with the tokenizer's chat template (messages are always rendered)."
     )
-    chat_template_kwargs: dict[str, Any] = key({}, "Passed to the chat template.")
+    chat_template_kwargs: dict[str, Any] = key({}, "Keyword arguments of the chat template.")
     conversation: str = key(
         "turns",
-        "With algo=sft, how chat messages that end with an assistant's turn become tokens: turns, each message by the chat "
-        "template on its own; whole, all messages at once (ChatML templates). Every turn of the assistant is trained on.",
+        "With algo=sft, tokenization of chat messages that end with an assistant turn. turns: each message separately; "
+        "whole: all messages in one call of the chat template (ChatML templates). All assistant turns are trained on.",
         choices=("turns", "whole"),
     )
     max_prompt_len: int | None = key(
-        None, "Longest prompt in tokens; a row with a longer one cannot be used. null: the context is the limit."
+        None, "Maximum prompt length in tokens; longer rows count as bad rows. null: the context length is the limit."
     )
-    shuffle: bool = key(True, "New order every epoch (slime: --rollout-shuffle).")
+    shuffle: bool = key(True, "Shuffle in a new order every epoch (slime: --rollout-shuffle).")
     on_bad_row: str = key(
-        "stop", "A row that cannot be used: stop the run at load, or skip and count it.", choices=("stop", "skip")
+        "stop",
+        "Handling of an unusable row: stop the run at load, or skip and count the row.",
+        choices=("stop", "skip"),
     )
 
     def check(self, prefix: str) -> None:
@@ -212,20 +219,22 @@ class DataConfig(Config):
 
 @dataclass(kw_only=True)
 class EvalConfig(Config):
-    """Held-out prompts."""
+    """Held-out prompts and their sampling."""
 
-    datasets: dict[str, str] = key({}, "Name -> file, with an optional slice; metrics eval/<name>...")
-    interval: int | None = key(None, "Evaluate every N rollouts; null: only before the first and after the last.")
+    datasets: dict[str, str] = key({}, "Name -> file, with an optional slice; metrics are named eval/<name>...")
+    interval: int | None = key(
+        None, "Evaluate every N rollouts; null: only before the first and after the last rollout."
+    )
     before_train: bool = key(True, "Evaluate before the first rollout (slime: --skip-eval-before-train turns it off).")
     n_samples_per_prompt: int = key(1, "Samples per held-out prompt.")
-    temperature: float = key(0.0, "0: greedy.")
-    top_p: float = key(1.0, "Nucleus.")
-    top_k: int = key(-1, "Top-k; -1: all.")
-    max_response_len: int | None = key(None, "Most tokens per response; null: rollout.max_response_len.")
-    save_answers: bool = key(True, "Write every answer with its score to dir/eval/step_<N>.jsonl.")
+    temperature: float = key(0.0, "Sampling temperature; 0: greedy.")
+    top_p: float = key(1.0, "Nucleus sampling; 1: off.")
+    top_k: int = key(-1, "Top-k sampling; -1: all.")
+    max_response_len: int | None = key(None, "Maximum response length in tokens; null: rollout.max_response_len.")
+    save_answers: bool = key(True, "Write every response with its score to run.dir/eval/step_<N>.jsonl.")
     overrides: dict[str, Any] = key(
         {},
-        "Name of a set -> settings of its own: n_samples_per_prompt, temperature, top_p, top_k, max_response_len, rm_type, "
+        "Dataset name -> settings of that dataset: n_samples_per_prompt, temperature, top_p, top_k, max_response_len, rm_type, "
         "input_key, label_key, metadata_key, apply_chat_template.",
     )
 

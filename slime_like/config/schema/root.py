@@ -1,4 +1,4 @@
-"""The whole tree and its order. Cross-field rules live in ``config.rules``."""
+"""Root of the config tree, groups in the order of the help. Cross-field rules live in ``config.rules``."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from slime_like.config.schema.run import LoopConfig, MetricsConfig, PlacementCon
 
 @dataclass(kw_only=True)
 class TrainConfig(Config):
-    """One run."""
+    """Configuration of one run."""
 
-    model: ModelConfig = key(ModelConfig, "What is trained.")
-    parallel: ParallelConfig = key(ParallelConfig, "How it is split.")
+    model: ModelConfig = key(ModelConfig, "Checkpoint, dtype, kernels and activation recompute.")
+    parallel: ParallelConfig = key(ParallelConfig, "Parallelism sizes of the trainer.")
     algo: AlgoConfig = MISSING
-    optim: OptimConfig = key(OptimConfig, "AdamW and its schedule.")
-    critic: CriticConfig = key(CriticConfig, "The value model of algo=ppo.")
-    teacher: TeacherConfig = key(TeacherConfig, "The policy that algo=distill learns from.")
-    rollout: RolloutConfig = key(RolloutConfig, "Sampling and engines.")
-    reward: RewardConfig = key(RewardConfig, "Who scores.")
+    optim: OptimConfig = key(OptimConfig, "AdamW and learning-rate schedule.")
+    critic: CriticConfig = key(CriticConfig, "Value model of algo=ppo.")
+    teacher: TeacherConfig = key(TeacherConfig, "Teacher policy of algo=distill.")
+    rollout: RolloutConfig = key(RolloutConfig, "Sampling and SGLang engines.")
+    reward: RewardConfig = key(RewardConfig, "Reward functions and their process pool.")
     data: DataConfig = key(DataConfig, "Training prompts.")
-    evaluation: EvalConfig = key(EvalConfig, "Held-out prompts.")
-    loop: LoopConfig = key(LoopConfig, "The circle.")
-    weights: WeightsConfig = key(WeightsConfig, "How weights reach the engines.")
-    health: HealthConfig = key(HealthConfig, "What becomes of an engine that dies or stalls.")
-    placement: PlacementConfig = key(PlacementConfig, "Which machine part runs what.")
-    guard: GuardConfig = key(GuardConfig, "The wrapper round collectives.")
-    metrics: MetricsConfig = key(MetricsConfig, "Where metrics go.")
-    chaos: ChaosConfig = key(ChaosConfig, "Faults planted on purpose.")
-    run: RunConfig = key(RunConfig, "Folder, seeds, checkpoints, modes.")
+    evaluation: EvalConfig = key(EvalConfig, "Held-out prompts and their sampling.")
+    loop: LoopConfig = key(LoopConfig, "Training loop: number of rollouts, batch sizes, staleness.")
+    weights: WeightsConfig = key(WeightsConfig, "Weight transfer to the engines and its probe.")
+    health: HealthConfig = key(HealthConfig, "Health checks and restarts of engines.")
+    placement: PlacementConfig = key(PlacementConfig, "Assignment of processes to devices and nodes.")
+    guard: GuardConfig = key(GuardConfig, "Wrapper of collectives: memory guard, deadline, record of ops.")
+    metrics: MetricsConfig = key(MetricsConfig, "Metric sinks.")
+    chaos: ChaosConfig = key(ChaosConfig, "Fault injection.")
+    run: RunConfig = key(RunConfig, "Folder, seeds, checkpoints and modes.")

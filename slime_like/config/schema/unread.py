@@ -1,4 +1,4 @@
-"""A key that was changed where nothing reads it is a mistake, not a wish."""
+"""Reject keys that were set but are not read under the current settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_like.errors import ConfigError
 
 
 def refuse_unread(prefix: str, config: Config, names: Container[str], setting: str, cure: str) -> None:
-    """Raise ``ConfigError`` where one of ``names`` was changed: under ``setting`` it has no effect, and ``cure`` changes that."""
+    """Raise ``ConfigError`` if one of ``names``, unused under ``setting``, was changed; the message suggests ``cure``."""
     for item in fields(config):
         value = getattr(config, item.name)
         if item.name in names and value != item.default:
