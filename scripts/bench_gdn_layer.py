@@ -69,8 +69,8 @@ def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: 
     spec = untrained_spec("none", layout, args.dtype)
     mode = GDNConfig(cp_mode="state" if name.endswith(STATE) else "head")
     spec = replace(spec, model=replace(spec.model, gdn=mode), guard=GuardSpec(wrap=True))
-    place = groups.enter(spec, rank=rank, world_size=layout.world_size, master=Meeting("127.0.0.1", port))
-    layer, hidden, packed = build(place, spec, args)
+    rank_info = groups.enter(spec, rank=rank, world_size=layout.world_size, master=Meeting("127.0.0.1", port))
+    layer, hidden, packed = build(rank_info, spec, args)
     parameters = sum(p.numel() * p.element_size() for p in layer.parameters())
     activations, collectives, seconds = measure(layer, hidden, packed, args.repeats)
     Path(folder, str(rank)).write_bytes(pickle.dumps(Cost(parameters, activations, collectives, seconds)))
@@ -78,7 +78,7 @@ def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: 
     leave(0)
 
 
-def build(place: Any, spec: ActorSpec, args: argparse.Namespace) -> tuple[Any, torch.Tensor, Any]:
+def build(rank_info: Any, spec: ActorSpec, args: argparse.Namespace) -> tuple[Any, torch.Tensor, Any]:
     """The layer, its input on this rank, and what goes with packed rows."""
     import numpy as np
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -105,7 +105,7 @@ def build(place: Any, spec: ActorSpec, args: argparse.Namespace) -> tuple[Any, t
     layout = spec.layout
     family = Qwen35(hf, layout.tp)
     config = transformer_config(spec, family)
-    parts: Any = layer_parts(config, family, place, spec.model).mixers["G"].submodules
+    parts: Any = layer_parts(config, family, rank_info, spec.model).mixers["G"].submodules
     torch.manual_seed(0)
     layer: Any = build_module(
         parts.self_attention, config, layer_number=1, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
@@ -124,7 +124,7 @@ def build(place: Any, spec: ActorSpec, args: argparse.Namespace) -> tuple[Any, t
         advantages=np.zeros(count, np.float32),
         sample_ids=np.arange(count, dtype=np.int64),
     )
-    micro = make_micro(rows, place)
+    micro = make_micro(rows, rank_info)
     local = micro.input_ids.shape[1] // (layout.tp if config.sequence_parallel else 1)
     hidden = torch.randn(local, 1, args.hidden, dtype=config.params_dtype, requires_grad=True)
     return layer, hidden, micro.packed

@@ -123,10 +123,10 @@ def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, fold
 
     inputs = write_inputs(Path(folder), case.size)
     specs = {arm: spec_of(str(inputs.model), case.dtype, arm, WARM_UP + rounds) for arm in ARMS}
-    place = groups.enter(specs["c"], rank=rank, world_size=1, master=Meeting("127.0.0.1", port))
+    rank_info = groups.enter(specs["c"], rank=rank, world_size=1, master=Meeting("127.0.0.1", port))
     from slime_like.train.megatron.rank.trainer import RankTrainer  # megatron, which the groups have prepared
 
-    trainers = {arm: RankTrainer(spec, place) for arm, spec in specs.items()}
+    trainers = {arm: RankTrainer(spec, rank_info) for arm, spec in specs.items()}
     rows = make_rows(sequences, SHAPES[case.size]["vocab_size"])
     trained = int((rows.loss_weight > 0).sum())
     times: Times = {arm: [] for arm in ARMS}

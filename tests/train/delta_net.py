@@ -56,21 +56,21 @@ def _errors(world: World, case: LayerCase) -> dict[str, float]:
     from slime_like.train.megatron.platform import groups
 
     sizes = case.layout
-    place = groups.enter(
+    rank_info = groups.enter(
         make_spec(NOT_READ, sizes),
         rank=world.rank,
         world_size=world.size,
         master=Meeting(world.host, world.port),
     )
-    micro = make_micro(make_rows(LENGTHS, seed=0), place)
+    micro = make_micro(make_rows(LENGTHS, seed=0), rank_info)
     bounds, mine = micro.layout.padded_cu_seqlens, torch.from_numpy(micro.layout.local_index)
-    layer, table = _layer(place, case)
+    layer, table = _layer(rank_info, case)
     full = _weights(table, case.decay)
     for name, parameter in layer.named_parameters():
         weight = table[name]
-        parameter.data = weight.split([full[n].detach() for n in weight.names], sizes.tp, place.tp_rank)
+        parameter.data = weight.split([full[n].detach() for n in weight.names], sizes.tp, rank_info.tp_rank)
     if sizes.sequence_parallel:
-        mine = mine.chunk(sizes.tp)[place.tp_rank]
+        mine = mine.chunk(sizes.tp)[rank_info.tp_rank]
     hidden, upstream = _normal(1, int(bounds[-1]), HIDDEN), _normal(2, int(bounds[-1]), HIDDEN)
     expected = layer_reference(hidden.requires_grad_(), full, bounds, layer.out_norm.eps, case.key_heads)
     (expected * upstream).sum().backward()
@@ -84,12 +84,12 @@ def _errors(world: World, case: LayerCase) -> dict[str, float]:
     }
     for name, parameter in layer.named_parameters():
         whole: list[Any] = [full[n].grad for n in table[name].names]
-        _reduce(parameter, place)
-        found[name] = _relative(parameter.grad, table[name].split(whole, sizes.tp, place.tp_rank), *whole)
+        _reduce(parameter, rank_info)
+        found[name] = _relative(parameter.grad, table[name].split(whole, sizes.tp, rank_info.tp_rank), *whole)
     return found
 
 
-def _layer(place: Any, case: LayerCase) -> tuple[Any, Mapping[str, Weight]]:
+def _layer(rank_info: Any, case: LayerCase) -> tuple[Any, Mapping[str, Weight]]:
     """The layer, not filled, and which tensors make each of its parameters."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
@@ -110,11 +110,11 @@ def _layer(place: Any, case: LayerCase) -> tuple[Any, Mapping[str, Weight]]:
         linear_value_head_dim=VALUE,
         linear_conv_kernel_dim=WIDTH,
     )
-    family = Qwen35(hf, place.layout.tp)
-    asked = make_spec(NOT_READ, place.layout, model={"gdn": GDNConfig(cp_mode=case.mode)})
+    family = Qwen35(hf, rank_info.layout.tp)
+    asked = make_spec(NOT_READ, rank_info.layout, model={"gdn": GDNConfig(cp_mode=case.mode)})
     config = transformer_config(asked, family)
     config.params_dtype = torch.float64
-    spec: Any = layer_spec(config, asked.model, place)
+    spec: Any = layer_spec(config, asked.model, rank_info)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layer: Any = build_module(spec.submodules.self_attention, config, layer_number=1, pg_collection=groups)
     start = "blocks.0.self_attention."
@@ -153,12 +153,12 @@ def layer_reference(
     return (normed * F.silu(z.unflatten(-1, (VALUE_HEADS, VALUE)))).flatten(1) @ part["out_proj"].T
 
 
-def _reduce(parameter: Any, place: Any) -> None:
+def _reduce(parameter: Any, rank_info: Any) -> None:
     """As the end of a step does: over the ranks that share sequences, and of what sequence parallelism marks, over tp."""
-    if place.layout.cp > 1:
-        dist.all_reduce(parameter.grad, group=place.cp_group)
+    if rank_info.layout.cp > 1:
+        dist.all_reduce(parameter.grad, group=rank_info.cp_group)
     if getattr(parameter, "sequence_parallel", False):
-        dist.all_reduce(parameter.grad, group=place.tp_group)
+        dist.all_reduce(parameter.grad, group=rank_info.tp_group)
 
 
 def _normal(seed: int, *shape: int) -> Tensor:

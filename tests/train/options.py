@@ -58,8 +58,8 @@ def gradients(actor: Any) -> dict[str, Tensor]:
     from slime_like.train.megatron.model.forward import make_micro
     from slime_like.train.megatron.model.model import named_weights
 
-    rows = pairs(parity_batch())[actor.dp_rank :: actor.trainer.place.layout.dp]
-    micros = [make_micro(r, actor.trainer.place) for r in rows]
+    rows = pairs(parity_batch())[actor.dp_rank :: actor.trainer.rank_info.layout.dp]
+    micros = [make_micro(r, actor.trainer.rank_info) for r in rows]
     actor.trainer.annotate(micros)
     actor.trainer.optimizer_step.backward(micros, count_tokens(parity_batch()), None)
     return {key: p.main_grad.clone() for key, p in named_weights(actor.trainer.model)}  # pyright: ignore[reportAttributeAccessIssue]
@@ -167,7 +167,7 @@ def near(
     actor = make_actor(world, shared.models[kind], layout, **HALF, model=model or {})
     rows = pairs(parity_batch())
     scores = [actor.score(r) for r in rows]
-    micros = [make_micro(r, actor.trainer.place) for r in rows[actor.dp_rank :: layout.dp]]
+    micros = [make_micro(r, actor.trainer.rank_info) for r in rows[actor.dp_rank :: layout.dp]]
     actor.trainer.annotate(micros)
     actor.trainer.optimizer_step.backward(micros, count_tokens(rows), None)
     grad = max(gradient_errors(actor.trainer, ref.grads).values())

@@ -237,7 +237,7 @@ def logits_of(actor: Any, rows: PackedBatch) -> Any:
         return whole[:, :VOCAB].numpy()
 
     with torch.no_grad():
-        found = run_schedule(actor.trainer.wrapped, [make_micro(rows, actor.trainer.place)], after, train=False)
+        found = run_schedule(actor.trainer.wrapped, [make_micro(rows, actor.trainer.rank_info)], after, train=False)
     return found[0] if found else None
 
 
@@ -250,14 +250,14 @@ def gradient_errors(trainer: Any, grads: dict[str, Tensor]) -> dict[str, float]:
     """Parameter key -> largest error of any rank's reduced gradient over the maximum of the whole HF tensor."""
     from slime_like.train.megatron.model.model import named_weights
 
-    place = trainer.place
-    if place.layout.distributed_optimizer:
+    rank_info = trainer.rank_info
+    if rank_info.layout.distributed_optimizer:
         _gather_gradients(trainer.wrapped)
     errors: dict[str, float] = {}
     for key, parameter in named_weights(trainer.model):
         weight = trainer.table[key]
         whole = [grads[name.replace("model.language_model.", "model.")] for name in weight.names]
-        expected = weight.split(whole, place.layout.tp, place.tp_rank)
+        expected = weight.split(whole, rank_info.layout.tp, rank_info.tp_rank)
         top = max(float(g.abs().max()) for g in whole)
         found: Any = parameter
         errors[key] = float((found.main_grad.float() - expected).abs().max()) / top

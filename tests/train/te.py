@@ -29,10 +29,10 @@ def on_cpu(world: World, shared: Shared, sizes: tuple[int, ...], lengths: tuple[
 
     given: dict[tuple[int, int], dict[str, Any]] = {}
     for cp, rank in ((size, rank) for size in sizes for rank in range(size)):
-        place = RankInfo(
+        rank_info = RankInfo(
             Layout(cp=cp), torch.device("cpu"), 0, 0, rank, 0, *[None] * 5, ep_rank=0, expert_dp_rank=0, ep_group=None
         )
-        micro = make_micro(make_rows(lengths, 0), place)
+        micro = make_micro(make_rows(lengths, 0), rank_info)
         fields = vars(micro.packed.on_device())
         given[cp, rank] = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in fields.items()}
         given[cp, rank] |= {"tokens": len(micro.layout.position_ids), "local_index": micro.layout.local_index}
@@ -63,7 +63,7 @@ def on_gpu(world: World, folder: Path, cp: int) -> dict[str, Any]:
         )
         trainer = actor.trainer
         scores = [actor.score(r) for r in rows]
-        micros = [make_micro(r, trainer.place) for r in rows]
+        micros = [make_micro(r, trainer.rank_info) for r in rows]
         trainer.annotate(micros)
         trainer.optimizer_step.backward(micros, count_tokens(rows), None)
         grads = {key: grad.cuda() for key, grad in ref.grads.items()}

@@ -63,7 +63,7 @@ def on_gpu(world: World, folder: Path, scratch: Path) -> dict[str, Any]:
     out: dict[str, Any] = {}
     actor = actor_on_gpu(world, folder, algo=parity.ALGO, temperature=parity.TEMPERATURE)
     trainer = actor.trainer
-    micros = [make_micro(r, trainer.place) for r in rows]
+    micros = [make_micro(r, trainer.rank_info) for r in rows]
     trainer.annotate(micros)
     trainer.optimizer_step.backward(micros, count_tokens(rows), None)
     grads = {name: g.cuda() for name, g in ref.grads.items()}
@@ -154,7 +154,7 @@ def hybrid_on_gpu(
         spec: dict[str, Any] = {"dtype": "bfloat16", "algo": parity.ALGO, "temperature": parity.TEMPERATURE}
         actor = actor_on(device, world, folder, model={"gdn": GDNConfig(backend=name)}, **spec)
         scores = [actor.score(r) for r in rows]
-        micros = [make_micro(r, actor.trainer.place) for r in rows]
+        micros = [make_micro(r, actor.trainer.rank_info) for r in rows]
         actor.trainer.annotate(micros)
         actor.trainer.optimizer_step.backward(micros, count_tokens(rows), None)
         errors = parity.gradient_errors(actor.trainer, grads)

@@ -187,7 +187,7 @@ def pipeline_shapes(world: World, shared: Shared) -> dict[str, tuple[list[int], 
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     trainer = make_actor(world, shared.models["tied"], Layout(pp=2)).trainer
-    communicator: Any = P2PCommunicator(trainer.place.pp_group, trainer.model.last.config)
+    communicator: Any = P2PCommunicator(trainer.rank_info.pp_group, trainer.model.last.config)
     to_next, to_previous = torch.zeros(1 + world.rank, 1, 8), torch.zeros(11 + world.rank, 1, 8)
     ours = communicator._communicate_shapes(to_next, to_previous, True, True)
     exchange = stock("P2PCommunicator", "_communicate_shapes")

@@ -16,7 +16,7 @@ from slime_like_plugins.qwen_gdn.head_wise import HeadWise
 from slime_like_plugins.qwen_gdn.state_passing import StatePassing
 
 
-def layer_spec(config: TransformerConfig, model: ModelConfig, place: RankInfo) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, model: ModelConfig, rank_info: RankInfo) -> ModuleSpec:
     """A layer of the hybrid stack. Raises ``ConfigError`` where the backend cannot run here."""
     sizes: Any = config  # megatron declares them optional
     shape = GDNShape(
@@ -26,9 +26,9 @@ def layer_spec(config: TransformerConfig, model: ModelConfig, place: RankInfo) -
         value_dim=sizes.linear_value_head_dim,
         conv_width=sizes.linear_conv_kernel_dim,
     )
-    tp, cp = place.layout.tp, place.layout.cp
+    tp, cp = rank_info.layout.tp, rank_info.layout.cp
     mode, why = gdn_cp_mode(model.gdn.cp_mode, shape.key_heads, shape.value_heads, tp=tp, cp=cp)
-    backend = select.resolve(model.gdn, place.device.type, model.dtype, shape)
+    backend = select.resolve(model.gdn, rank_info.device.type, model.dtype, shape)
     if cp == 1:  # nothing was to be chosen
         return layer.layer_spec(backend)
     remark = f"; model.gdn.cp_mode={mode}{f' ({why})' if why else ''}"

@@ -1,7 +1,7 @@
-"""A model family: its layer pattern, its TransformerConfig fields, and which HF tensors make which megatron parameter.
+"""A model family: layer pattern, TransformerConfig fields, and the map from HF tensors to megatron parameters.
 
-Parameters have keys of our own, counted in decoder blocks (``blocks.3.self_attention.linear_qkv.weight``), so that
-megatron's names, which change with its model classes and pipeline stages, appear in one place (``model.named_weights``).
+Parameters have our own keys by decoder block (``blocks.3.self_attention.linear_qkv.weight``). megatron's names, which
+change with its model classes and pipeline stages, appear only in ``model.named_weights``.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Weight(ABC):
-    """One megatron parameter: the HF tensors it is made of, and how tensor parallelism splits it."""
+    """One megatron parameter: its HF tensors and its tensor parallel split."""
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
 
     @abstractmethod
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
-        """HF tensors -> the shard of tensor parallel rank ``rank`` of ``tp``."""
+        """Return the shard of tensor parallel rank ``rank`` of ``tp``."""
 
     @abstractmethod
     def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The shards of all tensor parallel ranks, in order -> HF tensors."""
+        """Return the HF tensors from the shards of all tensor parallel ranks, in order."""
 
     def read(self, folder: HFFolder) -> list[Tensor]:
-        """The HF tensors as they lie in ``folder``. Raises ``CheckpointError`` on one missing or misshapen."""
+        """Read the HF tensors from ``folder``. Raises ``CheckpointError`` on one missing or misshapen."""
         return [folder.tensor(name, shape) for name, shape in zip(self.names, self.shapes, strict=True)]
 
     @property
     def is_split(self) -> bool:
-        """Whether the ranks of a tensor parallel group hold different parts."""
+        """True if tensor parallel ranks hold different parts."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated(Weight):
-    """The same on every rank: norms."""
+    """A parameter that is equal on every rank: norms."""
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
         return tensors[0]
@@ -63,7 +63,7 @@ class Replicated(Weight):
 
 @dataclass(frozen=True, slots=True)
 class RowParallel(Weight):
-    """Split along the input dimension: output projections."""
+    """A parameter split along the input dimension: output projections."""
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
         return tensors[0].chunk(tp, 1)[rank]
@@ -74,7 +74,7 @@ class RowParallel(Weight):
 
 @dataclass(frozen=True, slots=True)
 class Stacked(Weight):
-    """Several matrices of which each rank holds the same part of every one: gate over up."""
+    """Several stacked matrices; each rank holds its part of every one: gate over up."""
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
         return torch.cat([t.chunk(tp, 0)[rank] for t in tensors], 0)
@@ -116,13 +116,13 @@ class Vocabulary(Weight):
 
 
 class Family(ABC):
-    """What the trainer must know of an HF ``model_type``. One instance per model."""
+    """Mapping of an HF ``model_type`` to megatron. One instance per model."""
 
     model_types: tuple[str, ...]
     carried: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of HF tensors that are not trained: an export has them as the source has."""
+    """Prefixes of HF tensors that are not trained: an export copies them from the source."""
     shape_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys of the HF config that tell two models of the family apart, beside those that all decoders have."""
+    """Further keys of the HF config that distinguish two models of the family."""
 
     def __init__(self, hf: Any, tp: int) -> None:
         """``hf`` is the transformers config. Raises ``ConfigError`` on a variant the family does not cover."""
@@ -131,15 +131,15 @@ class Family(ABC):
 
     @abstractmethod
     def blocks(self) -> tuple[str, ...]:
-        """Per decoder block its two layer symbols of megatron's HybridModel: ``*-`` is attention, then MLP."""
+        """Return the two layer symbols of megatron's HybridModel per decoder block: ``*-`` is attention, then MLP."""
 
     @abstractmethod
     def transformer_fields(self) -> dict[str, Any]:
-        """Fields of megatron's TransformerConfig that follow from the HF config."""
+        """Return the fields of megatron's TransformerConfig that follow from the HF config."""
 
     @abstractmethod
     def weights(self) -> dict[str, Weight]:
-        """Parameter key -> how it is made, in the order of export."""
+        """Return the weights by parameter key, in the order of export."""
 
     @property
     def num_experts(self) -> int:
@@ -147,13 +147,13 @@ class Family(ABC):
         return 0
 
     def require(self, key: str, *allowed: Any) -> None:
-        """Raise ``ConfigError`` unless the HF config's ``key`` has one of the values the family is written for."""
+        """Raise ``ConfigError`` unless the HF config's ``key`` has one of the ``allowed`` values."""
         value = getattr(self.hf, key, allowed[0])
         if value not in allowed:
             self.refuse(f"{key}={value!r}", " or ".join(repr(a) for a in allowed))
 
     def refuse(self, what: str, allowed: str) -> NoReturn:
-        """Raise ``ConfigError`` about a variant that the family is not written for."""
+        """Raise ``ConfigError`` about an unsupported variant."""
         raise ConfigError(f"config.json: {what} of a {self.hf.model_type} model is not supported; only {allowed}")
 
     def require_divisible(self, key: str) -> None:
@@ -166,7 +166,7 @@ class Family(ABC):
 
     @property
     def head_dim(self) -> int:
-        """Size of an attention head: config.json's own, or the hidden size's share."""
+        """Size of an attention head: config.json's, or hidden_size / num_attention_heads."""
         return int(getattr(self.hf, "head_dim", None) or self.hf.hidden_size // self.hf.num_attention_heads)
 
     @property

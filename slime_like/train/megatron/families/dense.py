@@ -1,4 +1,4 @@
-"""What the dense decoders have in common: grouped-query attention and a gated SiLU MLP, each after an RMS norm."""
+"""Dense decoders: grouped-query attention and a gated SiLU MLP, each after an RMS norm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_like.train.megatron.families.base import QKV, Family, Replicated, Row
 
 
 class DenseDecoder(Family):
-    """A family says which parts it has; names are those of transformers' ``*ForCausalLM``."""
+    """Base of dense families; names are those of transformers' ``*ForCausalLM``."""
 
     qk_norm: ClassVar[bool] = False  # a norm on every query and key head
     qkv_bias: ClassVar[bool] = False  # a bias on query, key and value, none on the output projection
@@ -23,7 +23,7 @@ class DenseDecoder(Family):
         self.check_mlp()
 
     def check_mlp(self) -> None:
-        """Raise ``ConfigError`` where what follows the mixers cannot be divided or is not supported."""
+        """Raise ``ConfigError`` if the MLP cannot be divided or is not supported."""
         self.require_divisible("intermediate_size")
 
     @property
@@ -69,15 +69,15 @@ class DenseDecoder(Family):
 
     @property
     def root(self) -> str:
-        """What names of the decoder's tensors begin with."""
+        """Prefix of the names of the decoder's tensors."""
         return "model"
 
     def mixer(self, block: int, prefix: str) -> dict[str, Weight]:
-        """What mixes tokens in a block: parameter key inside the block -> how it is made."""
+        """Return the weights of a block's token mixer, by parameter key inside the block."""
         return self.attention(prefix)
 
     def attention(self, prefix: str) -> dict[str, Weight]:
-        """Grouped-query attention and the norm before it."""
+        """Return the weights of grouped-query attention and the norm before it."""
         hidden, groups = self.hf.hidden_size, self.hf.num_key_value_heads
         q, kv = self.hf.num_attention_heads * self.head_dim, groups * self.head_dim
         attention = f"{prefix}.self_attn"
@@ -96,7 +96,7 @@ class DenseDecoder(Family):
         return out
 
     def mlp(self, block: int, prefix: str) -> dict[str, Weight]:
-        """What follows the mixer in a block: parameter key inside the block -> how it is made."""
+        """Return the weights of a block's MLP, by parameter key inside the block."""
         hidden, ffn, mlp = self.hf.hidden_size, self.mlp_size, f"{prefix}.mlp"
         gate_up = (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")
         return {

@@ -1,8 +1,8 @@
-"""Mixture of experts as a mix-in: router, routed experts and an optional shared one in place of the MLP of some blocks.
+"""Mixture of experts as a mix-in: router, routed experts and an optional shared one replace the MLP of some blocks.
 
-A routed expert is whole on the rank that holds it: experts are divided over expert parallel ranks and never by tensor
-parallelism. On the way out each has matrices of its own (``experts.3.gate_proj.weight``), which is what transformers
-writes and what SGLang's loaders take; on the way in they may also lie fused, as one tensor over all experts.
+Experts are divided over expert parallel ranks and never split by tensor parallelism. Exported experts have separate
+matrices (``experts.3.gate_proj.weight``), as transformers writes and SGLang's loaders read; imported ones may also be
+fused, as one tensor over all experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slime_like.train.megatron.families.hf import HFFolder
 class ExpertMatrix(Weight):
     """Matrices of one routed expert, stacked along the output dimension: gate over up, or down alone."""
 
-    fused: str  # the name under which all experts may lie in one tensor [experts, rows, columns]
+    fused: str  # name of the optional tensor of all experts [experts, rows, columns]
     expert: int
     num_experts: int
 
@@ -33,8 +33,8 @@ class ExpertMatrix(Weight):
         if folder.has(self.names[0]) or not folder.has(self.fused):
             return Weight.read(self, folder)
         rows, columns = sum(shape[0] for shape in self.shapes), self.shapes[0][1]
-        whole = folder.part(self.fused, (self.num_experts, rows, columns), self.expert)
-        return list(whole.split([shape[0] for shape in self.shapes]))
+        stacked = folder.part(self.fused, (self.num_experts, rows, columns), self.expert)
+        return list(stacked.split([shape[0] for shape in self.shapes]))
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
         return torch.cat(list(tensors), 0)
@@ -48,7 +48,7 @@ class ExpertMatrix(Weight):
 
 
 class Experts(DenseDecoder):
-    """Goes before a decoder family, whose MLP it replaces in the blocks that ``is_sparse`` names.
+    """Mix-in before a decoder family, whose MLP it replaces in the blocks for which ``is_sparse`` is true.
 
     Names are those of transformers' ``*SparseMoeBlock``: ``mlp.gate``, ``mlp.experts``, ``mlp.shared_expert``.
     """
@@ -79,20 +79,20 @@ class Experts(DenseDecoder):
 
     @property
     def shared_size(self) -> int:
-        """Intermediate size of the expert that sees every token; 0: there is none."""
+        """Intermediate size of the shared expert; 0: there is none."""
         return int(getattr(self.hf, "shared_expert_intermediate_size", 0) or 0)
 
     @property
     def renormalises(self) -> bool:
-        """Whether the weights of a token's experts sum to 1."""
+        """True if the weights of a token's experts sum to 1."""
         return bool(getattr(self.hf, "norm_topk_prob", True))
 
     def is_sparse(self, block: int) -> bool:
-        """Whether a block has experts instead of an MLP."""
+        """Return True if the block has experts instead of an MLP."""
         step = int(getattr(self.hf, "decoder_sparse_step", None) or 1)
         return block not in (getattr(self.hf, "mlp_only_layers", None) or ()) and (block + 1) % step == 0
 
-    @cached_property  # every expert of every block asks for it
+    @cached_property  # read for every expert of every block
     def _sparse(self) -> tuple[bool, ...]:
         return tuple(self.is_sparse(block) for block in range(int(self.hf.num_hidden_layers)))
 
@@ -125,12 +125,12 @@ class Experts(DenseDecoder):
         router = Replicated((f"{mlp}.gate.weight",), ((self.num_experts, hidden),))
         out: dict[str, Weight] = {"pre_mlp_layernorm.weight": norm, "mlp.router.weight": router}
         for e in range(self.num_experts):
-            own = f"{mlp}.experts.{e}"
-            gate_up = (f"{own}.gate_proj.weight", f"{own}.up_proj.weight")
+            expert = f"{mlp}.experts.{e}"
+            gate_up = (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")
             out[f"{EXPERTS}{e}.linear_fc1.weight"] = self._expert(
                 gate_up, ((size, hidden),) * 2, "gate_up_proj", mlp, e
             )
-            down = (f"{own}.down_proj.weight",)
+            down = (f"{expert}.down_proj.weight",)
             out[f"{EXPERTS}{e}.linear_fc2.weight"] = self._expert(down, ((hidden, size),), "down_proj", mlp, e)
         return out | (self._shared(mlp) if self.shared_size else {})
 
@@ -138,11 +138,11 @@ class Experts(DenseDecoder):
         return ExpertMatrix(names, shapes, f"{mlp}.experts.{fused}", e, self.num_experts)
 
     def _shared(self, mlp: str) -> dict[str, Weight]:
-        hidden, size, own = int(self.hf.hidden_size), self.shared_size, f"{mlp}.shared_expert"
-        gate_up = (f"{own}.gate_proj.weight", f"{own}.up_proj.weight")
+        hidden, size, expert = int(self.hf.hidden_size), self.shared_size, f"{mlp}.shared_expert"
+        gate_up = (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")
         return {
             "mlp.shared_experts.linear_fc1.weight": Stacked(gate_up, ((size, hidden),) * 2),
-            "mlp.shared_experts.linear_fc2.weight": RowParallel((f"{own}.down_proj.weight",), ((hidden, size),)),
+            "mlp.shared_experts.linear_fc2.weight": RowParallel((f"{expert}.down_proj.weight",), ((hidden, size),)),
             "mlp.shared_experts.gate_weight": Replicated((f"{mlp}.shared_expert_gate.weight",), ((1, hidden),)),
         }
 
@@ -153,19 +153,19 @@ _LOCAL = "mlp.experts.local_experts."  # in megatron's names: the index counts t
 
 
 def global_key(key: str, num_local: int, ep_rank: int) -> str:
-    """Our key of a routed expert's parameter out of megatron's name for it; any other key as it is."""
-    before, local, after = key.partition(_LOCAL)
+    """Return our key of a routed expert's parameter from megatron's name for it; any other key unchanged."""
+    prefix, local, numbered = key.partition(_LOCAL)
     if not local:
         return key
-    index, _, rest = after.partition(".")
-    return f"{before}{EXPERTS}{int(index) + num_local * ep_rank}.{rest}"
+    index, _, suffix = numbered.partition(".")
+    return f"{prefix}{EXPERTS}{int(index) + num_local * ep_rank}.{suffix}"
 
 
 def keys_of_peers(key: str, num_experts: int, ep: int) -> tuple[str, ...]:
-    """What every expert parallel rank holds in the place where this one holds ``key``, in rank order."""
-    before, expert, after = key.partition(EXPERTS)
+    """Return the keys on all expert parallel ranks that correspond to ``key`` on this one, in rank order."""
+    prefix, expert, numbered = key.partition(EXPERTS)
     if not expert:
         return (key,)
-    index, _, rest = after.partition(".")
+    index, _, suffix = numbered.partition(".")
     num_local = num_experts // ep
-    return tuple(f"{before}{EXPERTS}{int(index) % num_local + num_local * rank}.{rest}" for rank in range(ep))
+    return tuple(f"{prefix}{EXPERTS}{int(index) % num_local + num_local * rank}.{suffix}" for rank in range(ep))

@@ -1,4 +1,4 @@
-"""A folder in HF format: config, tokenizer files and safetensors, read with every fault named."""
+"""Reader of a folder in HF format: config, tokenizer files and safetensors."""
 
 from __future__ import annotations
 
@@ -29,78 +29,78 @@ class HFFolder:
         check_config(key, self.path, self.raw_config)
         refuse_code(key, self.path / "config.json", self.raw_config)
         self._files: dict[str, Any] = {}
-        self._where: dict[str, str] | None = None
+        self._file_of: dict[str, str] | None = None  # tensor name -> file name
 
     def config(self) -> Any:
-        """The transformers config object."""
+        """Return the transformers config object."""
         from transformers import AutoConfig
 
         try:
             with without_model_classes():
                 return AutoConfig.from_pretrained(str(self.path), local_files_only=True, trust_remote_code=False)
-        # The fault boundary of transformers' config classes, which check their fields in ways of their own.
+        # The fault boundary of transformers' config classes, which raise errors of many types.
         except Exception as error:
             file = downloaded(self.key, self.path / "config.json")
             raise file.refused(f"cannot be used: transformers cannot read it ({reason(error)})") from error
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Tensor ``name`` on the CPU; ``shape`` is what config.json implies."""
-        where = self._locations()
-        if name not in where:
+        """Return tensor ``name`` on the CPU; ``shape`` is the one that config.json implies."""
+        locations = self._locations()
+        if name not in locations:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} is missing; config.json describes another model, or the checkpoint is incomplete"
             )
-        tensor: Tensor = self._open(where[name]).get_tensor(name)
+        tensor: Tensor = self._open(locations[name]).get_tensor(name)
         self._check_shape(name, tensor.shape, shape)
         return tensor
 
     def names(self) -> list[str]:
-        """Every tensor, in order of name."""
+        """Return the names of all tensors, sorted."""
         return sorted(self._locations())
 
     def stored(self, name: str) -> Tensor:
-        """Tensor ``name`` of ``names()`` as it lies there."""
+        """Return tensor ``name`` of ``names()``, in its stored shape."""
         tensor: Tensor = self._open(self._locations()[name]).get_tensor(name)
         return tensor
 
     def has(self, name: str) -> bool:
-        """Whether the folder holds tensor ``name``."""
+        """Return True if the folder holds tensor ``name``."""
         return name in self._locations()
 
     def part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
-        """``tensor(name, shape)[index]``, of which only that part is read."""
-        found = self._open(self._locations()[name]).get_slice(name)
-        self._check_shape(name, found.get_shape(), shape)
-        return found[index]
+        """Return ``tensor(name, shape)[index]``, reading only that part."""
+        stored = self._open(self._locations()[name]).get_slice(name)
+        self._check_shape(name, stored.get_shape(), shape)
+        return stored[index]
 
-    def _check_shape(self, name: str, found: Sequence[int], shape: tuple[int, ...]) -> None:
-        if tuple(found) != tuple(shape):
+    def _check_shape(self, name: str, stored: Sequence[int], shape: tuple[int, ...]) -> None:
+        if tuple(stored) != tuple(shape):
             raise CheckpointError(
-                f"{self.path / self._locations()[name]}: {name} has shape {tuple(found)} but config.json implies "
+                f"{self.path / self._locations()[name]}: {name} has shape {tuple(stored)} but config.json implies "
                 f"{tuple(shape)}; use the config.json that belongs to these weights"
             )
 
     def _locations(self) -> dict[str, str]:
-        """Tensor name -> file name."""
-        if self._where is None:
+        """Return the file name of each tensor."""
+        if self._file_of is None:
             if (self.path / INDEX).is_file():
-                self._where = read_index(self.key, self.path / INDEX)
+                self._file_of = read_index(self.key, self.path / INDEX)
             elif (self.path / SINGLE).is_file():
-                self._where = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+                self._file_of = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
             else:
                 raise CheckpointError(
                     f"{self.path}: neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read"
                 )
-        return self._where
+        return self._file_of
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
             path = self.path / file
-            held = read_header(self.key, path)
-            placed = (self._where or {}).items()
-            if lost := next((name for name, place in placed if place == file and name not in held), None):
+            names = read_header(self.key, path)
+            indexed = (self._file_of or {}).items()
+            if missing := next((name for name, holder in indexed if holder == file and name not in names), None):
                 raise CheckpointError(
-                    f"{self.path / INDEX} places {lost!r} in {file}, which does not hold it; download it again"
+                    f"{self.path / INDEX} places {missing!r} in {file}, which does not hold it; download it again"
                 )
             try:
                 self._files[file] = safe_open(path, framework="pt")

@@ -1,4 +1,4 @@
-"""Decoders whose blocks mix tokens by Gated DeltaNet or by gated attention: Qwen3-Next and Qwen3.5."""
+"""Decoders with blocks of Gated DeltaNet or gated attention: Qwen3-Next and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SYMBOLS = {"linear_attention": "G", "full_attention": "*"}
 
 
 class HybridDecoder(DenseDecoder):
-    """Norms are zero-centred but for the gated one inside a DeltaNet; attention has an output gate and partial rotary.
+    """Hybrid decoder with zero-centred norms (except the gated one of a DeltaNet), gated attention and partial rotary.
 
-    A subclass says how the projections into the DeltaNet are stored.
+    A subclass defines the storage of the projections into the DeltaNet.
     """
 
     qk_norm = True
@@ -61,11 +61,11 @@ class HybridDecoder(DenseDecoder):
         return self._delta_net(prefix)
 
     def _gated(self, attention: dict[str, Weight]) -> dict[str, Weight]:
-        """Queries come with a gate each: their projection is twice as wide."""
+        """Return ``attention`` with a gate per query: that projection is twice as wide."""
         key = "self_attention.linear_qkv.weight"
         plain = attention[key]
-        (queries, hidden), *others = plain.shapes
-        shapes = ((2 * queries, hidden), *others)
+        (queries, hidden), *key_value_shapes = plain.shapes
+        shapes = ((2 * queries, hidden), *key_value_shapes)
         return {**attention, key: GatedQKV(plain.names, shapes, self.hf.num_key_value_heads)}
 
     def _delta_net(self, prefix: str) -> dict[str, Weight]:
@@ -94,11 +94,11 @@ class HybridDecoder(DenseDecoder):
 
     @abstractmethod
     def in_proj(self, net: str) -> Weight:
-        """The projection into a DeltaNet, of sections query, key, value, gate, beta, alpha."""
+        """Return the projection into a DeltaNet, of sections query, key, value, gate, beta, alpha."""
 
 
 def _text(hf: Any) -> Any:
-    """The config of the language model; what it ties is said where the whole model is described."""
+    """Return the config of the language model, with tie_word_embeddings of the composite model."""
     if not hasattr(hf, "text_config"):
         return hf
     text = copy.copy(hf.text_config)

@@ -1,4 +1,4 @@
-"""Qwen3.5: Gated DeltaNet and gated attention, with an MLP or experts. Of a vision model the language part."""
+"""Qwen3.5: Gated DeltaNet and gated attention, with an MLP or experts; the language part of a vision model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of several sections, of which each tensor parallel rank holds its share of every one."""
+"""Weights of several sections; each tensor parallel rank holds its share of every section."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _shard(sections: Sequence[Tensor], tp: int, rank: int) -> Tensor:
 
 
 def _joined(shards: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """The whole sections, of which ``shards`` hold a part each; ``rows`` are their sizes."""
+    """Return the complete sections of sizes ``rows`` from the shards of all ranks."""
     parts = zip(*(shard.split([n // len(shards) for n in rows], 0) for shard in shards), strict=True)
     return [torch.cat(part, 0) for part in parts]
 
@@ -31,7 +31,7 @@ class Sections(Weight):
         return _shard([part for tensor in self._by_tensor(tensors) for part in tensor], tp, rank)
 
     def _by_tensor(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """The sections of each tensor."""
+        """Split each tensor into its sections."""
         out: list[tuple[Tensor, ...]] = []
         rows = list(self.rows)
         for tensor in tensors:

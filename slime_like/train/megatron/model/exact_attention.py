@@ -1,4 +1,4 @@
-"""Core attention with the engine's bits, for ``run.deterministic=true`` on a CPU."""
+"""Core attention bit-identical to the engine's, for ``run.deterministic=true`` on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_like.util import exact
 
 
 class ExactAttention(PackedAttention):
-    """Per sequence as the engine computes it: query heads of a KV head folded into rows, sums of fixed order."""
+    """Attention per sequence as the engine computes it: query heads of a KV head folded into rows, sums in fixed order."""
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         lengths = packed.cu_seqlens_q.diff().tolist()
@@ -18,7 +18,7 @@ class ExactAttention(PackedAttention):
         return torch.cat([self._sequence(q, k, v) for q, k, v in parts])
 
     def _sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [t, heads, dim], key and value [t, groups, dim] -> [t, heads, dim]."""
+        """Map query [t, heads, dim], key and value [t, groups, dim] to [t, heads, dim]."""
         length, heads, dim = query.shape
         groups = key.shape[1]
         folded = query.view(length, groups, heads // groups, dim).permute(1, 2, 0, 3).reshape(1, groups, -1, dim)

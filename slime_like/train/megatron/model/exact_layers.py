@@ -1,7 +1,7 @@
-"""Layers of one kind computed in float64, so that a comparison with the engine can say which kind it differs by.
+"""Layers of one kind computed in float64, to attribute a difference from the engine to that kind.
 
-An entry of table ``EXACT_LAYERS`` makes every layer of its kind in a model exact, until the stack it is given closes.
-Weights and inputs are those of the layer, its result is rounded to their precision once. For scoring only.
+An entry of table ``EXACT_LAYERS`` makes every layer of its kind in a model exact until its exit stack closes. Weights and
+inputs are those of the layer, its result is rounded to their precision once. For scoring only.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ MakeExact = Callable[[nn.Module, ExitStack], int]
 
 
 def kinds(model: nn.Module) -> tuple[str, ...]:
-    """Kinds of layers that ``model`` has, in the order of the table."""
-    found: list[str] = []
+    """Return the kinds of layers that ``model`` has, in the order of the table."""
+    present: list[str] = []
     for name in EXACT_LAYERS:
         with ExitStack() as stack:
             if _maker(name)(model, stack):
-                found.append(name)
-    return tuple(found)
+                present.append(name)
+    return tuple(present)
 
 
 @contextmanager
 def exact_layers(model: nn.Module, kind: str | None) -> Generator[None]:
-    """Layers of ``kind`` (``ALL``: of every kind; ``None``: of none) in float64."""
+    """Compute layers of ``kind`` (``ALL``: every kind; ``None``: none) in float64."""
     with ExitStack() as stack:
         for name in EXACT_LAYERS:
             if kind in (name, ALL):
@@ -48,7 +48,7 @@ def _maker(name: str) -> MakeExact:
 
 
 def attention(model: nn.Module, stack: ExitStack) -> int:
-    """Core attention: scores, softmax and the sum of values. Its projections are left alone."""
+    """Make core attention exact: scores, softmax and the sum of values, without the projections."""
     layers = [module for module in model.modules() if isinstance(module, PackedAttention)]
     for layer in layers:
         stack.enter_context(replaced(layer, "forward", in_float64(layer.forward, layer.config.params_dtype)))
@@ -56,30 +56,30 @@ def attention(model: nn.Module, stack: ExitStack) -> int:
 
 
 def mlp(model: nn.Module, stack: ExitStack) -> int:
-    """The MLP behind each mixer, or router and experts, with their weights."""
-    found: list[Any] = [module.mlp for module in model.modules() if isinstance(module, MLPLayer)]
-    for part in found:
+    """Make the MLP behind each mixer exact, or router and experts, with their weights."""
+    mlps: list[Any] = [module.mlp for module in model.modules() if isinstance(module, MLPLayer)]
+    for part in mlps:
         stack.enter_context(replaced(part, "forward", with_weights_in_float64(part)))
-    return len(found)
+    return len(mlps)
 
 
 @contextmanager
 def replaced(module: Any, name: str, value: Any) -> Generator[None]:
-    """``value`` as attribute ``name`` of one object, which shows its class's, or its own of before, again at the end."""
-    own = name in vars(module)
-    before = getattr(module, name)
+    """Set attribute ``name`` of one object, and restore its own or its class's attribute at exit."""
+    in_instance = name in vars(module)
+    stock = getattr(module, name)
     setattr(module, name, value)
     try:
         yield
     finally:
-        if own:
-            setattr(module, name, before)
+        if in_instance:
+            setattr(module, name, stock)
         else:
             delattr(module, name)
 
 
 def in_float64(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Callable[..., Any]:
-    """``function`` of wide copies of its floating arguments; results in ``dtype``, or as wide as the first of them was."""
+    """Wrap ``function`` to take float64 copies of its arguments and return ``dtype``, or the first argument's dtype."""
 
     def wide(*args: Any, **kwargs: Any) -> Any:
         result = dtype or next(arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
@@ -90,7 +90,7 @@ def in_float64(function: Callable[..., Any], dtype: torch.dtype | None = None) -
 
 
 def with_weights_in_float64(module: nn.Module) -> Callable[..., Any]:
-    """The forward of ``module`` with wide copies of its parameters, too."""
+    """Return a forward of ``module`` that also uses float64 copies of its parameters."""
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def with_weights_in_float64(module: nn.Module) -> Callable[..., Any]:
 
 
 def converted(value: Any, dtype: torch.dtype) -> Any:
-    """A floating tensor, or a tuple of some, in ``dtype``; anything else as it is."""
+    """Convert a floating-point tensor, or those of a tuple, to ``dtype``; return anything else unchanged."""
     if isinstance(value, tuple):
         return tuple(converted(part, dtype) for part in value)
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

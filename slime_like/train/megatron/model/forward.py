@@ -38,25 +38,25 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
     values: Tensor | None = None  # the critic's, before its update
-    returns: Tensor | None = None  # what the critic is to learn
+    returns: Tensor | None = None  # the critic's targets
     advantages: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How hidden states become log-probabilities."""
+    """Settings for log-probabilities from hidden states."""
 
     temperature: float
     chunk: int  # tokens per chunk of the vocabulary projection
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of a host array on ``device``."""
+    """Copy a host array to ``device``."""
     return torch.from_numpy(np.array(values)).to(device, non_blocking=True)
 
 
 def check_tokens(rows: PackedBatch, vocab_size: int, source: Path) -> None:
-    """Raise ``DataError`` on a token that the model of ``source`` does not have: scores of it would mean nothing."""
+    """Raise ``DataError`` on a token outside the vocabulary of ``source``."""
     tokens = rows.token_ids
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
@@ -66,18 +66,18 @@ def check_tokens(rows: PackedBatch, vocab_size: int, source: Path) -> None:
         )
 
 
-def make_micro(rows: PackedBatch, place: RankInfo) -> MicroBatch:
+def make_micro(rows: PackedBatch, rank_info: RankInfo) -> MicroBatch:
     """Lay out one micro-batch and move its tokens to the device."""
-    sizes = place.layout
-    layout = token_layout(rows.cu_seqlens, tp=sizes.tp, cp=sizes.cp, cp_rank=place.cp_rank, least=exact.ROWS)
+    sizes = rank_info.layout
+    layout = token_layout(rows.cu_seqlens, tp=sizes.tp, cp=sizes.cp, cp_rank=rank_info.cp_rank, min_tokens=exact.ROWS)
     bounds = torch.from_numpy(layout.padded_cu_seqlens)
-    pieces = attention_pieces(layout.padded_cu_seqlens, cp=sizes.cp, cp_rank=place.cp_rank)
+    pieces = attention_pieces(layout.padded_cu_seqlens, cp=sizes.cp, cp_rank=rank_info.cp_rank)
     longest = int(np.diff(layout.padded_cu_seqlens).max())
-    query_cu = to_device(pieces.query_cu, place.device)
+    query_cu = to_device(pieces.query_cu, rank_info.device)
     by_rank = None if sizes.cp == 1 else tokens_by_rank(layout.padded_cu_seqlens, sizes.cp)
     padding = layout.row_index < 0
     if sizes.sequence_parallel:
-        padding = np.split(padding, sizes.tp)[place.tp_rank]
+        padding = np.split(padding, sizes.tp)[rank_info.tp_rank]
     packed = PackedRows(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -85,25 +85,25 @@ def make_micro(rows: PackedBatch, place: RankInfo) -> MicroBatch:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         pieces=pieces,
-        batches=attention_batches(layout.padded_cu_seqlens, place.device) if sizes.cp == 1 else None,
+        batches=attention_batches(layout.padded_cu_seqlens, rank_info.device) if sizes.cp == 1 else None,
         query_cu=query_cu,
-        key_cu=to_device(pieces.key_cu, place.device),
-        key_index=None if pieces.key_index is None else to_device(pieces.key_index, place.device),
-        sequence_cu=query_cu if sizes.cp == 1 else to_device(layout.padded_cu_seqlens, place.device),
-        position_ids=to_device(layout.position_ids, place.device),
-        by_rank=None if by_rank is None else to_device(by_rank, place.device),
-        in_order=None if by_rank is None else to_device(np.argsort(by_rank), place.device),
-        padding=to_device(padding, place.device)[None],
+        key_cu=to_device(pieces.key_cu, rank_info.device),
+        key_index=None if pieces.key_index is None else to_device(pieces.key_index, rank_info.device),
+        sequence_cu=query_cu if sizes.cp == 1 else to_device(layout.padded_cu_seqlens, rank_info.device),
+        position_ids=to_device(layout.position_ids, rank_info.device),
+        by_rank=None if by_rank is None else to_device(by_rank, rank_info.device),
+        in_order=None if by_rank is None else to_device(np.argsort(by_rank), rank_info.device),
+        padding=to_device(padding, rank_info.device)[None],
     )
     ids = layout.take(rows.token_ids, 0).astype(np.int64)
-    return MicroBatch(rows, layout, to_device(ids, place.device)[None], packed)
+    return MicroBatch(rows, layout, to_device(ids, rank_info.device)[None], packed)
 
 
 def run_schedule(wrapped: Chunks, micros: Sequence[MicroBatch], after: Callable[..., Any], *, train: bool) -> list[Any]:
-    """Every micro-batch through megatron's schedule; ``after(micro, hidden)`` runs on the last stage.
+    """Run every micro-batch through megatron's schedule, and ``after(micro, hidden)`` on the last stage.
 
-    train: ``after`` returns megatron's (loss, count, report) and gradients are accumulated and reduced. Otherwise it
-    returns anything, and the list of what it returned comes back (empty on other stages).
+    If ``train``, ``after`` returns megatron's (loss, count, report) and gradients are accumulated and reduced. Otherwise
+    returns the list of ``after``'s results (empty on other stages).
     """
     blanks = _blanks(wrapped, micros)
     count = len(blanks) + len(micros)
@@ -127,7 +127,7 @@ def run_schedule(wrapped: Chunks, micros: Sequence[MicroBatch], after: Callable[
 
 
 def _blanks(wrapped: Chunks, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Micro-batches of padding that fill up to what the interleaved schedule asks for: a multiple of its group.
+    """Return micro-batches of padding that complete a multiple of the interleaved schedule's group size.
 
     They come first: the last micro-batch of a step is the one whose backward reduces gradients.
     """
@@ -136,12 +136,12 @@ def _blanks(wrapped: Chunks, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
     group = int(
         wrapped.last.config.microbatch_group_size_per_vp_stage or wrapped.last.config.pipeline_model_parallel_size
     )
-    blank = make_micro(_no_sequences(micros[0].rows), wrapped.last.place)
+    blank = make_micro(_no_sequences(micros[0].rows), wrapped.last.rank_info)
     return [blank] * (-len(micros) % group)
 
 
 def _no_sequences(rows: PackedBatch) -> PackedBatch:
-    """Rows with the columns of ``rows`` and nothing in them."""
+    """Return an empty batch with the columns of ``rows``."""
     columns = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
     empty: dict[str, Any] = {
         name: value[:0] for name, value in columns.items() if isinstance(value, np.ndarray) and name != "cu_seqlens"
@@ -150,7 +150,7 @@ def _no_sequences(rows: PackedBatch) -> PackedBatch:
 
 
 def _nothing_after(hidden: Tensor, non_loss_data: bool = False) -> Any:
-    """Neither loss nor tokens, but a backward pass that the other stages can wait for."""
+    """Return a zero loss of no tokens, whose backward pass the other stages can wait for."""
     if non_loss_data:
         return None
     return hidden.sum() * 0.0, torch.zeros((), dtype=torch.int32, device=hidden.device), {}
@@ -160,29 +160,29 @@ def _nothing_after(hidden: Tensor, non_loss_data: bool = False) -> Any:
 def score_micros(
     wrapped: Chunks, micros: Sequence[MicroBatch], masks: Sequence[npt.NDArray[np.bool_]], scoring: Scoring
 ) -> list[Tensor]:
-    """F32 [T] log-probabilities per micro-batch at its masked tokens, 0 elsewhere; empty but on the last stage.
+    """Return log-probabilities F32 [T] per micro-batch at its masked tokens, 0 elsewhere; empty except on the last stage.
 
-    Columns are whole on every context parallel rank.
+    Columns are complete on every context parallel rank.
     """
     mask_of = {id(micro): mask for micro, mask in zip(micros, masks, strict=True)}
     model = wrapped.last
 
     def after(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
-        found = micro.layout.predictions(mask_of[id(micro)])
-        ids = micro.rows.token_ids[found.target].astype(np.int64)
+        predictions = micro.layout.predictions(mask_of[id(micro)])
+        ids = micro.rows.token_ids[predictions.target].astype(np.int64)
         logprobs, _ = model.scores(
             hidden,
-            to_device(found.source, hidden.device),
+            to_device(predictions.source, hidden.device),
             to_device(ids, hidden.device),
             temperature=scoring.temperature,
             chunk=scoring.chunk,
             entropy=False,
         )
         out = torch.zeros(micro.layout.num_tokens, device=hidden.device)
-        out[to_device(found.target, hidden.device)] = logprobs
+        out[to_device(predictions.target, hidden.device)] = logprobs
         return out
 
-    wrapped.eval()  # nothing is recomputed where nothing is differentiated
+    wrapped.eval()  # no recompute without a backward pass
     try:
         return sum_columns(run_schedule(wrapped, micros, after, train=False), model.cp_group)
     finally:
@@ -190,7 +190,7 @@ def score_micros(
 
 
 def sum_columns(columns: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """Sums over the ranks of ``group``, in one collective: exact where each entry is 0 on all ranks but one."""
+    """Sum over the ranks of ``group``, in one collective. Exact if each entry is 0 on all ranks but one."""
     if not columns or group.size() == 1:
         return list(columns)
     joined = torch.cat(list(columns))

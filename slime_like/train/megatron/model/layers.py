@@ -1,4 +1,4 @@
-"""Our layer parts on plain torch: the same modules on CPU and GPU, put into megatron's layers by ModuleSpec."""
+"""Layer parts on plain torch, the same on CPU and GPU, inserted into megatron's layers by ModuleSpec."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class PackedRows(PackedSeqParams):
     """megatron's packed-sequence parameters with bounds on the host, so that nothing reads them back from a GPU.
 
     ``cu_seqlens_q`` and ``cu_seqlens_kv`` are host tensors over the P padded tokens of all context parallel ranks.
-    ``pieces`` is what this rank's attention computes; the tensors after it are its arrays where kernels read them.
-    ``batches``, without context parallelism: the same for kernels that take sequences of one length.
+    ``pieces`` is this rank's attention work; the tensors after it are its arrays on the device.
+    ``batches``, without context parallelism: the same work for kernels that take sequences of one length.
     """
 
     pieces: AttentionPieces | None = None
@@ -51,21 +51,23 @@ class PackedRows(PackedSeqParams):
     key_index: Tensor | None = None
     sequence_cu: Tensor | None = None  # I32, the bounds of ``cu_seqlens_q``
     position_ids: Tensor | None = None  # [P] of all padded tokens, before context parallel slicing
-    by_rank: Tensor | None = None  # I64 [P], which of the padded tokens stands where, one rank after another; cp > 1
+    by_rank: Tensor | None = None  # I64 [P], padded tokens ordered by rank; cp > 1
     in_order: Tensor | None = None  # I64 [P], the inverse of ``by_rank``
-    padding: Tensor | None = None  # [1, L], with sequence parallelism [1, L / tp]: tokens that no router counts
-    cos_sin: Tensor | None = None  # F32 [P, dim], of the rotary angles, once a layer has asked for it
+    padding: Tensor | None = None  # [1, L], with sequence parallelism [1, L / tp]; not counted by routers
+    cos_sin: Tensor | None = None  # F32 [P, dim], of the rotary angles; set at first use
 
     def cos_sin_of(self, angles: Tensor) -> Tensor:
-        """F32 [P, dim], cosines then sines of the first dim / 2 of the rotary ``angles`` [P, 1, 1, dim] of these rows."""
+        """Return F32 [P, dim]: cosines, then sines of the first dim / 2 of the rotary ``angles`` [P, 1, 1, dim]."""
         if self.cos_sin is None:
             half = angles[:, 0, 0, : angles.shape[-1] // 2]
             self.cos_sin = torch.cat((half.cos(), half.sin()), -1)
         return self.cos_sin
 
     def on_device(self) -> PackedSeqParams:
-        """The same sequences as TransformerEngine takes them: bounds over the tokens of all context parallel ranks,
-        where its kernels read them. Padding belongs to its sequence: a causal query never sees what comes after it."""
+        """Return the same sequences for TransformerEngine: bounds on the device, over the tokens of all cp ranks.
+
+        Padding counts as part of its sequence: a causal query never sees tokens after it.
+        """
         bounds = self.sequence_cu
         padded = None if self.key_index is None else bounds  # TransformerEngine reads these under context parallelism
         return PackedSeqParams(
@@ -81,26 +83,26 @@ class PackedRows(PackedSeqParams):
 
 
 def announce_read(part: torch.nn.Module) -> None:
-    """Before weights of ``part`` are read without its forward: with overlap_param_gather they may still be on their way."""
+    """Wait for the weights of ``part`` before reading them without its forward (overlap_param_gather may be gathering)."""
     for ready in part._forward_pre_hooks.values():
         ready(part, ())
 
 
 def refuse_dropout(config: TransformerConfig, attention_dropout: float | None) -> None:
-    """Raise ``ConfigError`` where attention would drop anything."""
+    """Raise ``ConfigError`` if attention has dropout."""
     if (config.attention_dropout if attention_dropout is None else attention_dropout) > 0:
         raise ConfigError("model.megatron.attention_dropout must be 0: policy and rollout are to be the same function")
 
 
 class PackedAttention(MegatronModule):
-    """Causal grouped-query attention over packed sequences, which context parallelism may have cut.
+    """Causal grouped-query attention over packed sequences, which context parallelism may split.
 
-    In 16 bits on a GPU: one variable-length flash kernel for all sequences. Elsewhere: scaled dot product attention per
-    batch of sequences of about one length, which beats a block-diagonal mask by the ratio of masked to unmasked scores.
+    In 16 bits on a GPU: one variable-length flash kernel for all sequences. Otherwise: scaled dot product attention per
+    batch of sequences of similar length, which saves the masked scores of a block-diagonal mask.
 
     Context parallelism gathers keys and values over its ranks, as in Llama 3 (https://arxiv.org/abs/2407.21783, 3.3.2),
-    in one collective per layer; backward scatters the sum of their gradients. With grouped queries keys are few, and
-    of the gathered ones each rank reads only those that causality lets its queries see.
+    in one collective per layer; backward scatters the sum of their gradients. With grouped queries there are few keys,
+    and each rank reads only the gathered keys that are causally visible to its queries.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [L, heads, dim], key and value [L, groups, dim] of the local tokens -> [L, heads * dim]."""
+        """Map query [L, heads, dim], key and value [L, groups, dim] of the local tokens to [L, heads * dim]."""
         assert isinstance(packed_seq_params, PackedRows) and attention_mask is None and attention_bias is None
         if packed_seq_params.key_index is not None:
             key, value = self._gather(key, value, packed_seq_params.key_index)
@@ -160,7 +162,7 @@ class PackedAttention(MegatronModule):
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         exactly = query.dtype == torch.float64
         dtype = query.dtype if exactly else self.config.params_dtype  # queries may come in float32
-        # torch's own in bfloat16 takes 2.5 times as long on a CPU, and rounds more.
+        # On a CPU torch's bfloat16 attention takes 2.5 times as long, and rounds more.
         if query.dtype == torch.bfloat16 and not query.is_cuda:
             query, key, value = query.float(), key.float(), value.float()
         if packed.batches is not None:
@@ -169,15 +171,15 @@ class PackedAttention(MegatronModule):
         return sdpa.in_pieces(query, key, value, packed.pieces.lengths, self.scale).to(dtype)
 
     def _gather(self, key: Tensor, value: Tensor, key_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Local keys and values [L, groups, dim] -> those of all ranks that this rank's pieces read [K, groups, dim]."""
+        """Gather keys and values [L, groups, dim] of all ranks, and return those [K, groups, dim] that this rank reads."""
         local = torch.cat((key.flatten(1), value.flatten(1)), 1)
-        everyone: Tensor = gather_from_sequence_parallel_region(local, group=self.cp_group)
-        keys, values = everyone[key_index].split((key[0].numel(), value[0].numel()), 1)
+        gathered: Tensor = gather_from_sequence_parallel_region(local, group=self.cp_group)
+        keys, values = gathered[key_index].split((key[0].numel(), value[0].numel()), 1)
         return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
 
 
 class Stack(HybridStack):
-    """HybridStack builds its final norm as TransformerEngine's: build none there, then our own."""
+    """HybridStack with our final norm instead of TransformerEngine's."""
 
     norm = RMSNorm
 
@@ -196,7 +198,7 @@ class Stack(HybridStack):
 
 
 class TorchParts(LocalSpecProvider):
-    """The parts megatron's spec builders ask for."""
+    """The parts that megatron's spec builders require."""
 
     def core_attention(self) -> type:
         return PackedAttention
@@ -207,7 +209,7 @@ class TorchParts(LocalSpecProvider):
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What layers of the hybrid stack are made of beside what all models share."""
+    """The parts of the hybrid stack's layers that depend on model and machine."""
 
     core_attention: type = PackedAttention
     mixers: Mapping[str, ModuleSpec] = field(default_factory=dict[str, ModuleSpec])  # by layer symbol, from plugins
@@ -223,7 +225,7 @@ MIXER_FIELDS = {"G": "gdn_layer"}
 
 
 def stack_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
-    """Layers of the hybrid stack: mixers of tokens, MLP and (where there are any) experts, each with its norm and residual."""
+    """Return the layers of the hybrid stack: token mixers, MLP and any experts, each with its norm and residual."""
     attention = ModuleSpec(
         parts.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},

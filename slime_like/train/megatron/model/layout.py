@@ -1,7 +1,7 @@
-"""Where each token of packed rows stands on this rank: padding, positions, next tokens, context parallel slices.
+"""Layout of packed tokens on a rank: padding, positions, next tokens, context parallel slices.
 
-Every other file asks here, so that context parallelism is a matter of this one. Index arithmetic is numpy on the host,
-once per micro-batch; only the results travel to the device.
+Context parallelism is confined to this file. Index arithmetic is numpy on the host, once per micro-batch; only the
+results are copied to the device.
 
 Context parallel layout (megatron's): a sequence, padded to a multiple of ``2 * cp``, is cut into ``2 * cp`` equal chunks;
 rank r holds chunks r and ``2 * cp - 1 - r``, which balances the causal triangle over the ranks.
@@ -39,45 +39,45 @@ class TokenLayout:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return int(self.cu_seqlens[-1])
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """Number of sequences, S."""
         return len(self.cu_seqlens) - 1
 
     def take[Scalar: np.generic](self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
-        """This rank's part [L] of a column of the rows; padding gets ``fill``."""
+        """Return this rank's part [L] of a column of the rows, with ``fill`` at padding."""
         return _gather(column_T, self.row_index, fill)
 
     def next_token[Scalar: np.generic](self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
-        """For each local token the column's value at the token after it [L]; ``fill`` where there is none."""
+        """Return the column's value at the token after each local token [L], ``fill`` if there is none."""
         return _gather(column_T, self.next_index, fill)
 
     def predictions(self, mask_T: npt.NDArray[np.bool_]) -> Predictions:
-        """Which local hidden states predict the masked tokens. First tokens of sequences have no prediction."""
-        wanted = self.next_token(mask_T, False)
-        source = np.flatnonzero(wanted)
+        """Return the local hidden states that predict the masked tokens. First tokens of sequences have no prediction."""
+        is_source_L = self.next_token(mask_T, False)
+        source = np.flatnonzero(is_source_L)
         return Predictions(source, self.next_index[source])
 
     def sequence_of(self, row_index: I64) -> I64:
-        """Sequence [N] that each row index [N] belongs to."""
+        """Return the sequence [N] of each row index [N]."""
         return np.searchsorted(self.cu_seqlens, row_index, side="right").astype(np.int64) - 1
 
     def segment_sum[Scalar: np.generic](self, values_N: npt.NDArray[Scalar], row_index_N: I64) -> npt.NDArray[Scalar]:
-        """Sum per sequence [S] of values at rows; with cp > 1 this rank's share, to be summed over the cp group."""
+        """Sum values at rows per sequence [S]; with cp > 1 this rank's share, to be summed over the cp group."""
         out = np.zeros(self.num_sequences, values_N.dtype)
         np.add.at(out, self.sequence_of(row_index_N), values_N)
         return out
 
 
-def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0, least: int = 1) -> TokenLayout:
+def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0, min_tokens: int = 1) -> TokenLayout:
     """Lay out packed sequences for one rank.
 
     Sequences are padded to multiples of ``2 * cp`` when cp > 1, and a sequence of padding is added at the end so that
     every tensor parallel rank gets the same number of tokens: P is a multiple of tp, or of ``tp * 2 * cp``, and at
-    least ``least``.
+    least ``min_tokens``.
 
     Example: sequences of 3 and 2 tokens with tp=2: ``padded_cu_seqlens`` is [0, 3, 5, 6].
     """
@@ -85,7 +85,7 @@ def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0,
     lengths = np.diff(cu_seqlens).astype(np.int64)
     padded = -(-lengths // unit) * unit
     total = int(padded.sum())
-    tail = max(total, least) - total
+    tail = max(total, min_tokens) - total
     tail += -(total + tail) % (tp * unit)
     if tail:
         lengths, padded = np.append(lengths, 0), np.append(padded, tail)
@@ -107,7 +107,7 @@ def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0,
 
 
 def zigzag(position_ids: I64, padded_length_of: I64, cp: int, rank: int) -> I64:
-    """Padded indices of the tokens in chunks ``rank`` and ``2 * cp - 1 - rank`` of each sequence."""
+    """Return padded indices of the tokens in chunks ``rank`` and ``2 * cp - 1 - rank`` of each sequence."""
     chunk = position_ids * (2 * cp) // padded_length_of
     return np.flatnonzero((chunk == rank) | (chunk == 2 * cp - 1 - rank)) if cp > 1 else np.arange(len(position_ids))
 
@@ -123,25 +123,28 @@ class AttentionPieces:
 
     query_cu: I32  # [R + 1], of the local tokens
     key_cu: I32  # [R + 1], of the keys
-    key_index: I64 | None  # [K], where each key stands among the tokens of all ranks, one rank after another
+    key_index: I64 | None  # [K], position of each key among the tokens of all ranks, ordered by rank
 
     @property
     def lengths(self) -> tuple[tuple[int, int], ...]:
-        """(queries, keys) of each piece."""
+        """Numbers (queries, keys) of each piece."""
         return tuple(zip(np.diff(self.query_cu).tolist(), np.diff(self.key_cu).tolist(), strict=True))
 
 
 def attention_pieces(padded_cu_seqlens: I32, *, cp: int = 1, cp_rank: int = 0) -> AttentionPieces:
-    """What the queries of one rank attend to. Example: one sequence of 8 with cp=2: rank 0 has pieces of (2 queries,
-    2 keys) and (2 queries, 8 keys), rank 1 of (2, 4) and (2, 6)."""
+    """Return the attention pieces of one rank.
+
+    Example: one sequence of 8 with cp=2: rank 0 has pieces of (2 queries, 2 keys) and (2 queries, 8 keys), rank 1 of
+    (2, 4) and (2, 6).
+    """
     if cp == 1:
         return AttentionPieces(padded_cu_seqlens, padded_cu_seqlens, None)
     padded = np.diff(padded_cu_seqlens).astype(np.int64)
     chunks = padded // (2 * cp)
-    seen = np.stack([chunks * (cp_rank + 1), chunks * (2 * cp - cp_rank)], 1).ravel()  # keys per piece
-    key_cu = np.concatenate([[0], np.cumsum(seen)])
+    num_keys = np.stack([chunks * (cp_rank + 1), chunks * (2 * cp - cp_rank)], 1).ravel()  # keys per piece
+    key_cu = np.concatenate([[0], np.cumsum(num_keys)])
     starts = np.repeat(padded_cu_seqlens[:-1].astype(np.int64), 2)
-    key_position = np.arange(key_cu[-1]) - np.repeat(key_cu[:-1] - starts, seen)
+    key_position = np.arange(key_cu[-1]) - np.repeat(key_cu[:-1] - starts, num_keys)
     return AttentionPieces(
         query_cu=np.concatenate([[0], np.cumsum(np.repeat(chunks, 2))]).astype(np.int32),
         key_cu=key_cu.astype(np.int32),
@@ -150,7 +153,7 @@ def attention_pieces(padded_cu_seqlens: I32, *, cp: int = 1, cp_rank: int = 0) -
 
 
 def tokens_by_rank(padded_cu_seqlens: I32, cp: int) -> I64:
-    """Which of the P padded tokens each rank holds [P], one context parallel rank after another.
+    """Return the indices [P] of the padded tokens, ordered by the context parallel rank that holds them.
 
     Example: one sequence of 8 with cp=2: [0, 1, 6, 7, 2, 3, 4, 5].
     """

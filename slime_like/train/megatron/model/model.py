@@ -1,4 +1,4 @@
-"""The policy: megatron's HybridModel of our layer parts, its output as hidden states, its parameters by our keys."""
+"""The policy: megatron's HybridModel of our layer parts, with hidden states as output and parameters under our keys."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from slime_like.train.megatron.platform.device import current_device
 from slime_like.train.megatron.platform.groups import RankInfo
 
 OUTPUT = "output_layer.weight"
-VALUE_HEAD = "value_head."  # of a critic: no HF tensor makes it, it starts as it is built
+VALUE_HEAD = "value_head."  # of a critic: not in the HF checkpoint
 
 
 class PolicyModel(HybridModel):
-    """A segment of the decoder; the last one returns hidden states: logits exist only in chunks, inside ``scores``.
+    """A segment of the decoder. The last one returns hidden states: logits exist only in chunks, inside ``scores``.
 
     ``chunk`` counts the segments of this rank: with virtual stages there are several.
     """
@@ -43,7 +43,7 @@ class PolicyModel(HybridModel):
         self,
         config: TransformerConfig,
         family: Family,
-        place: RankInfo,
+        rank_info: RankInfo,
         chunk: int = 0,
         parts: LayerParts | None = None,
     ) -> None:
@@ -53,28 +53,28 @@ class PolicyModel(HybridModel):
             stack_spec(config, parts),
             vocab_size=family.padded_vocabulary,
             max_sequence_length=int(family.hf.max_position_embeddings),
-            hybrid_layer_pattern=pipeline_pattern(family.blocks(), place.layout),
-            pre_process=place.is_first and chunk == 0,
-            post_process=place.is_last and chunk == place.layout.vpp - 1,
+            hybrid_layer_pattern=pipeline_pattern(family.blocks(), rank_info.layout),
+            pre_process=rank_info.is_first and chunk == 0,
+            post_process=rank_info.is_last and chunk == rank_info.layout.vpp - 1,
             share_embeddings_and_output_weights=bool(family.hf.tie_word_embeddings),
             position_embedding_type="none",
-            vp_stage=chunk if place.layout.vpp > 1 else None,
+            vp_stage=chunk if rank_info.layout.vpp > 1 else None,
         )
-        self.place = place
+        self.rank_info = rank_info
         self.vocab_scores = parts.scores
         self.rotary = Rotary(family.hf, family.head_dim, current_device())
-        size = family.padded_vocabulary // place.layout.tp
-        start = size * place.tp_rank
+        size = family.padded_vocabulary // rank_info.layout.tp
+        start = size * rank_info.tp_rank
         real = max(0, min(size, int(family.hf.vocab_size) - start))
-        self.vocabulary = VocabularyPart(start, real, place.tp_group)
+        self.vocabulary = VocabularyPart(start, real, rank_info.tp_group)
 
     @classmethod
     def adapt(cls, hf: Any) -> Any:
-        """The HF config as this kind of model reads it."""
+        """Return the HF config adapted to this kind of model."""
         return hf
 
     def forward(self, input_ids: Tensor | None, packed: PackedRows) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """input_ids [1, L] (first stage) -> hidden states [L, 1, H], of which sequence parallelism leaves L / tp."""
+        """Map input_ids [1, L] (first stage) to hidden states [L, 1, H], with sequence parallelism [L / tp, 1, H]."""
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         return self.decoder(
             hidden_states=embedded,
@@ -87,7 +87,7 @@ class PolicyModel(HybridModel):
     def scores(
         self, hidden: Tensor, source_N: Tensor, target_N: Tensor, *, temperature: float, chunk: int, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability and, where asked for, entropy F32 [N] of tokens ``target_N`` predicted at positions ``source_N`` of [L]."""
+        """Return log-probability and (if ``entropy``) entropy F32 [N] of tokens ``target_N``, predicted at ``source_N`` of [L]."""
         announce_read(self.output_layer)
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -107,7 +107,7 @@ class PolicyModel(HybridModel):
 
 
 class Chunks(torch.nn.ModuleList):
-    """What a pipeline rank holds of the model: one segment, or with virtual stages several that take turns.
+    """The segments of the model on a pipeline rank: one, or several interleaved ones with virtual stages.
 
     Either bare models or each in its data parallel wrapper. The order is that of megatron's interleaved schedule.
     """
@@ -115,21 +115,21 @@ class Chunks(torch.nn.ModuleList):
     @property
     def policies(self) -> list[PolicyModel]:
         """The models, without wrappers."""
-        found: list[Any] = [getattr(chunk, "module", chunk) for chunk in self]
-        return found
+        models: list[Any] = [getattr(chunk, "module", chunk) for chunk in self]
+        return models
 
     @property
     def last(self) -> PolicyModel:
-        """The one whose hidden states become scores, on the last pipeline stage."""
+        """The segment whose hidden states become scores, on the last pipeline stage."""
         return self.policies[-1]
 
     def sharded_state_dict(self, *, metadata: dict[str, Any]) -> dict[str, Any]:
-        """megatron's; names inside count from 0 in each chunk, the keys on disk do not depend on the split."""
+        """Return megatron's state: names count from 0 in each chunk, keys on disk do not depend on the split."""
         parts = [policy.sharded_state_dict(metadata=metadata) for policy in self.policies]
         return parts[0] if len(parts) == 1 else {f"chunk{i}": part for i, part in enumerate(parts)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """The counterpart of ``sharded_state_dict``."""
+        """Load the result of ``sharded_state_dict``."""
         policies = self.policies
         parts = [state_dict] if len(policies) == 1 else [state_dict[f"chunk{i}"] for i in range(len(policies))]
         for policy, part in zip(policies, parts, strict=True):
@@ -137,34 +137,34 @@ class Chunks(torch.nn.ModuleList):
 
 
 def build_chunks(
-    kind: type[PolicyModel], config: TransformerConfig, family: Family, place: RankInfo, model: ModelConfig
+    kind: type[PolicyModel], config: TransformerConfig, family: Family, rank_info: RankInfo, model: ModelConfig
 ) -> Chunks:
-    """This rank's part of a model, on its device and not yet filled, with attention and kernels as ``model`` says.
+    """Build this rank's part of a model on its device, uninitialised, with the attention and kernels of ``model``.
 
-    Raises ``ConfigError`` where those cannot be imported.
+    Raises ``ConfigError`` if these cannot be imported.
     """
-    parts = layer_parts(config, family, place, model)
-    chunks = (kind(config, family, place, chunk, parts) for chunk in range(place.layout.vpp))
-    return Chunks(chunks).to(place.device)
+    parts = layer_parts(config, family, rank_info, model)
+    chunks = (kind(config, family, rank_info, chunk, parts) for chunk in range(rank_info.layout.vpp))
+    return Chunks(chunks).to(rank_info.device)
 
 
-def layer_parts(config: TransformerConfig, family: Family, place: RankInfo, model: ModelConfig) -> LayerParts:
-    """The layer parts that ``model`` and the family's layer symbols ask for."""
-    exactly = config.deterministic_mode and place.device.type == "cpu"
+def layer_parts(config: TransformerConfig, family: Family, rank_info: RankInfo, model: ModelConfig) -> LayerParts:
+    """Return the layer parts for ``model`` and the family's layer symbols."""
+    exactly = config.deterministic_mode and rank_info.device.type == "cpu"
     core = _core_attention(model.attention, exactly=exactly)
     symbols = sorted({symbol for block in family.blocks() for symbol in block} & MIXERS.keys())
-    parts = LayerParts(core, {s: resolve("model.family", s, MIXERS)(config, model, place) for s in symbols})
-    return parts if exactly or place.device.type != "cpu" else _on_cpu_kernels(parts, model.cpu_kernels)
+    parts = LayerParts(core, {s: resolve("model.family", s, MIXERS)(config, model, rank_info) for s in symbols})
+    return parts if exactly or rank_info.device.type != "cpu" else _on_cpu_kernels(parts, model.cpu_kernels)
 
 
-def _on_cpu_kernels(parts: LayerParts, wanted: str) -> LayerParts:
-    """``parts`` over the kernels that ``model.cpu_kernels`` names; auto: C, where that can be compiled."""
-    if wanted == "torch":
+def _on_cpu_kernels(parts: LayerParts, kernels: str) -> LayerParts:
+    """Return ``parts`` on the kernels that ``model.cpu_kernels`` names; auto: C if it can be compiled."""
+    if kernels == "torch":
         return parts
     try:
         return resolve("model.cpu_kernels", "c", CPU_KERNELS)(parts)
     except ConfigError as error:
-        if wanted == "c":
+        if kernels == "c":
             raise
         logging.getLogger(__name__).warning("training with torch's kernels: %s", error)
         return parts
@@ -177,23 +177,23 @@ def _core_attention(name: str, *, exactly: bool) -> type:
 
 
 def named_weights(model: Chunks) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(our key, parameter) of this pipeline rank, in export order. The only reader of megatron's parameter names.
+    """Yield (our key, parameter) of this pipeline rank, in export order. The only reader of megatron's parameter names.
 
     A decoder block is two layers of the hybrid stack; ``layer_number`` counts them from 1 over all segments.
     """
-    found = {
+    by_key = {
         _key(policy, name): parameter for policy in model.policies for name, parameter in policy.named_parameters()
     }
-    yield from sorted(found.items(), key=lambda item: _order(item[0]))
+    yield from sorted(by_key.items(), key=lambda item: _order(item[0]))
 
 
 def _key(model: PolicyModel, name: str) -> str:
     if name.startswith("decoder.layers."):
-        _, _, local, rest = name.split(".", 3)
+        _, _, local, suffix = name.split(".", 3)
         layers: Any = model.decoder.layers  # pyright: ignore[reportFunctionMemberAccess]
         block = (int(layers[int(local)].layer_number) - 1) // 2
-        num_local = (model.config.num_moe_experts or 0) // model.place.layout.ep
-        return global_key(f"blocks.{block}.{rest}", num_local, model.place.ep_rank)
+        num_local = (model.config.num_moe_experts or 0) // model.rank_info.layout.ep
+        return global_key(f"blocks.{block}.{suffix}", num_local, model.rank_info.ep_rank)
     return name.removeprefix("decoder.")
 
 
@@ -206,13 +206,13 @@ def _order(key: str) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def load_hf(model: Chunks, table: Mapping[str, Weight], folder: HFFolder, place: RankInfo) -> None:
+def load_hf(model: Chunks, table: Mapping[str, Weight], folder: HFFolder, rank_info: RankInfo) -> None:
     """Fill this rank's parameters from an HF folder. Raises ``CheckpointError`` on a tensor missing or misshapen."""
     for key, parameter in named_weights(model):
         if key.startswith(VALUE_HEAD):
             continue
         weight = table[key]
         tensors = [tensor.to(parameter.dtype) for tensor in weight.read(folder)]
-        shard = weight.split(tensors, place.layout.tp, place.tp_rank)
+        shard = weight.split(tensors, rank_info.layout.tp, rank_info.tp_rank)
         assert shard.shape == parameter.shape, f"{key}: {tuple(shard.shape)} for {tuple(parameter.shape)}"
         parameter.copy_(shard)

@@ -1,4 +1,4 @@
-"""Experts in a layer of the hybrid stack: megatron's own parts, and a router that says how evenly it spreads tokens."""
+"""Experts in a layer of the hybrid stack: megatron's parts, and a router that measures its load balance."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torch import Tensor
 
 
 def moe_builder(config: TransformerConfig, backend: BackendSpecProvider) -> partial[MoELayer]:
-    """What builds the experts of a layer: each an MLP of ``backend``'s linears, and a shared one where there is one."""
+    """Return the builder of a layer's experts: MLPs of ``backend``'s linears, and the shared expert if there is one."""
     stock: Any = get_moe_module_spec_for_backend(backend=backend, num_experts=config.num_moe_experts)
     return partial(MoELayer, submodules=dataclasses.replace(stock.keywords["submodules"], router=ExpertRouter))
 
 
 class ExpertRouter(TopKRouter):
-    """megatron's, but for what depends on padding and on the layout.
+    """megatron's router, made independent of padding and layout.
 
-    Padding is no token to it. The auxiliary loss of an optimizer step (Switch Transformer, arXiv:2101.03961, eq. 4, with
-    its coefficient) is the mean over the step's tokens: a micro-batch of T tokens, which all ranks of the tensor and
-    context parallel groups share, weighs T. ``load_E`` counts the tokens that chose each expert since ``take_load``.
+    Padding does not count. The auxiliary loss of an optimizer step (Switch Transformer, arXiv:2101.03961, eq. 4, with its
+    coefficient) is the mean over the step's tokens: a micro-batch of T tokens, which all ranks of the tensor and context
+    parallel groups share, has weight T. ``load_E`` counts the tokens per expert since the last ``take_load``.
     """
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
@@ -37,11 +37,11 @@ class ExpertRouter(TopKRouter):
         self._balance = torch.zeros(0)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [L, 1, E] -> weights and choice [L, E]."""
+        """Map logits [L, 1, E] to weights and choice [L, E]."""
         probs, chosen_LE = super().routing(logits, padding_mask)
         if self.training and torch.is_grad_enabled():
-            seen = chosen_LE if padding_mask is None else chosen_LE & ~padding_mask.reshape(-1, 1)
-            self._load_E = _added(self._load_E, seen.sum(0).double())
+            counted_LE = chosen_LE if padding_mask is None else chosen_LE & ~padding_mask.reshape(-1, 1)
+            self._load_E = _added(self._load_E, counted_LE.sum(0).double())
         return probs, chosen_LE
 
     def _apply_aux_loss(
@@ -51,9 +51,9 @@ class ExpertRouter(TopKRouter):
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """``probs``, through which the gradient of T times this micro-batch's auxiliary loss flows."""
+        """Return ``probs`` with the gradient of T times this micro-batch's auxiliary loss attached."""
         coefficient = float(self.get_aux_loss_coeff("aux_loss"))
-        count_E = routing_map.sum(0).to(scores_for_aux_loss.dtype)  # neither is padding, by the caller
+        count_E = routing_map.sum(0).to(scores_for_aux_loss.dtype)  # without padding: the caller has masked it
         dist.all_reduce(count_E, group=self.tp_cp_group)
         share_E = count_E / count_E.sum().clamp(min=1.0)  # of choices, on all ranks
         balance = count_E.numel() * (share_E * scores_for_aux_loss.sum(0)).sum()  # of this rank's tokens
@@ -62,7 +62,7 @@ class ExpertRouter(TopKRouter):
         return scaled
 
     def take_load(self) -> tuple[Tensor, Tensor]:
-        """This rank's counts per expert F64 [E] and its sum of the auxiliary loss over tokens F64 []; starts anew."""
+        """Return and reset this rank's counts per expert F64 [E] and its sum of the auxiliary loss over tokens F64 []."""
         load_E = self._load_E if len(self._load_E) else torch.zeros(self.num_experts or 0, dtype=torch.float64)
         balance = self._balance.sum()
         self._load_E, self._balance = torch.zeros(0), torch.zeros(0)

@@ -16,7 +16,7 @@ from slime_like.train.megatron.platform.device import current_device
 class RMSNorm(torch.nn.Module):
     """Norm over the last dimension that allows sequence parallelism.
 
-    Zero-centred (``layernorm_zero_centered_gamma``) its scale is ``1 + weight``, as Gemma and Qwen3-Next store it; the
+    If zero-centred (``layernorm_zero_centered_gamma``) its scale is ``1 + weight``, as Gemma and Qwen3-Next store it; the
     scale is then float32, for a 16-bit ``1 + weight`` would round the weight away.
     """
 
@@ -28,7 +28,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = _norm_weight(config, first(hidden_size, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden]."""
+        """Map [..., hidden] to [..., hidden]."""
         if not self.zero_centered:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         scale = 1 + self.weight.float()
@@ -38,10 +38,10 @@ class RMSNorm(torch.nn.Module):
 
 
 class GatedHeadNorm(torch.nn.Module):
-    """``rms_norm(x) * weight * silu(gate)`` over the channels of a head, not zero-centred whatever the other norms are.
+    """``rms_norm(x) * weight * silu(gate)`` over the channels of a head, never zero-centred.
 
     The weight is the same for all heads, and tensor parallel ranks hold different heads: its gradient is summed over
-    them, with sequence parallelism by megatron at the end of a step, without it here.
+    them: with sequence parallelism by megatron at the end of a step, otherwise here.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -51,7 +51,7 @@ class GatedHeadNorm(torch.nn.Module):
         self.weight = _norm_weight(config, torch.ones(hidden_size, dtype=config.params_dtype))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Two of [..., channels] -> [..., channels], computed in float32 at least and rounded once."""
+        """Map x and gate [..., channels] to [..., channels], computed in float32 at least and rounded once."""
         weight = copy_to_tensor_model_parallel_region(self.weight) if self.sums_here else self.weight
         if x.dtype in _HALF:
             return _HalfNorm.apply(x, weight.float(), gate, self.eps)
@@ -68,7 +68,7 @@ def _norm_weight(config: TransformerConfig, first: Tensor) -> torch.nn.Parameter
 
 
 class _HalfNorm(torch.autograd.Function):
-    """The norm of 16-bit values with a float32 scale and perhaps a gate. Keeps its inputs and nothing in float32."""
+    """Norm of 16-bit values with a float32 scale and an optional gate. Saves its inputs, nothing in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, gate: Tensor | None, eps: float) -> Tensor:
@@ -95,7 +95,7 @@ class _HalfNorm(torch.autograd.Function):
 
 
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Values over their root mean square, and its inverse [..., 1], in float32."""
+    """Return values over their root mean square, and its inverse [..., 1], in float32."""
     wide = x.float()
     inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return wide * inverse, inverse

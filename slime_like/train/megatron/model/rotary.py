@@ -12,7 +12,7 @@ from slime_like.errors import ConfigError
 
 
 class Rotary(torch.nn.Module):
-    """Angles at given positions, of the first ``partial_rotary_factor`` of a head's channels. Raises ``ConfigError`` on a scaling that is not supported."""
+    """Angles at positions, of the first ``partial_rotary_factor`` of a head's channels. Raises ``ConfigError`` on an unsupported scaling."""
 
     def __init__(self, hf: Any, head_dim: int, device: torch.device) -> None:
         super().__init__()
@@ -32,6 +32,6 @@ class Rotary(torch.nn.Module):
         self.frequencies = frequencies.to(device)  # [dim / 2]; a plain tensor: never cast to bfloat16
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """position_ids [P] -> angles [P, 1, 1, dim]."""
+        """Map position_ids [P] to angles [P, 1, 1, dim]."""
         angles = torch.outer(position_ids.to(self.frequencies.dtype), self.frequencies)
         return torch.cat((angles, angles), -1)[:, None, None, :]

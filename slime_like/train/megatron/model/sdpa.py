@@ -1,7 +1,7 @@
-"""Causal attention over packed sequences by torch's scaled dot product attention, in as few calls as pay.
+"""Causal attention over packed sequences by torch's scaled dot product attention, in few calls.
 
-Sequences of one length, or nearly, are one call: padding stands at the end of a sequence, where causality hides it from
-every real query; what its own queries give is dropped, so that neither values nor gradients depend on it.
+Sequences of similar length share a call. Padding is at the end of a sequence, where causality hides it from every real
+query; results of padding queries are dropped, so that neither values nor gradients depend on padding.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from torch import Tensor
 
 from slime_like.types import I32, I64
 
-RUN = 4  # sequences of a run of equal lengths, on average, from which on nothing is moved
+RUN = 4  # mean number of sequences in runs of equal length from which sequences are not reordered
 SPARE = 8  # a sequence joins a batch if it is at most 1 / SPARE shorter than its longest
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatches:
-    """Batches of (sequences, length) over T packed tokens, one behind the other: P slots in all, padding included."""
+    """Consecutive batches of (sequences, length) over T packed tokens: P slots in all, padding included."""
 
     shapes: tuple[tuple[int, int], ...]
     slot_of: Tensor | None = None  # I64 [T], slot of each token; None: slots are the packed tokens
-    token_of: Tensor | None = None  # I64 [P], token of each slot; of a padding slot, any
+    token_of: Tensor | None = None  # I64 [P], token of each slot; arbitrary at padding
     padding: Tensor | None = None  # I64, the slots without a token
 
     def pad(self, x_T: Tensor) -> Tensor:
-        """[T, ...] -> [P, ...]."""
+        """Map [T, ...] to [P, ...]."""
         return x_T if self.slot_of is None else _Pad.apply(x_T, self)  # pyright: ignore[reportReturnType]
 
     def unpad(self, x_P: Tensor) -> Tensor:
-        """[P, ...] -> [T, ...]."""
+        """Map [P, ...] to [T, ...]."""
         return x_P if self.slot_of is None else _Unpad.apply(x_P, self)  # pyright: ignore[reportReturnType]
 
 
 def attention_batches(cu_seqlens: I32, device: torch.device) -> AttentionBatches:
-    """Which sequences to attend to in one call.
+    """Group sequences into batches of one attention call each.
 
-    Neighbours of one length make a batch as they stand. Where few are alike, sequences are sorted and batched with
-    shorter ones, down to 7/8 of the longest. Example: lengths 8, 8, 7, 2: batches of (3, 8) and (1, 2), one padding slot.
+    Neighbours of equal length form a batch in place. If there are few such, sequences are sorted and batched with shorter
+    ones, down to 7/8 of the longest. Example: lengths 8, 8, 7, 2: batches of (3, 8) and (1, 2), one padding slot.
     """
     lengths = np.diff(cu_seqlens).astype(np.int64)
     runs = _runs(lengths)
@@ -65,7 +65,7 @@ def attention_batches(cu_seqlens: I32, device: torch.device) -> AttentionBatches
 
 
 def in_batches(query: Tensor, key: Tensor, value: Tensor, batches: AttentionBatches, scale: float | None) -> Tensor:
-    """query [T, heads, dim], key and value [T, groups, dim] -> [T, heads, dim]."""
+    """Map query [T, heads, dim], key and value [T, groups, dim] to [T, heads, dim]."""
     sizes = [sequences * length for sequences, length in batches.shapes]
     columns = (batches.pad(x).split(sizes) for x in (query, key, value))
     parts = [
@@ -78,7 +78,7 @@ def in_batches(query: Tensor, key: Tensor, value: Tensor, batches: AttentionBatc
 def in_pieces(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[tuple[int, int]], scale: float | None
 ) -> Tensor:
-    """query [L, heads, dim], key and value [K, groups, dim] -> [L, heads, dim]; a call for each (queries, keys) of ``lengths``."""
+    """Map query [L, heads, dim], key and value [K, groups, dim] to [L, heads, dim]; one call per (queries, keys) of ``lengths``."""
     queries, keys = (list(counts) for counts in zip(*lengths, strict=True))
     # split, not slicing: its backward is one concatenation instead of one full-size buffer per sequence
     sizes = ((query, queries), (key, keys), (value, keys))
@@ -87,24 +87,24 @@ def in_pieces(
 
 
 def _attend(columns: Sequence[Tensor], scale: float | None) -> Tensor:
-    """Query [b, heads, q, dim], key and value [b, groups, k, dim], causal with the last query at the last key."""
+    """Attend with query [b, heads, q, dim], key and value [b, groups, k, dim]; the last query is aligned with the last key."""
     query, key, value = columns
     q, k = query.shape[2], key.shape[2]
-    seen = None if q == k else torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)
+    mask = None if q == k else torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, is_causal=q == k, scale=scale, enable_gqa=True
+        query, key, value, attn_mask=mask, is_causal=q == k, scale=scale, enable_gqa=True
     )
 
 
 def _runs(lengths: I64) -> tuple[tuple[int, int], ...]:
-    """(how many, length) of neighbours of one length."""
+    """Return (count, length) of each run of neighbours of equal length."""
     starts = np.flatnonzero(np.diff(lengths, prepend=-1))
     counts = np.diff(starts, append=len(lengths))
     return tuple(zip(counts.tolist(), lengths[starts].tolist(), strict=True))
 
 
 def _shapes(falling: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(how many, longest) of each batch of sequences of falling length."""
+    """Return (count, longest) of each batch of sequences in order of falling length."""
     shapes: list[tuple[int, int]] = []
     for length in falling:
         if shapes and (shapes[-1][1] - length) * SPARE <= shapes[-1][1]:
@@ -115,7 +115,7 @@ def _shapes(falling: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 class _Pad(torch.autograd.Function):
-    """Padding slots repeat a token: finite, and without effect on it, since no gradient comes back from them."""
+    """Gather into slots. Padding slots repeat a token: finite, and no gradient flows back from them."""
 
     @staticmethod
     def forward(ctx: Any, x_T: Tensor, batches: AttentionBatches) -> Tensor:

@@ -1,8 +1,8 @@
-"""The packed stream cut into contiguous ranges, one per context parallel rank: the layout of layers that pass a state on.
+"""Contiguous ranges of the packed stream, one per context parallel rank: the layout of recurrent layers.
 
 Attention keeps two chunks of every sequence per rank (``layout``), which balances the causal triangle. A recurrence has
-no triangle: its ranks hold consecutive tokens, so that only one state and a few tokens cross each border. Borders fall
-where the stream is divided, not where sequences end. Index arithmetic is numpy on the host, once per micro-batch.
+no triangle: its ranks hold consecutive tokens, so that only one state and a few tokens cross each border. Borders divide
+the stream evenly and may cut sequences. Index arithmetic is numpy on the host, once per micro-batch.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from slime_like.types import I32, I64
 
 @dataclass(frozen=True, slots=True)
 class StreamPart:
-    """What one rank holds of a stream of P tokens: L = P / cp consecutive ones, in N pieces of sequences."""
+    """One rank's range of a stream of P tokens: L = P / cp consecutive tokens, in N pieces of sequences."""
 
     send: tuple[int, ...]  # local tokens of ``layout`` that go to each rank, in their order
     receive: tuple[int, ...]  # tokens that come from each rank
-    order: I64  # [L], where each token of the range stands among the received ones
+    order: I64  # [L], position of each token of the range among the received ones
     cu_seqlens: I32  # [N + 1], of the range
     history: int  # tokens of the first piece's sequence on earlier ranks
     chain: tuple[int, ...]  # earlier ranks that sequence lies on, in order
-    is_cut: bool  # whether any border of the stream cuts a sequence; the same on all ranks
+    is_cut: bool  # a border of the stream cuts a sequence; the same on all ranks
 
 
 def stream_part(padded_cu_seqlens: I32, *, cp: int, cp_rank: int) -> StreamPart:
-    """The range of one rank. ``padded_cu_seqlens`` is that of ``layout``: every length a multiple of ``2 * cp``.
+    """Return the range of one rank. Every length in ``padded_cu_seqlens`` (of ``layout``) is a multiple of ``2 * cp``.
 
     Example: lengths 4 and 12 with cp=2 are ranges of 8 tokens. Rank 0 has pieces of 4 and 4, rank 1 one piece of 8
     whose sequence has 4 tokens of history on rank 0.
@@ -40,16 +40,16 @@ def stream_part(padded_cu_seqlens: I32, *, cp: int, cp_rank: int) -> StreamPart:
     lengths = np.diff(bounds)
     length_of = np.repeat(lengths, lengths)
     position_ids = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
-    held = [zigzag(position_ids, length_of, cp, rank) for rank in range(cp)]
-    wanted = [tokens[(start <= tokens) & (tokens < stop)] for tokens in held]
+    by_rank = [zigzag(position_ids, length_of, cp, rank) for rank in range(cp)]
+    received = [tokens[(start <= tokens) & (tokens < stop)] for tokens in by_rank]
     inner = bounds[(start < bounds) & (bounds < stop)]
     history = int(position_ids[start])
     first = (start - history) // size  # the rank on which that sequence begins
     borders = size * np.arange(1, cp)
     return StreamPart(
-        send=tuple(np.bincount(held[cp_rank] // size, minlength=cp).tolist()),
-        receive=tuple(len(tokens) for tokens in wanted),
-        order=np.argsort(np.concatenate(wanted)),
+        send=tuple(np.bincount(by_rank[cp_rank] // size, minlength=cp).tolist()),
+        receive=tuple(len(tokens) for tokens in received),
+        order=np.argsort(np.concatenate(received)),
         cu_seqlens=np.concatenate([[start], inner, [stop]]).astype(np.int32) - np.int32(start),
         history=history,
         chain=tuple(range(first, cp_rank)) if history else (),

@@ -1,4 +1,4 @@
-"""Core attention by TransformerEngine, for ``model.attention=te`` on a GPU that has it. Import it only then."""
+"""Core attention by TransformerEngine, for ``model.attention=te`` on a GPU. Import it only then."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _Base: Any = TEDotProductAttention
 
 
 class TEAttention(_Base):
-    """megatron's wrapper of TransformerEngine's DotProductAttention, fed with packed rows.
+    """megatron's wrapper of TransformerEngine's DotProductAttention for packed rows.
 
     TransformerEngine chooses among flash-attn's and cuDNN's kernels. Under context parallelism it sends keys and values
     around the ranks itself, overlapped with attention over those at hand (Ring Attention,
-    https://arxiv.org/abs/2310.01889); its chunks per rank are those of ``layout``. It holds no parameters, so that
-    checkpoints do not depend on who computes attention.
+    https://arxiv.org/abs/2310.01889); its chunks per rank are those of ``layout``. It has no parameters, so that
+    checkpoints do not depend on the attention backend.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class TEAttention(_Base):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [L, heads, dim], key and value [L, groups, dim] of the local tokens -> [L, heads * dim]."""
+        """Map query [L, heads, dim], key and value [L, groups, dim] of the local tokens to [L, heads * dim]."""
         assert isinstance(packed_seq_params, PackedRows) and attention_mask is None and attention_bias is None
-        # Of the kinds of mask that it has for packed sequences, causal is called so; it implies no padding.
+        # padding_causal is TransformerEngine's name of the causal mask for packed sequences; it implies no padding.
         out: Tensor = super().forward(
             query, key, value, None, AttnMaskType.padding_causal, packed_seq_params=packed_seq_params.on_device()
         )

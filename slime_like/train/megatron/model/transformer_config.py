@@ -1,4 +1,4 @@
-"""The only place where our config and the HF config become megatron's TransformerConfig."""
+"""Construction of megatron's TransformerConfig from our config and the HF config."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ _UNFUSED = {
 
 
 def dtype_of(spec: ActorSpec) -> torch.dtype:
-    """The compute dtype."""
+    """Return the compute dtype."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.dtype]
 
 
 def choose_family(spec: ActorSpec, hf: Any) -> Family:
-    """The family of ``model.family``, or with ``auto`` the one that knows the HF config's model_type."""
+    """Return the family of ``model.family``, or with ``auto`` the one that has the HF config's model_type."""
     if spec.model.family != "auto":
         return resolve("model.family", spec.model.family, FAMILIES)(hf, spec.layout.tp)
-    known: list[str] = []
+    model_types: list[str] = []
     for name in FAMILIES:
         family: type[Family] = resolve("model.family", name, FAMILIES)
         if hf.model_type in family.model_types:
             return family(hf, spec.layout.tp)
-        known += family.model_types
+        model_types += family.model_types
     raise ConfigError(
-        f"{spec.model_key}={spec.model.hf_checkpoint}: model_type {hf.model_type!r} has no family; {nearest(hf.model_type, known)}"
+        f"{spec.model_key}={spec.model.hf_checkpoint}: model_type {hf.model_type!r} has no family; {nearest(hf.model_type, model_types)}"
     )
 
 
 def transformer_config(spec: ActorSpec, family: Family) -> TransformerConfig:
-    """TransformerConfig of one rank. Raises ``ConfigError`` on unknown or unusable ``model.megatron`` fields."""
+    """Return the TransformerConfig of one rank. Raises ``ConfigError`` on unknown or unusable ``model.megatron`` fields."""
     from megatron.core.transformer import TransformerConfig
 
     layout, dtype = spec.layout, dtype_of(spec)
@@ -119,7 +119,7 @@ def _recompute(spec: ActorSpec, family: Family) -> dict[str, Any]:
 
 
 def pipeline_pattern(blocks: tuple[str, ...], layout: Layout) -> str:
-    """Layer symbols with ``|`` between pipeline segments. Raises ``ConfigError`` where blocks and segments differ."""
+    """Return layer symbols with ``|`` between pipeline segments. Raises ``ConfigError`` if blocks and segments differ."""
     sizes = layout.segments or even_segments(len(blocks), layout.pp, layout.vpp)
     if sum(sizes) != len(blocks) or len(sizes) != layout.pp * layout.vpp:
         raise ConfigError(

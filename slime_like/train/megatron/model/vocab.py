@@ -1,4 +1,4 @@
-"""Log-probability and entropy from hidden states, without holding logits: the vocabulary projection in chunks.
+"""Log-probability and entropy from hidden states, without storing logits: the vocabulary projection in chunks.
 
 Forward keeps the hidden states and one log-sum-exp per token; backward computes the logits of each chunk again. Peak
 memory is one chunk of float32 logits of this rank's part of the vocabulary, for one more matrix product per step.
@@ -19,7 +19,7 @@ from slime_like.util import exact
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """What a rank holds of the vocabulary: rows [start, start + size) of the padded one, ``real`` of them tokens."""
+    """A rank's rows [start, start + size) of the padded vocabulary, of which ``real`` are tokens."""
 
     start: int
     real: int
@@ -27,7 +27,7 @@ class VocabularyPart:
 
 
 VocabScores = Callable[..., tuple[Tensor, Tensor | None]]
-"""``vocab_scores``, or what computes the same for a kind of machine."""
+"""``vocab_scores``, or an equivalent for one kind of machine."""
 
 
 class _Scores(torch.autograd.Function):
@@ -105,7 +105,7 @@ def _whole_vocabulary(
     chunk: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Forward where one rank holds all tokens: the engine's own formula, so that bits can agree."""
+    """Forward on one rank with the full vocabulary: the engine's formula, so that bits can agree."""
     n = len(hidden_NH)
     logprob_N, lse_N = (hidden_NH.new_empty(n, dtype=torch.float32) for _ in range(2))
     entropy_N = torch.empty_like(logprob_N) if entropy else None
@@ -131,22 +131,22 @@ def vocab_scores(
     chunk: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability F32 [N] and, where asked for, entropy F32 [N] of ``softmax(hidden @ weight.T / temperature)`` over the real vocabulary.
+    """Return log-probability and (if ``entropy``) entropy F32 [N] of ``softmax(hidden @ weight.T / temperature)``.
 
-    ``weight_VH`` is this rank's part; the results are the same on every rank of the group, and the gradient of
+    Over the vocabulary without padding. ``weight_VH`` is this rank's part; results are equal on all ranks, the gradient of
     ``hidden_NH`` is this rank's share (the caller's tensor parallel region sums it). Token ids in ``target_N`` are global.
     """
     return _Scores.apply(hidden_NH, weight_VH, target_N, part, temperature, chunk, entropy)  # pyright: ignore[reportReturnType]
 
 
 def _logits(hidden_nH: Tensor, weight_VH: Tensor, part: VocabularyPart, temperature: float) -> Tensor:
-    """Scaled float32 logits [n, real] of this rank's tokens; padding rows of the vocabulary take no part."""
+    """Return scaled float32 logits [n, real] of this rank's tokens, without padding rows of the vocabulary."""
     logits = exact.linear(hidden_nH, weight_VH[: part.real]).float()
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
 def _local_target(target_n: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """Column of each target on this rank (0 where another rank has it), and whether this rank has it."""
+    """Return the column of each target on this rank (0 if another rank has it), and a mask of the targets it has."""
     local = target_n - part.start
     inside = (local >= 0) & (local < part.real)
     return torch.where(inside, local, 0), inside

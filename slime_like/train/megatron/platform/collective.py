@@ -1,4 +1,4 @@
-"""File work that one rank does for all: a failure there is raised on every rank, so that none waits for the others."""
+"""File work done by rank 0 for all ranks. Its failure is raised on every rank, so that none is left waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where megatron puts what it creates."""
+"""Device of megatron's parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def current_device() -> torch.device:
-    """Where megatron creates parameters: the GPU of this rank, or the CPU under the host facade."""
+    """Return the device on which megatron creates parameters: this rank's GPU, or the CPU under the host facade."""
     from megatron.core.transformer import module
 
     return torch.device(module.torch.cuda.current_device())

@@ -21,7 +21,7 @@ from slime_like.util.ports import Meeting
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Where this rank stands in the layout."""
+    """This rank's coordinates and process groups in the parallel layout."""
 
     layout: Layout
     device: torch.device
@@ -40,27 +40,27 @@ class RankInfo:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the embedding."""
+        """True on the first pipeline stage, which holds the embedding."""
         return self.pp_rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the output layer, and so the losses."""
+        """True on the last pipeline stage, which holds the output layer and computes the losses."""
         return self.pp_rank == self.layout.pp - 1
 
     @property
     def speaks_for_shard(self) -> bool:
-        """Whether this is the one rank of its data parallel shard whose columns count."""
+        """True on the one rank of each data parallel shard whose columns are used."""
         return self.is_last and self.tp_rank == self.cp_rank == 0
 
     @property
     def is_reporter(self) -> bool:
-        """Whether this is the one rank of the world whose metrics and scores count."""
+        """True on the one rank of the world whose metrics and scores are used."""
         return self.speaks_for_shard and self.dp_rank == 0
 
 
 def check_layout(layout: Layout, world_size: int) -> None:
-    """Raise ``ConfigError`` where the ranks cannot carry the layout or the trainer does not support it."""
+    """Raise ``ConfigError`` if the world size does not fit the layout or the trainer does not support it."""
     if layout.world_size != world_size:
         sizes = f"tp={layout.tp} pp={layout.pp} cp={layout.cp} dp={layout.dp}"
         raise ConfigError(
@@ -76,9 +76,9 @@ def check_layout(layout: Layout, world_size: int) -> None:
 
 
 def enter(spec: ActorSpec, *, rank: int, world_size: int, master: Meeting, local_rank: int = 0) -> RankInfo:
-    """Join the world (unless this process has) and create megatron's groups. Before any import of megatron.
+    """Join the world (unless already joined) and create megatron's groups. Call it before any import of megatron.
 
-    Raises ``ConfigError`` on a layout that the trainer does not support or the world cannot carry.
+    Raises ``ConfigError`` on a layout that the trainer does not support or that does not fit the world size.
     """
     check_layout(spec.layout, world_size)
     host.install(spec.device)
@@ -102,12 +102,12 @@ def join_world(spec: ActorSpec, rank: int, world_size: int, master: Meeting, loc
 
 
 def rank_device(spec: ActorSpec, local_rank: int) -> torch.device:
-    """Where this rank computes."""
+    """Return the device this rank computes on."""
     return torch.device("cuda", local_rank) if spec.device == "cuda" else torch.device("cpu")
 
 
 def collective_seconds(spec: ActorSpec) -> float:
-    """Longest time of one collective."""
+    """Return the timeout of one collective in seconds."""
     seconds = min(spec.deadline_s, spec.guard.deadline_s) if spec.guard.wrap else spec.deadline_s
     return seconds * deadline.scale()
 

@@ -1,8 +1,8 @@
-"""The one place that makes megatron-core run: patches everywhere, and a host in the role of the GPU where there is none.
+"""Import-time adaptation of megatron-core: patches on every device, and a facade that replaces the GPU on a CPU host.
 
-Without a GPU every ``megatron.core`` module gets, in place of its global ``torch``, a facade whose CUDA surface is the
-host: ``torch.cuda.current_device()`` is the CPU, streams and events do nothing, ``device="cuda"`` means the CPU. The
-real ``torch`` stays as it is for every other library, but for ``Tensor.cuda``, which could only raise there.
+Without a GPU the global ``torch`` of every ``megatron.core`` module is replaced by a facade whose CUDA API runs on the
+host: ``torch.cuda.current_device()`` is the CPU, streams and events do nothing, ``device="cuda"`` means the CPU. Other
+libraries see the real ``torch``, unchanged except for ``Tensor.cuda``, which could only raise on a CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FACTORIES = [
 
 
 class _Nothing:
-    """A stream, an event, a device context: nothing to do on the host."""
+    """A stream, event or device context that does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __getattr__(self, name: str) -> Callable[..., _Nothing]:
@@ -59,7 +59,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 class _Cuda(types.ModuleType):
-    """``torch.cuda`` played by the host."""
+    """``torch.cuda`` implemented on the host."""
 
     Stream = Event = stream = device = _Nothing
     current_stream = default_stream = staticmethod(_Nothing)
@@ -108,7 +108,7 @@ class _Torch(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
-        self.__dict__[name] = value  # found directly from now on
+        self.__dict__[name] = value  # later look-ups skip __getattr__
         return value
 
 
@@ -139,8 +139,8 @@ def _clip(module: types.ModuleType) -> None:
 
     def clip(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:
         coefficient = max_norm / (total_norm + 1.0e-6)
-        found = [getattr(p, "decoupled_grad", None) if use_decoupled_grad else p.grad for p in parameters]
-        grads = [grad for grad in found if grad is not None]
+        all_grads = [getattr(p, "decoupled_grad", None) if use_decoupled_grad else p.grad for p in parameters]
+        grads = [grad for grad in all_grads if grad is not None]
         if coefficient < 1.0 and grads:
             torch._foreach_mul_(grads, coefficient)
 
@@ -148,7 +148,7 @@ def _clip(module: types.ModuleType) -> None:
 
 
 def _split_sizes(module: types.ModuleType) -> None:
-    """Sizes of an exchange between experts become numbers on their way from the GPU, and only then."""
+    """Upstream converts split sizes of the expert all-to-all to numpy only when it copies them from a GPU."""
     stock: Callable[..., Any] = module.maybe_move_tensor_to_cpu
 
     def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -159,20 +159,20 @@ def _split_sizes(module: types.ModuleType) -> None:
 
 
 def _groups_of_one(module: types.ModuleType) -> None:
-    """The distributed optimizer of a single replica scatters and gathers whole buffers onto themselves; gloo copies each twice.
+    """With one replica the distributed optimizer scatters and gathers buffers onto themselves; gloo copies each twice.
 
-    Goes when megatron-core leaves such exchanges out.
+    Remove when megatron-core skips such exchanges.
     """
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
         patches.replace(module, name, _unless_alone(getattr(module, name)))
 
 
 def _unless_alone(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    def unless_alone(output: torch.Tensor, given: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        same = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
+    def unless_alone(output: torch.Tensor, source: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        same = output.data_ptr() == source.data_ptr() and output.numel() == source.numel()
         if same and group is not None and group.size() == 1:
             return None
-        return exchange(output, given, *args, group=group, **kwargs)
+        return exchange(output, source, *args, group=group, **kwargs)
 
     return unless_alone
 
@@ -228,8 +228,8 @@ def _quiet() -> Generator[None]:
 
 @contextlib.contextmanager
 def _without_wandb() -> Generator[None]:
-    """megatron's timers import it for what nobody here asks them: half a second of each rank, and folders in the machine's
-    temporary one that stay there when a rank is ended."""
+    """Keep megatron's timers from importing wandb: it costs half a second per rank and leaves folders in the temporary
+    directory when a rank is killed."""
     if "wandb" in sys.modules:
         yield
         return
@@ -242,7 +242,7 @@ def _without_wandb() -> Generator[None]:
 
 @contextlib.contextmanager
 def _uncompiled() -> Generator[None]:
-    """megatron decorates with torch.compile at import: seconds of inductor, and a C++ compiler at first use."""
+    """Disable torch.compile, which megatron applies at import: it costs seconds of inductor and needs a C++ compiler."""
 
     def keep(function: Any = None, **_: Any) -> Any:
         return function if function is not None else lambda f: f
@@ -254,7 +254,7 @@ def _uncompiled() -> Generator[None]:
         torch.compile = stock
 
 
-# Messages about choices made here on purpose; every other one of these loggers passes.
+# Messages about deliberate choices; all others of these loggers pass.
 _EXPECTED = {
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
     "megatron.core.rerun_state_machine": "erunStateMachine|Rerun State Machine",
@@ -266,7 +266,7 @@ def _silence_expected() -> None:
     for name, pattern in _EXPECTED.items():
         expected = re.compile(pattern)
         logging.getLogger(name).addFilter(lambda record, e=expected: e.search(record.getMessage()) is None)
-    for category in (UserWarning, FutureWarning):  # deprecations inside the pinned set; nothing a user could act on
+    for category in (UserWarning, FutureWarning):  # deprecations inside the pinned versions
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core|torch\.distributed")
 
 
@@ -289,7 +289,7 @@ def install(device: str) -> None:
 
 
 def verify() -> None:
-    """Import what has patches and was not needed so far: every patch must find its module."""
+    """Import every patched module that is not imported yet, so that a patch without a module is an error."""
     assert _installed is not None, "slime_like.train.megatron.platform.host.install() has not run"
     for name in sorted(set(_installed.todo) - _installed.done):
         importlib.import_module(name)
@@ -299,7 +299,7 @@ def verify() -> None:
 
 @contextlib.contextmanager
 def building_optimizer() -> Generator[None]:
-    """On a host: tensor types read as CUDA ones, which megatron's optimizers sort parameters by."""
+    """Make ``Tensor.type`` report CUDA types on a host: megatron's optimizers group parameters by them."""
     if _installed is None or _installed.facade is None:
         yield
         return

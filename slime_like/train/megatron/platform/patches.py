@@ -1,7 +1,7 @@
-"""What megatron-core 0.19.2 without TransformerEngine or apex needs on CPU and GPU alike.
+"""Patches that megatron-core 0.19.2 needs on CPU and GPU when TransformerEngine and apex are missing.
 
-Each entry runs right after its module's body, before any other module can bind the old name. Each goes when upstream
-no longer has the fault it names.
+Each patch runs right after its module's body, before any other module can bind the old name. Remove a patch when
+upstream no longer has the fault that it names.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from slime_like.train.megatron.platform import pickles
 Patch = Callable[[ModuleType], None]
 
 
-STOCK: dict[tuple[str, str], Any] = {}  # (module or class, name) -> what a patch took the place of
+STOCK: dict[tuple[str, str], Any] = {}  # (module or class, name) -> the original that a patch replaced
 
 
 def replace(target: Any, name: str, value: Any) -> None:
     """Set ``target.name``; a name that does not exist is an error, never a silent no-op."""
-    where = str(getattr(target, "__name__", repr(target)))
-    assert hasattr(target, name), f"{where} has no {name!r}: megatron-core changed, review slime_like.train.megatron"
-    STOCK[where, name] = getattr(target, name)
+    owner = str(getattr(target, "__name__", repr(target)))
+    assert hasattr(target, name), f"{owner} has no {name!r}: megatron-core changed, review slime_like.train.megatron"
+    STOCK[owner, name] = getattr(target, name)
     setattr(target, name, value)
 
 
@@ -54,7 +54,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             params: list[Tensor] = [p for p in group["params"] if p.grad is not None and p.numel()]
             if not params:
@@ -94,31 +94,31 @@ def _distributed_optimizer(module: ModuleType) -> None:
 
 
 def _groups_of_two_dtypes(module: ModuleType) -> None:
-    """A group with parameters of 16 and of 32 bits: its optimizer holds the 32-bit ones first, its index does not know.
+    """In a group with 16-bit and 32-bit parameters the optimizer stores the 32-bit ones first, but the index does not.
 
-    A checkpoint then takes one parameter's state for another's. Goes when upstream numbers them as it lays them out.
+    A checkpoint then mixes up the states of two parameters. Remove when upstream numbers parameters in storage order.
     """
     optimizer = module.DistributedOptimizer
     stock = optimizer._build_optimizer_group_ranges.__func__
 
     def build(cls: Any, *args: Any) -> tuple[dict[Any, tuple[int, int]], list[dict[str, Any]]]:
         index, ranges = stock(cls, *args)
-        for group, found in enumerate(ranges):
-            found["params"].sort(key=lambda p: p.dtype != torch.float32)
-            index.update({p: (group, place) for place, p in enumerate(found["params"])})
+        for group, group_range in enumerate(ranges):
+            group_range["params"].sort(key=lambda p: p.dtype != torch.float32)
+            index.update({p: (group, position) for position, p in enumerate(group_range["params"])})
         return index, ranges
 
     replace(optimizer, "_build_optimizer_group_ranges", classmethod(build))
 
 
 def _share_storage(target: Tensor, source: Tensor) -> None:
-    """Give ``target``'s storage the bytes of ``source``, under every view of it and below autograd's version count."""
+    """Copy the bytes of ``source`` into ``target``'s storage: all views see them, autograd's version counter does not."""
     target.untyped_storage().resize_(source.untyped_storage().nbytes())
     target.untyped_storage().copy_(source.untyped_storage())
 
 
 def _recompute(module: ModuleType) -> None:
-    """Selective recompute: asks TransformerEngine for its fp8 state even without fp8; compiles a C++ extension."""
+    """Selective recompute asks TransformerEngine for its fp8 state even without fp8, and compiles a C++ extension."""
     stock = module.CheckpointWithoutOutput.__init__
 
     def init(self: Any, fp8: Any = None) -> None:
@@ -129,11 +129,11 @@ def _recompute(module: ModuleType) -> None:
 
 
 def _optimizer_offload(module: ModuleType) -> None:
-    """Offload: the step count of its GPU part stands still after a resume, and preparing a resume moves the weights.
+    """CPU offload: the step count of the GPU part stands still after a resume, and preparing a resume moves the weights.
 
-    Its parts read their groups from its own before each step, but what they write there is lost: a count per group, as
-    in ``GroupStepAdamW``, would be set back to the resumed one at every step. ``dummy_step``, which makes room for the
-    loaded state, takes a real step with random gradients.
+    Sub-optimizers copy their param groups from the hybrid optimizer before each step but do not write back: a count per
+    group, as in ``GroupStepAdamW``, would be reset to the resumed value at every step. ``dummy_step``, which allocates
+    the state to be loaded, takes a real step with random gradients.
     """
     hybrid = module.HybridDeviceOptimizer
     sync, dummy_step = hybrid._sync_sub_optimizers_state_to_hdo, hybrid.dummy_step
@@ -145,9 +145,9 @@ def _optimizer_offload(module: ModuleType) -> None:
             group["step"] = max(g.get("step", 0) for g in groups)
 
     def still_dummy_step(self: Any) -> None:
-        before = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
+        weights = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
         dummy_step(self)
-        for p, value in before:
+        for p, value in weights:
             p.data.copy_(value)
         self.update_fp32_param_by_new_param()
 
@@ -155,12 +155,12 @@ def _optimizer_offload(module: ModuleType) -> None:
     replace(hybrid, "dummy_step", still_dummy_step)
 
 
-UNREPORTED: list[OSError] = []  # what rank 0 could not write of a checkpoint's own metadata
-UNWRITTEN: list[Exception] = []  # why this rank could not write its part: upstream passes on the class alone
+UNREPORTED: list[OSError] = []  # errors of rank 0 in writing a checkpoint's metadata
+UNWRITTEN: list[Exception] = []  # errors of this rank in writing its part: upstream passes on the class alone
 
 
 def _keeping_errors(write: Callable[..., None]) -> Callable[..., None]:
-    """``write`` on rank 0, whose OSError waits in ``UNREPORTED``: raised, it would leave the others in a broadcast."""
+    """Wrap ``write`` of rank 0 to put an OSError into ``UNREPORTED``: raising would leave the others in a broadcast."""
 
     def keeping(*args: Any, **kwargs: Any) -> None:
         try:
@@ -172,10 +172,10 @@ def _keeping_errors(write: Callable[..., None]) -> Callable[..., None]:
 
 
 def _checkpoint_writer(module: ModuleType) -> None:
-    """A save returns its results through a plain queue: the stock one spawns a Manager process that imports __main__."""
+    """Return a save's results through a plain queue: the stock one spawns a Manager process that imports __main__."""
 
     def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
-        return queue.Queue()  # of this save alone: one that failed leaves its results behind
+        return queue.Queue()  # one per save: a failed save leaves its results behind
 
     stock: Callable[..., tuple[int, Any]] = module.FileSystemWriterAsync.write_preloaded_data
 
@@ -195,23 +195,23 @@ def _checkpoint_config(module: ModuleType) -> None:
 
 
 def _checkpoint_reader(module: ModuleType) -> None:
-    """Metadata and objects of a checkpoint are unpickled without restriction, whoever wrote them: see ``pickles``.
+    """Upstream unpickles metadata and objects of a checkpoint without restriction (see ``pickles``).
 
-    Goes when torch reads ``.metadata`` and the objects beside it by an allow list.
+    Remove when torch reads ``.metadata`` and the objects next to it by an allow list.
     """
     replace(module, "_get_filesystem_reader", lambda checkpoint_dir, **_: pickles.CheckedReader(checkpoint_dir))
 
 
 def _checkpoint_common(module: ModuleType) -> None:
-    """``common.pt`` is read as torch's default says, which an environment variable changes."""
+    """Upstream reads ``common.pt`` with torch's default for ``weights_only``, which an environment variable changes."""
     replace(module, "load_common", pickles.load_common)
 
 
 def _pipeline_shapes(module: ModuleType) -> None:
-    """Two pipeline ranks, virtual stages, rows of unequal length: shapes of activations and gradients change places.
+    """With two pipeline ranks, virtual stages and rows of unequal length, shapes of activations and gradients are swapped.
 
-    Each rank is then both before and after the other, and upstream posts sends and receives of shapes in an order that
-    pairs one rank's "to the previous" with the other's "from the previous". Its tensors go in the right order.
+    Each rank is then both the previous and the next of the other, and upstream posts sends and receives of shapes in an
+    order that pairs "send to previous" with "receive from previous". It sends the tensors themselves in the right order.
     """
     communicator = module.P2PCommunicator
     stock = communicator._communicate_shapes
@@ -237,7 +237,7 @@ def _pipeline_shapes(module: ModuleType) -> None:
             prev_pipeline_rank=self.prev_rank,
             next_pipeline_rank=self.next_rank,
         )
-        # Not for the sends: the other may read them in its next exchange, after the tensors of this one.
+        # Do not wait for the sends: the peer may read them in its next exchange, after the tensors of this one.
         for name in requests.keys() & {"recv_prev", "recv_next"}:
             requests[name].wait()
         self.unread_shapes = [*getattr(self, "unread_shapes", [])[-8:], (requests, sent)]  # alive while in flight
@@ -247,15 +247,15 @@ def _pipeline_shapes(module: ModuleType) -> None:
 
 
 def _gated_delta_net(module: ModuleType) -> None:
-    """A Gated DeltaNet refuses to be built without fla, also where a subclass brings kernels of its own.
+    """Upstream refuses to build a Gated DeltaNet without fla, even if a subclass has its own kernels.
 
-    Goes when megatron-core asks for fla where it calls it.
+    Remove when megatron-core checks for fla at the call.
     """
     replace(module, "HAVE_FLA", True)
 
 
 def table() -> dict[str, Patch]:
-    """Module name -> patch, for what this environment lacks."""
+    """Return the patches that this environment needs, by module name."""
     patches: dict[str, Patch] = {
         "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
         "megatron.core.dist_checkpointing.serialization": _checkpoint_config,

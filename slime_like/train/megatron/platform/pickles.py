@@ -1,8 +1,8 @@
-"""Objects of a checkpoint folder, unpickled by an allow list: a folder that a user brings must not run code.
+"""Unpickling of a checkpoint folder's objects by an allow list: loading a user's folder must not run code.
 
 A ``torch_dist`` folder holds pickles in three places, which torch and megatron-core read with a plain ``pickle.load``:
 ``.metadata``, the objects in ``.distcp`` files (RNG states, ``common_state``), and ``common.pt`` of earlier versions.
-``CheckedReader`` and ``load_common`` take the place of their readers (``patches``).
+``CheckedReader`` and ``load_common`` replace their readers (``patches``).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ ALLOWED: dict[str, frozenset[str]] = {
     "collections": frozenset({"OrderedDict"}),
     "pathlib": frozenset({"PosixPath"}),
 }
-OPTIMIZERS = [torch.optim.Adam, torch.optim.AdamW]  # of which one megatron's offloading optimizer names as its own
-GLOBAL = re.compile(r"GLOBAL (\S+)")  # how torch's weights-only unpickler names what it refuses
+OPTIMIZERS = [torch.optim.Adam, torch.optim.AdamW]  # the class that megatron's offloading optimizer stores
+GLOBAL = re.compile(r"GLOBAL (\S+)")  # in the error of torch's weights-only unpickler
 
 
 class CheckedReader(FileSystemReader):
-    """torch's reader of a checkpoint folder with both of its pickles replaced: each is read once and checked as it is read."""
+    """torch's reader of a checkpoint folder, which checks both kinds of pickles as it reads them."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return ``.metadata``. Raises ``CheckpointException`` around the ``CheckpointError`` of ``load_metadata``.
 
-        torch's loader takes any ``Exception`` here for a file that is missing; CheckpointException is none.
+        torch's loader treats any ``Exception`` here as a missing file; CheckpointException is a BaseException.
         """
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         try:
@@ -72,9 +72,9 @@ class CheckedReader(FileSystemReader):
 
 
 class _CheckedObjects:
-    """A load planner that is given objects only after ``load_object`` has read them.
+    """A load planner that passes objects on only after ``load_object`` has checked them.
 
-    torch's planners unpickle the bytes they are given without restriction: they get a copy written here, never the file's.
+    torch's planners unpickle their bytes without restriction: they get a copy written here, never the bytes of the file.
     """
 
     def __init__(self, planner: Any, reader: CheckedReader) -> None:
@@ -96,23 +96,23 @@ class _CheckedObjects:
 def load_metadata(path: Path) -> Metadata:
     """Return the metadata in ``path``, the ``.metadata`` of a folder.
 
-    Raises ``CheckpointError`` where it asks for a class that is not in ``ALLOWED``, holds something else, or places data
-    outside of its folder.
+    Raises ``CheckpointError`` if it needs a class that is not in ``ALLOWED``, holds something else, or places data outside
+    of its folder.
     """
-    found = _MetadataUnpickler(path).load()
-    if not isinstance(found, Metadata):
-        raise CheckpointError(f"{path}: holds a {type(found).__name__}, not the metadata of a torch_dist checkpoint")
-    for info in (found.storage_data or {}).values():
+    metadata = _MetadataUnpickler(path).load()
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, not the metadata of a torch_dist checkpoint")
+    for info in (metadata.storage_data or {}).values():
         name = PurePosixPath(info.relative_path)
         if name.is_absolute() or ".." in name.parts:
             raise CheckpointError(f"{path}: places data in {str(name)!r}, outside of its folder; it was not read")
-    return found
+    return metadata
 
 
 def load_object(file: io.BytesIO | Path, path: Path) -> Any:
-    """Return what ``torch.save`` wrote, by torch's weights-only unpickler: tensors, containers, and megatron's safe classes.
+    """Load an object of ``torch.save`` by torch's weights-only unpickler: tensors, containers, megatron's safe classes.
 
-    Raises ``CheckpointError`` naming ``path`` and the class or function that it asks for beyond these.
+    Raises ``CheckpointError`` naming ``path`` and any other class or function that the file needs.
     """
     from slime_like.train.megatron.platform.patches import GroupStepAdamW  # which imports this module
 
@@ -127,7 +127,7 @@ def load_object(file: io.BytesIO | Path, path: Path) -> Any:
 
 
 def load_common(checkpoint_dir: str | Path) -> Any:
-    """Return the objects of a legacy ``common.pt``. Errors as ``load_object``."""
+    """Return the objects of a legacy ``common.pt``. Raises like ``load_object``."""
     path = Path(checkpoint_dir) / "common.pt"
     return load_object(path, path)
 

@@ -32,42 +32,42 @@ OWN = frozenset({"value_loss", "value_clipfrac", "values", "returns"})  # names 
 class ValueStep(OptimizerStep):
     """Optimizer steps on the value loss."""
 
-    reports_balance = False  # under these names the policy does
+    reports_balance = False  # the policy reports its own under the same names
 
-    def __init__(self, wrapped: Chunks, optimizer: Any, schedule: Any, clip: float | None, place: RankInfo) -> None:
-        super().__init__(wrapped, optimizer, schedule, place)
+    def __init__(self, wrapped: Chunks, optimizer: Any, schedule: Any, clip: float | None, rank_info: RankInfo) -> None:
+        super().__init__(wrapped, optimizer, schedule, rank_info)
         model = wrapped.last
         assert isinstance(model, ValueModel)
         self._model = model
         self._clip = clip
 
     def _loss_of(
-        self, micro: MicroBatch, hidden: Tensor, report: StepReport, drift: Drift | None
+        self, micro: MicroBatch, hidden_L1H: Tensor, report: StepReport, drift: Drift | None
     ) -> tuple[Tensor, int]:
         del drift
-        rows, device = micro.rows, hidden.device
-        found = micro.layout.predictions(rows.loss_weight > 0)
-        target = to_device(found.target, device)
+        rows, device = micro.rows, hidden_L1H.device
+        predictions = micro.layout.predictions(rows.loss_weight > 0)
+        target_N = to_device(predictions.target, device)
         assert micro.values is not None and micro.returns is not None
-        values = self._model.values(hidden, to_device(found.source, device))
-        weight = to_device(rows.loss_weight[found.target], device)
-        out = value_loss(values, micro.values[target], micro.returns[target], self._clip)
-        report.add(out, weight, {})
-        return (weight * out.loss).sum(), len(found.target)
+        values_N = self._model.values(hidden_L1H, to_device(predictions.source, device))
+        weight_N = to_device(rows.loss_weight[predictions.target], device)
+        out = value_loss(values_N, micro.values[target_N], micro.returns[target_N], self._clip)
+        report.add(out, weight_N, {})
+        return (weight_N * out.loss).sum(), len(predictions.target)
 
 
 class RankCritic(RankModel):
     """The value model on one rank. Methods are collectives: every rank calls them in the same order."""
 
-    def __init__(self, spec: CriticSpec, place: RankInfo) -> None:
-        super().__init__(spec.rank, place, ValueModel)
-        self.optimizer_step = ValueStep(self.wrapped, self.optimizer, self.schedule, spec.value_clip, place)
+    def __init__(self, spec: CriticSpec, rank_info: RankInfo) -> None:
+        super().__init__(spec.rank, rank_info, ValueModel)
+        self.optimizer_step = ValueStep(self.wrapped, self.optimizer, self.schedule, spec.value_clip, rank_info)
         if spec.load is not None:
             checkpoint.load_weights(self.checkpoint_parts(), Path(spec.load))
         self._rollout: OpenRollout | None = None
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
-        """Values of a rollout, which stays open for ``update``, on the rank that speaks for its shard. No metrics yet."""
+        """Return values of a rollout on the rank that speaks for its shard. Keeps the rollout open for ``update``; no metrics."""
         start = time.perf_counter()
         rollout = OpenRollout([[self.micro(rows) for rows in step] for step in steps])
         values = value_micros(self.wrapped, rollout.micros)
@@ -75,23 +75,25 @@ class RankCritic(RankModel):
             micro.values = column
         rollout.metrics.append(Last("perf/values_time", time.perf_counter() - start))
         self._rollout = rollout
-        return (nested([v.cpu().numpy() for v in values], rollout.plan) if self.place.speaks_for_shard else None), ()
+        return (
+            nested([v.cpu().numpy() for v in values], rollout.plan) if self.rank_info.speaks_for_shard else None
+        ), ()
 
     def update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
-        """One optimizer step per step of the open rollout. Global metrics on the reporter, else ()."""
+        """Take the optimizer steps of the open rollout. Returns global metrics on the reporter, else ()."""
         rollout, self._rollout = self._rollout, None
         assert rollout is not None, "score comes first"
         start = time.perf_counter()
-        fill(rollout.plan, "returns", returns, self.place)
+        fill(rollout.plan, "returns", returns, self.rank_info)
         metrics = rollout.metrics
         for micros, count in zip(rollout.plan, num_tokens, strict=True):
             metrics += [_renamed(metric) for metric in self.optimizer_step(micros, count, None)]
         optim.settle_weights(self.wrapped)
         metrics.append(Last("perf/critic_train_time", time.perf_counter() - start))
-        return tuple(metrics) if self.place.is_reporter else ()
+        return tuple(metrics) if self.rank_info.is_reporter else ()
 
 
 def _renamed(metric: Metric) -> Metric:
-    """The actor reports under the same names: ``train/lr`` becomes ``train/critic_lr``."""
+    """Rename a metric that the actor reports too: ``train/lr`` becomes ``train/critic_lr``."""
     name = metric.name.removeprefix("train/")
     return metric if name in OWN else replace(metric, name=f"train/critic_{name}")

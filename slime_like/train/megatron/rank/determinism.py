@@ -1,4 +1,4 @@
-"""What a rank does before it builds a model that has to give the same bits each time."""
+"""Preparation of a rank for bit-exact reproducibility, before its model is built."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from slime_like.util import exact
 
 
 def require(device: torch.device, weights: Iterable[Weight]) -> None:
-    """On a GPU: torch picks deterministic kernels, or says which operation has none. On a CPU: products of the model's
-    sizes keep rows apart on this machine, or ``ConfigError``."""
+    """Require deterministic results on ``device``.
+
+    On a GPU torch uses deterministic kernels and raises at an operation that has none. On a CPU raises ``ConfigError`` if
+    a row of a matrix product of the model's sizes depends on the other rows on this machine.
+    """
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True)
         return

@@ -1,4 +1,4 @@
-"""What ranks of every role that trains have: a model with its optimizer, and the rollout they are at."""
+"""Common parts of the ranks of every trained role: a model with its optimizer, and the open rollout."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from slime_like.train.megatron.weights import checkpoint, initial
 
 
 class RankModel:
-    """A model and its optimizer on one rank, filled from an HF folder. Methods are collectives."""
+    """A model and its optimizer on one rank, loaded from an HF folder. Methods are collectives."""
 
-    def __init__(self, spec: ActorSpec, place: RankInfo, kind: type[PolicyModel] = PolicyModel) -> None:
+    def __init__(self, spec: ActorSpec, rank_info: RankInfo, kind: type[PolicyModel] = PolicyModel) -> None:
         self.spec = spec
-        self.place = place
+        self.rank_info = rank_info
         self.folder = HFFolder(spec.model.hf_checkpoint, spec.model_key)
         self.family = choose_family(spec, kind.adapt(self.folder.config()))
         self.table = self.family.weights()
         if spec.deterministic:
-            determinism.require(place.device, self.table.values())
+            determinism.require(rank_info.device, self.table.values())
         config = transformer_config(spec, self.family)
-        self.model = build_chunks(kind, config, self.family, place, spec.model)
+        self.model = build_chunks(kind, config, self.family, rank_info, spec.model)
         self._start()
         self.wrapped = optim.wrap(spec, self.model)
         self.optimizer = optim.make_optimizer(spec, self.wrapped)
@@ -41,30 +41,30 @@ class RankModel:
         host.verify()
 
     def _start(self) -> None:
-        """The weights that the run starts from."""
+        """Load the weights that the run starts from."""
         path = self.spec.model.megatron_checkpoint
-        if path is None or self.model.last.head != PolicyModel.head:  # it is the policy's
-            load_hf(self.model, self.table, self.folder, self.place)
+        if path is None or self.model.last.head != PolicyModel.head:  # that checkpoint is the policy's
+            load_hf(self.model, self.table, self.folder, self.rank_info)
         else:
             key, verify = "model.megatron_checkpoint", self.spec.verify
-            initial.fill(self.model, key, path, self.table, self.family, self.place, verify=verify)
+            initial.fill(self.model, key, path, self.table, self.family, self.rank_info, verify=verify)
 
     def micro(self, rows: PackedBatch) -> MicroBatch:
         """Lay out one micro-batch. Raises ``DataError`` on a token that the model does not have."""
         check_tokens(rows, int(self.family.hf.vocab_size), self.folder.path / "config.json")
-        return make_micro(rows, self.place)
+        return make_micro(rows, self.rank_info)
 
     def checkpoint_parts(self) -> checkpoint.Parts:
-        """What a checkpoint holds."""
+        """Return the objects that a checkpoint holds."""
         optim.settle_weights(self.wrapped)
         return checkpoint.Parts(
-            self.model, self.optimizer, self.schedule, self.family, self.place, self.folder.key, self.spec.verify
+            self.model, self.optimizer, self.schedule, self.family, self.rank_info, self.folder.key, self.spec.verify
         )
 
 
 @dataclass(slots=True)
 class OpenRollout:
-    """A rollout on this rank between its scores and its updates."""
+    """A rollout on this rank between scoring and the optimizer steps."""
 
     plan: list[list[MicroBatch]]  # per optimizer step
     metrics: list[Metric] = field(default_factory=list[Metric])
@@ -72,7 +72,7 @@ class OpenRollout:
 
     @contextmanager
     def timed(self) -> Generator[None]:
-        """Count what is done meanwhile."""
+        """Add the time spent inside to ``seconds``."""
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start

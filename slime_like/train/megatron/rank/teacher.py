@@ -19,24 +19,24 @@ from slime_like.train.megatron.step.columns import nested
 class RankTeacher:
     """The teacher on one rank. ``score`` is a collective."""
 
-    def __init__(self, spec: ActorSpec, place: RankInfo) -> None:
+    def __init__(self, spec: ActorSpec, rank_info: RankInfo) -> None:
         folder = HFFolder(spec.model.hf_checkpoint, "teacher.hf_checkpoint")
         family = choose_family(spec, folder.config())
-        self.place = place
+        self.rank_info = rank_info
         self._vocabulary = int(family.hf.vocab_size), folder.path / "config.json"
-        self.model = build_chunks(PolicyModel, transformer_config(spec, family), family, place, spec.model)
+        self.model = build_chunks(PolicyModel, transformer_config(spec, family), family, rank_info, spec.model)
         self.model.requires_grad_(requires_grad=False)
-        load_hf(self.model, family.weights(), folder, place)
+        load_hf(self.model, family.weights(), folder, rank_info)
         self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
-        """Log-probabilities of trained tokens at the sampling temperature, on the rank that speaks for its shard."""
+        """Return log-probabilities of trained tokens at the sampling temperature, on the rank that speaks for its shard."""
         start = time.perf_counter()
         for rows in (rows for step in steps for rows in step):
             check_tokens(rows, *self._vocabulary)  # a student may have more rows of padding than its teacher
-        plan: list[list[MicroBatch]] = [[make_micro(rows, self.place) for rows in step] for step in steps]
+        plan: list[list[MicroBatch]] = [[make_micro(rows, self.rank_info) for rows in step] for step in steps]
         micros = [micro for step in plan for micro in step]
         scores = score_micros(self.model, micros, [micro.rows.loss_weight > 0 for micro in micros], self.scoring)
         seconds = Last("perf/teacher_log_probs_time", time.perf_counter() - start)
-        columns = nested([s.cpu().numpy() for s in scores], plan) if self.place.speaks_for_shard else None
-        return columns, ((seconds,) if self.place.is_reporter else ())
+        columns = nested([s.cpu().numpy() for s in scores], plan) if self.rank_info.speaks_for_shard else None
+        return columns, ((seconds,) if self.rank_info.is_reporter else ())

@@ -1,4 +1,4 @@
-"""The megatron side of one rank: model, optimizer, reference, and what a rollout's training does with them."""
+"""Training of one rollout on one rank: policy, optimizer, reference and teacher weights, advantages."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from slime_like.types import F32
 
 
 class GroupSum:
-    """``Reduce`` over the ranks that hold parts of the batch."""
+    """``Reduce`` over a process group."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def sum(self, value: Tensor) -> Tensor:
-        """Element-wise sum; ``value`` is left as it is."""
+        """Return the element-wise sum; ``value`` is not changed."""
         out = value.clone()
         dist.all_reduce(out, group=self._group)
         return out
@@ -51,29 +51,32 @@ class GroupSum:
 class RankTrainer(RankModel):
     """The policy on one rank. Methods are collectives: every rank calls them in the same order."""
 
-    def __init__(self, spec: ActorSpec, place: RankInfo) -> None:
-        super().__init__(spec, place)
+    def __init__(self, spec: ActorSpec, rank_info: RankInfo) -> None:
+        super().__init__(spec, rank_info)
         self.reference = self._weights_of("model.ref_checkpoint", spec.model.ref_checkpoint, spec.needs_reference)
         self.teacher = self._weights_of("teacher.hf_checkpoint", spec.teacher_checkpoint, spec.swaps_teacher)
         loss: LossFn = resolve("algo.loss", spec.algo.loss, LOSSES)(spec.algo)
         self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)
-        self.optimizer_step = PolicyStep(self.wrapped, self.optimizer, self.schedule, loss, self.scoring, place)
+        self.optimizer_step = PolicyStep(self.wrapped, self.optimizer, self.schedule, loss, self.scoring, rank_info)
         self.token_advantage: TokenAdvantage | None = None
         if spec.algo.token_advantage is not None:
             name = spec.algo.token_advantage
             self.token_advantage = resolve("algo.token_advantage", name, TOKEN_ADVANTAGES)(spec.algo)
-        self._tells = spec.tells_advantages and self.token_advantage is not None and place.speaks_for_shard
-        self._export = HFExport(self.model, self.family, place)  # who holds what never changes: pushes share it
+        self._reports_advantages = (
+            spec.tells_advantages and self.token_advantage is not None and rank_info.speaks_for_shard
+        )
+        self._export = HFExport(
+            self.model, self.family, rank_info
+        )  # shared by all pushes: the placement of weights never changes
         self._rollout: OpenRollout | None = None
-        self._told: list[
-            tuple[PackedBatch, F32]
-        ] = []  # the last rollout's advantages per token, where this rank tells them
+        # Of the last rollout, if this rank reports them: rows and advantages [T].
+        self._last_advantages: list[tuple[PackedBatch, F32]] = []
 
     # ---- training ------------------------------------------------------------------------------------------------
     def train(
         self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int], version: int
     ) -> tuple[Metric, ...]:
-        """Annotate all rows of a rollout, then take every optimizer step. Global metrics on the reporter, else ()."""
+        """Score all rows of a rollout, then take every optimizer step. Returns global metrics on the reporter, else ()."""
         if not steps:  # filters left nothing to train on
             return ()
         self.open_rollout(steps)
@@ -81,36 +84,36 @@ class RankTrainer(RankModel):
         return self.update(num_tokens, version)
 
     def open_rollout(self, steps: Sequence[Sequence[PackedBatch]]) -> None:
-        """Lay out a rollout and score it by every policy of this rank that the algorithm reads."""
+        """Lay out a rollout and score it with every policy of this rank that the algorithm needs."""
         rollout = OpenRollout([[self.micro(rows) for rows in step] for step in steps])
         with rollout.timed():
             rollout.metrics.extend(self._policy_scores(rollout.micros))
         self._rollout = rollout
 
     def estimate(self, columns: Mapping[str, Columns]) -> Columns | None:
-        """Advantages of the open rollout, from its scores and the ``columns`` of other roles.
+        """Compute advantages of the open rollout from its scores and the ``columns`` of other roles.
 
-        Where the algorithm has a critic: what the critic is to learn, on the rank that speaks for its shard; else None.
+        Returns the critic's targets on the rank that speaks for its shard; None elsewhere and without a critic.
         """
         rollout = self._open_rollout()
         with rollout.timed():
             for name, column in columns.items():
-                fill(rollout.plan, name, column, self.place)
+                fill(rollout.plan, name, column, self.rank_info)
             rollout.metrics.extend(self._assign_advantages(rollout.micros))
-        if not (isinstance(self.token_advantage, HasCriticTargets) and self.place.speaks_for_shard):
+        if not (isinstance(self.token_advantage, HasCriticTargets) and self.rank_info.speaks_for_shard):
             return None
         returns = self.token_advantage.returns([self._view(micro) for micro in rollout.micros])
         return nested([value.cpu().numpy() for value in returns], rollout.plan)
 
     def update(self, num_tokens: Sequence[int], version: int, *, frozen: bool = False) -> tuple[Metric, ...]:
-        """Every optimizer step of the open rollout, none of them if ``frozen``. Global metrics on the reporter.
+        """Take the optimizer steps of the open rollout, none if ``frozen``. Returns global metrics on the reporter, else ().
 
-        Raises ``ConsistencyError`` before the first one where engine and trainer disagree on what was sampled (``Drift``).
+        Raises ``ConsistencyError`` before the first step if engine and trainer disagree on the samples (``Drift``).
         """
         rollout, self._rollout = self._open_rollout(), None
         metrics = rollout.metrics
-        told = ((m.rows, m.advantages) for m in rollout.micros) if self._tells else ()
-        self._told = [(rows, column.float().cpu().numpy()) for rows, column in told if column is not None]
+        columns = ((m.rows, m.advantages) for m in rollout.micros) if self._reports_advantages else ()
+        self._last_advantages = [(rows, column.float().cpu().numpy()) for rows, column in columns if column is not None]
         with rollout.timed():
             drift = self._drift(version, rollout, frozen)
             if self.spec.drift_by_layer:
@@ -124,57 +127,57 @@ class RankTrainer(RankModel):
             Last("train/num_tokens", float(sum(num_tokens))),
             Last("perf/actor_train_time", rollout.seconds),
         ]
-        return tuple(metrics) if self.place.is_reporter else ()
+        return tuple(metrics) if self.rank_info.is_reporter else ()
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Advantages [L] that the algorithm gave to the tokens of some samples of the rollout that was trained on last.
+        """Return the advantages [L] of the given samples' tokens in the last rollout.
 
-        Of this rank's data-parallel shard, where it speaks for it and is to tell; not a collective.
+        Only samples of this rank's data parallel shard, on the rank that speaks for it; not a collective.
         """
-        found: dict[int, F32] = {}
-        for rows, column in self._told:
+        by_sample: dict[int, F32] = {}
+        for rows, column in self._last_advantages:
             for index in np.flatnonzero(np.isin(rows.sample_ids, list(sample_ids))):
-                found[int(rows.sample_ids[index])] = column[slice(*rows.cu_seqlens[index : index + 2])]
-        return found
+                by_sample[int(rows.sample_ids[index])] = column[slice(*rows.cu_seqlens[index : index + 2])]
+        return by_sample
 
     def _drift(self, version: int, rollout: OpenRollout, frozen: bool) -> Drift:
-        """The comparison with the engine, with the samples that the first optimizer step does not score itself.
+        """Start the comparison with the engine, with the samples that the first optimizer step does not score.
 
-        The first step's own forward comes after every swap of weights, and is what trains: where it scores a sample, it is
-        what counts. Samples of later steps count where the old policy was scored.
+        Samples of the first step are compared in its own forward, which runs after every swap of weights. Samples of later
+        steps are compared if the old policy was scored.
         """
-        drift = Drift(version, self.place, self.spec.sample_tolerance)
+        drift = Drift(version, self.rank_info, self.spec.sample_tolerance)
         later = [micro for step in rollout.plan[0 if frozen else 1 :] for micro in step]
         drift.add_columns(later, [micro.old_logprobs for micro in later])
         return drift
 
     def _drift_by_layer(self, version: int, rollout: OpenRollout) -> list[Metric]:
-        """Differences that are left with the layers of each kind in float64, over each rank's first micro-batch."""
+        """Measure the remaining differences with the layers of each kind in float64, on each rank's first micro-batch."""
         metrics: list[Metric] = []
         micros = rollout.plan[0][:1]
         for kind in (*self.kinds, ALL):
-            drift = Drift(version, self.place)
+            drift = Drift(version, self.rank_info)
             drift.add_columns(micros, self._scores(micros, kind) or [None])
             metrics += drift.metrics(f"/{kind}")
         return metrics
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of layers of the whole model that can be computed in float64. A collective at the first call."""
-        found: list[tuple[str, ...]] = [()] * self.place.layout.pp
-        dist.all_gather_object(found, exact_layers.kinds(self.model), group=self.place.pp_group)
-        return tuple(name for name in EXACT_LAYERS if any(name in kinds for kinds in found))
+        """Kinds of layers of the entire model that can be computed in float64. A collective at the first call."""
+        stages: list[tuple[str, ...]] = [()] * self.rank_info.layout.pp
+        dist.all_gather_object(stages, exact_layers.kinds(self.model), group=self.rank_info.pp_group)
+        return tuple(name for name in EXACT_LAYERS if any(name in kinds for kinds in stages))
 
     def _open_rollout(self) -> OpenRollout:
-        assert self._rollout is not None, "open_rollout comes first"
+        assert self._rollout is not None, "call open_rollout first"
         return self._rollout
 
     def annotate(self, micros: Sequence[MicroBatch]) -> list[Metric]:
-        """Scores and advantages, where no other role is needed for them."""
+        """Compute scores and advantages of an algorithm without other roles."""
         return [*self._policy_scores(micros), *self._assign_advantages(micros)]
 
     def _policy_scores(self, micros: Sequence[MicroBatch]) -> list[Metric]:
-        """Fill old, reference and teacher log-probabilities, each only where the algorithm reads it."""
+        """Fill old, reference and teacher log-probabilities, each only if the algorithm needs it."""
         metrics: list[Metric] = []
         if self.spec.needs_old_logprobs:
             metrics.append(self._timed("log_probs", "old_logprobs", micros))
@@ -187,50 +190,50 @@ class RankTrainer(RankModel):
         return metrics
 
     def _timed(self, name: str, column: str, micros: Sequence[MicroBatch]) -> Metric:
-        """Score trained tokens with the weights that are in the model now."""
+        """Fill ``column`` by scoring trained tokens with the model's current weights. Returns the time it took."""
         start = time.perf_counter()
         for micro, values in self._columns(micros, self._scores(micros)):
             setattr(micro, column, values)
         return Last(f"perf/{name}_time", time.perf_counter() - start)
 
     def _scores(self, micros: Sequence[MicroBatch], exact: str | None = None) -> list[Tensor]:
-        """F32 [T] per micro-batch at trained tokens, on the last stage; layers of kind ``exact`` in float64."""
+        """Return F32 [T] per micro-batch at trained tokens, on the last stage; layers of kind ``exact`` run in float64."""
         masks = [micro.rows.loss_weight > 0 for micro in micros]
         with exact_layers.exact_layers(self.model, exact):
             return score_micros(self.wrapped, micros, masks, self.scoring)
 
     def _assign_advantages(self, micros: Sequence[MicroBatch]) -> list[Metric]:
-        if not self.place.is_last:
+        if not self.rank_info.is_last:
             return []
         for micro, column in self._columns(micros, self._advantages(micros)):
             micro.advantages = column
         if not isinstance(self.token_advantage, Diagnostics):
             return []
         views = [self._view(micro) for micro in micros]
-        found = self.token_advantage.diagnose(views, GroupSum(self.place.dp_group))
-        return [Mean(f"train/{name}", value) for name, value in found.items()]
+        diagnostics = self.token_advantage.diagnose(views, GroupSum(self.rank_info.dp_group))
+        return [Mean(f"train/{name}", value) for name, value in diagnostics.items()]
 
     @staticmethod
     def _columns(
         micros: Sequence[MicroBatch], columns: Sequence[Tensor | None]
     ) -> Iterator[tuple[MicroBatch, Tensor | None]]:
-        """Pair micro-batches with their columns; off the last stage there are none."""
+        """Pair micro-batches with their columns; empty except on the last stage."""
         return zip(micros, columns, strict=True) if columns else iter(())
 
     def _advantages(self, micros: Sequence[MicroBatch]) -> Sequence[Tensor | None]:
-        """F32 [T] per micro-batch: group advantages spread over their sequences, or token advantages."""
+        """Return F32 [T] per micro-batch: group advantages repeated over their sequences, or token advantages."""
         if self.token_advantage is not None:
             views = [self._view(micro) for micro in micros]
-            return self.token_advantage(views, GroupSum(self.place.dp_group))
+            return self.token_advantage(views, GroupSum(self.rank_info.dp_group))
         out: list[Tensor | None] = []
         for micro in micros:
             rows = micro.rows
             spread = None if rows.advantages is None else np.repeat(rows.advantages, np.diff(rows.cu_seqlens))
-            out.append(None if spread is None else to_device(spread, self.place.device))
+            out.append(None if spread is None else to_device(spread, self.rank_info.device))
         return out
 
     def _view(self, micro: MicroBatch) -> TokenView:
-        rows, device = micro.rows, self.place.device
+        rows, device = micro.rows, self.rank_info.device
         return TokenView(
             cu_seqlens=to_device(rows.cu_seqlens, device),
             loss_weight=to_device(rows.loss_weight, device),
@@ -244,31 +247,31 @@ class RankTrainer(RankModel):
         )
 
     def score(self, rows: PackedBatch, exact: str | None = None) -> F32 | None:
-        """[T] log-probabilities of every token but first ones, on the reporter; layers of kind ``exact`` in float64."""
+        """Return log-probabilities [T] of all but first tokens, on the reporter; layers of kind ``exact`` run in float64."""
         micro = self.micro(rows)
         mask = np.ones(len(rows.token_ids), dtype=np.bool_)
         with exact_layers.exact_layers(self.model, exact):
             scores = score_micros(self.wrapped, [micro], [mask], self.scoring)
-        return scores[0].cpu().numpy() if self.place.is_reporter else None
+        return scores[0].cpu().numpy() if self.rank_info.is_reporter else None
 
     # ---- other weights -------------------------------------------------------------------------------------------
     def _weights_of(self, key: str, folder: str | None, needed: bool) -> dict[str, Tensor] | None:
-        """This rank's shards of another checkpoint of the same shape (None: the policy's own), on the host."""
+        """Return this rank's shards of another checkpoint of the same shape (None: the policy's), on the host."""
         if not needed:
             return None
         if folder in (None, self.spec.model.megatron_checkpoint or self.spec.model.hf_checkpoint):
             return self._host_copy()
-        initial.fill(self.model, key, folder, self.table, self.family, self.place, verify=self.spec.verify)
-        other = self._host_copy()
+        initial.fill(self.model, key, folder, self.table, self.family, self.rank_info, verify=self.spec.verify)
+        weights = self._host_copy()
         self._start()
-        return other
+        return weights
 
     def _host_copy(self) -> dict[str, Tensor]:
         return {key: parameter.detach().cpu().clone() for key, parameter in named_weights(self.model)}
 
     @contextmanager
     def swapped(self, weights: dict[str, Tensor]) -> Generator[None]:
-        """``weights`` in the model, the policy's on the host; exact on the way back."""
+        """Put ``weights`` into the model, and the policy's back at exit, bit for bit."""
         policy = self._host_copy()
         self._fill(weights)
         try:
@@ -283,9 +286,9 @@ class RankTrainer(RankModel):
 
     # ---- out and back --------------------------------------------------------------------------------------------
     def export(self) -> HFExport:
-        """The live weights in HF names."""
+        """Return the live weights in HF names."""
         return self._export
 
     def export_hf(self, folder: Path) -> None:
         """Write the live weights as an HF folder."""
-        write_hf(self.export(), self.folder, folder, self.place)
+        write_hf(self.export(), self.folder, folder, self.rank_info)

@@ -1,4 +1,4 @@
-"""How evenly experts are used: the scale of the auxiliary loss, and what an optimizer step reports of it."""
+"""Balance of expert load: the scale of the auxiliary loss, and an optimizer step's metrics of it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from slime_like.train.megatron.platform.groups import RankInfo
 
 
 class ExpertBalance:
-    """Of one rank's model. Methods are collectives; where the model has no experts they do nothing."""
+    """Expert balance of one rank's model. Methods are collectives; they do nothing in a model without experts."""
 
-    def __init__(self, wrapped: Chunks, place: RankInfo) -> None:
+    def __init__(self, wrapped: Chunks, rank_info: RankInfo) -> None:
         self._routers = [module for module in wrapped.modules() if isinstance(module, ExpertRouter)]
         self._config: Any = wrapped.last.config
         self._sparse = self._config.num_moe_experts is not None
-        self._place = place
+        self._rank_info = rank_info
         self._tokens = 0.0
 
     def open_step(self, micros: Sequence[MicroBatch], num_tokens: int) -> None:
-        """Before forward: count all tokens of the step, and none of its choices yet.
+        """Before forward: count the step's tokens and reset the routers' load.
 
         Gradients are divided by ``num_tokens``, the trained ones; the auxiliary loss is a mean over all.
         """
@@ -34,30 +34,30 @@ class ExpertBalance:
             return
         for router in self._routers:
             router.take_load()
-        total = torch.tensor(float(sum(micro.layout.num_tokens for micro in micros)), device=self._place.device)
-        dist.all_reduce(total, group=self._place.dp_group)
+        total = torch.tensor(float(sum(micro.layout.num_tokens for micro in micros)), device=self._rank_info.device)
+        dist.all_reduce(total, group=self._rank_info.dp_group)
         self._tokens = max(1.0, float(total))
-        scale = torch.full((1,), num_tokens / self._tokens, device=self._place.device)
+        scale = torch.full((1,), num_tokens / self._tokens, device=self._rank_info.device)
         self._config.moe_grad_scale_func = lambda: scale
 
     def close_step(self) -> list[Metric]:
-        """After backward: global metrics, the same on every rank.
+        """Return global metrics after backward, the same on every rank.
 
         The load of a layer is the share of its busiest expert over the mean share; 1 is even.
         """
         if not self._sparse:
             return []
-        device = self._place.device
+        device = self._rank_info.device
         sums, top = (torch.zeros(n, dtype=torch.float64, device=device) for n in (3, 1))
         for router in self._routers:
             load_E, balance = router.take_load()
-            found = torch.cat((load_E, balance[None]))
-            dist.all_reduce(found, group=router.tp_dp_cp_group)
-            load = found[:-1].max() / found[:-1].mean().clamp(min=1e-9)
-            sums += torch.stack((torch.ones_like(load), load, found[-1] / self._tokens))
+            counts = torch.cat((load_E, balance[None]))
+            dist.all_reduce(counts, group=router.tp_dp_cp_group)
+            load = counts[:-1].max() / counts[:-1].mean().clamp(min=1e-9)
+            sums += torch.stack((torch.ones_like(load), load, counts[-1] / self._tokens))
             top = torch.maximum(top, load)
-        dist.all_reduce(sums, group=self._place.pp_group)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self._place.pp_group)
+        dist.all_reduce(sums, group=self._rank_info.pp_group)
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self._rank_info.pp_group)
         layers, load, balance = sums.tolist()
         metrics: list[Metric] = [Mean("train/moe_load", load / layers), Max("train/moe_load_max", float(top))]
         if self._config.moe_aux_loss_coeff:

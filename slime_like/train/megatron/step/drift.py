@@ -1,4 +1,4 @@
-"""Trainer against engine, on the samples of a rollout: measured on all ranks, judged before the first optimizer step."""
+"""Comparison of trainer and engine log-probabilities on a rollout's samples, before the first optimizer step."""
 
 from __future__ import annotations
 
@@ -33,46 +33,46 @@ class Drift:
     """Differences of log-probabilities, trainer minus engine, of one rollout's trained tokens on this rank."""
 
     version: int  # of the trainer's weights
-    place: RankInfo
-    tolerance: float | None = None  # None: the rollout is not judged
-    own: list[Tensor] = field(default_factory=list[Tensor])  # of samples that the trainer's version sampled whole
+    rank_info: RankInfo
+    tolerance: float | None = None  # None: measured only
+    own: list[Tensor] = field(default_factory=list[Tensor])  # samples sampled entirely by the trainer's version
     mixed: list[Tensor] = field(default_factory=list[Tensor])
     stale: list[Tensor] = field(default_factory=list[Tensor])
     sample_ids: list[I64] = field(default_factory=list[I64])  # at each token of ``own``
 
     @torch.no_grad()
     def add(self, micro: MicroBatch, target_N: I64, logprobs_N: Tensor) -> None:
-        """Count tokens ``target_N`` of a micro-batch, of which the trainer says ``logprobs_N``."""
+        """Add tokens ``target_N`` of a micro-batch with the trainer's ``logprobs_N``."""
         rows, device = micro.rows, logprobs_N.device
         tokens = provenance(rows, self.version)
-        differences = logprobs_N.detach() - to_device(rows.rollout_logprobs[target_N], device)
-        for differences_of_kind, mask in (
+        differences_N = logprobs_N.detach() - to_device(rows.rollout_logprobs[target_N], device)
+        for differences_of_kind, mask_T in (
             (self.own, tokens.own),
             (self.mixed, tokens.mixed),
             (self.stale, tokens.stale),
         ):
-            differences_of_kind.append(differences[to_device(mask[target_N], device)])
+            differences_of_kind.append(differences_N[to_device(mask_T[target_N], device)])
         self.sample_ids.append(rows.sample_ids[micro.layout.sequence_of(target_N[tokens.own[target_N]])])
 
     def add_columns(self, micros: Sequence[MicroBatch], columns: Sequence[Tensor | None]) -> None:
-        """Count trained tokens of micro-batches that were scored whole: [T] columns, the same on context parallel ranks."""
-        if self.place.cp_rank:
+        """Add trained tokens of fully scored micro-batches: columns [T], the same on all context parallel ranks."""
+        if self.rank_info.cp_rank:
             return
-        for micro, column in zip(micros, columns, strict=True):
-            if column is not None:
-                target = np.flatnonzero(micro.rows.loss_weight > 0)
-                self.add(micro, target, column[to_device(target, column.device)])
+        for micro, column_T in zip(micros, columns, strict=True):
+            if column_T is not None:
+                target_N = np.flatnonzero(micro.rows.loss_weight > 0)
+                self.add(micro, target_N, column_T[to_device(target_N, column_T.device)])
 
     def close(self) -> list[Metric]:
-        """Global metrics on the last pipeline stage. A collective of all ranks.
+        """Return global metrics on the last pipeline stage. A collective of all ranks.
 
-        Raises ``ConsistencyError`` on every rank where a token of ``own`` differs by more than ``tolerance``, or by NaN.
+        Raises ``ConsistencyError`` on every rank if a token of ``own`` differs by more than ``tolerance``, or by NaN.
         """
-        metrics, complaint = self._judge() if self.place.is_last else ([], None)
-        if self.place.layout.pp > 1:
+        metrics, complaint = self._judge() if self.rank_info.is_last else ([], None)
+        if self.rank_info.layout.pp > 1:
             verdict = [complaint]
             dist.broadcast_object_list(
-                verdict, src=dist.get_process_group_ranks(self.place.pp_group)[-1], group=self.place.pp_group
+                verdict, src=dist.get_process_group_ranks(self.rank_info.pp_group)[-1], group=self.rank_info.pp_group
             )
             (complaint,) = verdict
         if complaint is not None:
@@ -80,8 +80,8 @@ class Drift:
         return metrics
 
     def metrics(self, suffix: str) -> list[Metric]:
-        """Mean and largest difference of ``own`` over all ranks, on the last pipeline stage."""
-        if not self.place.is_last:
+        """Return mean and maximum difference of ``own`` over all ranks, on the last pipeline stage."""
+        if not self.rank_info.is_last:
             return []
         size = np.abs(self._gathered()[0])
         if not len(size):
@@ -115,9 +115,9 @@ class Drift:
         return metrics, self._complaint(worst)
 
     def _complaint(self, worst: Any) -> str:
-        """The error's words. A collective of the ranks that hold parts of the batch."""
+        """Return the error message. A collective of the ranks that hold parts of the batch."""
         ids = np.concatenate([np.zeros(0, np.int64), *self.sample_ids])
-        (gathered_ids,) = gather_ragged([to_device(ids, self.place.device)], self.place.dp_cp_group)
+        (gathered_ids,) = gather_ragged([to_device(ids, self.rank_info.device)], self.rank_info.dp_cp_group)
         ids_of_all = gathered_ids.cpu().numpy()
         named: dict[int, float] = {}
         for index in np.argsort(-worst):
@@ -133,14 +133,14 @@ class Drift:
         )
 
     def _gathered(self) -> list[Any]:
-        """F64 [n] differences of all ranks that hold parts of the batch: own, mixed, stale."""
-        empty = torch.zeros(0, device=self.place.device)
+        """Gather F64 [n] differences of all ranks that hold parts of the batch: own, mixed, stale."""
+        empty = torch.zeros(0, device=self.rank_info.device)
         kinds = [torch.cat([empty, *parts]) for parts in (self.own, self.mixed, self.stale)]
-        return [kind.cpu().numpy().astype(np.float64) for kind in gather_ragged(kinds, self.place.dp_cp_group)]
+        return [kind.cpu().numpy().astype(np.float64) for kind in gather_ragged(kinds, self.rank_info.dp_cp_group)]
 
 
 def gather_ragged(vectors: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """Concatenation of each vector over the ranks of ``group``, where they differ in length."""
+    """Concatenate each vector over the ranks of ``group``; lengths may differ between ranks."""
     world = dist.get_world_size(group)
     if world == 1:
         return list(vectors)

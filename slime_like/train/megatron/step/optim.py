@@ -19,7 +19,7 @@ _MEGATRON_STYLE = {"wsd": "WSD"}
 
 
 def wrap(spec: ActorSpec, model: Chunks) -> Chunks:
-    """Each chunk of the model in megatron's DDP: float32 gradient buffers, reduced over dp (scattered for the distributed optimizer)."""
+    """Wrap each chunk in megatron's DDP: float32 gradients, reduced over dp (scattered for the distributed optimizer)."""
     layout = spec.layout
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -32,21 +32,21 @@ def wrap(spec: ActorSpec, model: Chunks) -> Chunks:
     config_of_model = model.last.config
     config_of_model.finalize_model_grads_func = finalize_model_grads
     mark_experts(model)
-    # Of later virtual stages there is one bucket, as in megatron's own trainer: other chunks' computation hides it.
+    # Later virtual stages have one bucket, as in megatron's trainer: computation of other chunks hides the reduction.
     wrapped = [
         DistributedDataParallel(config_of_model, config, policy, disable_bucketing=i > 0)
         for i, policy in enumerate(model.policies)
     ]
-    if layout.overlap_grad_reduce:  # every micro-batch but the last: nothing is reduced
+    if layout.overlap_grad_reduce:  # reduce only in the last micro-batch
         chunks: Any = [chunk.no_sync for chunk in wrapped]
         config_of_model.no_sync_func = chunks if len(chunks) > 1 else chunks[0]
     return Chunks(wrapped)
 
 
 def mark_experts(model: Chunks) -> None:
-    """Gradients of routed experts are reduced over their own copies whatever the layout.
+    """Reduce gradients of routed experts over the copies of an expert in every layout.
 
-    megatron does so for ep > 1 only, and then cannot read the optimizer state of one kind of layout in the other.
+    megatron does so only for ep > 1, and can then not load optimizer state across that boundary.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
@@ -54,9 +54,9 @@ def mark_experts(model: Chunks) -> None:
 
 
 def settle_weights(wrapped: Chunks) -> None:
-    """Make this rank's weights whole: with overlap_param_gather they are only gathered as forward comes to them.
+    """Complete this rank's weights: with overlap_param_gather each is gathered only when forward reaches it.
 
-    For whoever reads weights without a forward: export, checkpoint, another model's weights in their place. Collective.
+    Required before weights are read without a forward: export, checkpoint, swapping in other weights. Collective.
     """
     chunks: list[Any] = list(wrapped)
     for chunk in chunks:
@@ -66,7 +66,7 @@ def settle_weights(wrapped: Chunks) -> None:
 
 
 def make_optimizer(spec: ActorSpec, wrapped: Chunks) -> Any:
-    """Megatron's optimizer over this rank's parameters (its shard of them, with the distributed optimizer)."""
+    """Build megatron's optimizer over this rank's parameters (its shard, with the distributed optimizer)."""
     optim, dtype = spec.optim, dtype_of(spec)
     config = OptimizerConfig(
         optimizer="adam",
@@ -76,7 +76,7 @@ def make_optimizer(spec: ActorSpec, wrapped: Chunks) -> Any:
         adam_beta1=optim.beta1,
         adam_beta2=optim.beta2,
         adam_eps=optim.eps,
-        clip_grad=optim.clip_grad or float("inf"),  # the norm is measured even where nothing is clipped
+        clip_grad=optim.clip_grad or float("inf"),  # inf: the norm is measured without clipping
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=spec.layout.distributed_optimizer,
@@ -91,22 +91,22 @@ def make_optimizer(spec: ActorSpec, wrapped: Chunks) -> Any:
 
 
 def _offload(spec: ActorSpec) -> dict[str, Any]:
-    """On a host there is nothing to offload from."""
+    """Return the offload fields; none on a host."""
     return offload_fields(spec.optim.cpu_offload_fraction) if spec.optim.cpu_offload and spec.device == "cuda" else {}
 
 
 def offload_fields(fraction: float) -> dict[str, Any]:
-    """Main weights, moments and update of ``fraction`` of the parameters on the host, by megatron's ``HybridDeviceOptimizer``."""
+    """Return fields that put ``fraction`` of the optimizer on the host, by megatron's ``HybridDeviceOptimizer``."""
     return {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": fraction,
-        "use_precision_aware_optimizer": True,  # main weights are then the hybrid optimizer's own, in float32
+        "use_precision_aware_optimizer": True,  # the hybrid optimizer then keeps float32 main weights
         "overlap_cpu_optimizer_d2h_h2d": True,
     }
 
 
 def make_schedule(spec: ActorSpec, optimizer: Any) -> OptimizerParamScheduler:
-    """Learning rate per optimizer step, to be stepped *before* each: the first step has lr / warmup_steps, not 0.
+    """Build the learning rate schedule. Step it *before* each optimizer step: the first one has lr / warmup_steps, not 0.
 
     The scheduler also applies weight decay per group: without it, norms and biases (wd_mult 0) would decay. Raises
     ``ConfigError`` on a schedule that does not fit the run.
@@ -114,7 +114,7 @@ def make_schedule(spec: ActorSpec, optimizer: Any) -> OptimizerParamScheduler:
     optim = settle_schedule(spec.optim, spec.num_steps)
     decay = optim.decay_steps or spec.num_steps
     if optim.schedule == "constant":
-        decay = max(decay, optim.warmup_steps + 1)  # megatron wants an end, though nothing happens there
+        decay = max(decay, optim.warmup_steps + 1)  # megatron requires an end
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

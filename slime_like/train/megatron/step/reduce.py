@@ -1,4 +1,4 @@
-"""Sums over ranks through which a gradient flows."""
+"""Differentiable sums over ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DifferentiableSum:
         self._group = group
 
     def sum(self, value: Tensor) -> Tensor:
-        """Element-wise sum; ``value`` is left as it is."""
+        """Return the element-wise sum; ``value`` is not changed."""
         if dist.get_world_size(self._group) == 1:
             return value
         total: Any = _AllReduce.apply(value, self._group)

@@ -1,4 +1,4 @@
-"""What an optimizer step reports: weighted sums and maxima, reduced once over the ranks that hold parts of the batch."""
+"""Metrics of an optimizer step: weighted sums and maxima, reduced once over the ranks that hold parts of the batch."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ class StepReport:
 
     @torch.no_grad()
     def add(self, out: LossOutput, weight_N: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Count one micro-batch: its loss, the loss's own means and maxima, and further columns to average."""
+        """Add one micro-batch: its loss, the loss's means and maxima, and further columns to average."""
         self.tokens += len(weight_N)
         self._sum("weight", weight_N)
         self._sum("loss", weight_N * out.loss.detach())
-        for name, values in {**out.means, **columns}.items():
-            self._sum(f"mean/{name}", weight_N * values.detach())
-        for name, values in out.maxima.items():
-            top = values.detach().double().amax() if len(values) else torch.tensor(float("-inf"), dtype=torch.float64)
+        for name, values_N in {**out.means, **columns}.items():
+            self._sum(f"mean/{name}", weight_N * values_N.detach())
+        for name, values_N in out.maxima.items():
+            top = (
+                values_N.detach().double().amax() if len(values_N) else torch.tensor(float("-inf"), dtype=torch.float64)
+            )
             top = top.to(weight_N.device)
             self.maxima[name] = torch.maximum(self.maxima[name], top) if name in self.maxima else top
 
-    def _sum(self, name: str, values: Tensor) -> None:
-        total = values.double().sum()
+    def _sum(self, name: str, values_N: Tensor) -> None:
+        total = values_N.double().sum()
         self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def metrics(self, group: Any, num_tokens: int) -> list[Metric]:
-        """Global values, the same on every rank of ``group``. Means are means over the weights."""
+        """Return global values, the same on every rank of ``group``. Means are weighted by ``weight_N``."""
         names = sorted(self.sums)
         device = self.sums["weight"].device
         counted = torch.tensor(float(self.tokens), dtype=torch.float64, device=device)

@@ -1,8 +1,10 @@
-"""One optimizer step: micro-batches in, gradients of exactly the sum of loss_weight * loss, update, report.
+"""One optimizer step: gradients of the sum of loss_weight * loss over its micro-batches, update, metrics.
 
-megatron divides gradients by the global count of trained tokens (calculate_per_token_loss), so each micro-batch hands
-it ``(sum(w * l) * N, n)`` with N the global count and n its own: what remains is the sum of w * l over all micro-batches
-and ranks, whatever packing, micro-batching and layout.
+megatron divides gradients by the global count of trained tokens (calculate_per_token_loss), so each micro-batch returns
+``(sum(w * l) * N, n)`` with N the global count and n its own. The result is the sum of w * l over all micro-batches and
+ranks, independent of packing, micro-batching and layout.
+
+Axis suffixes: T tokens of the packed rows, N trained tokens on this rank, S sequences, L local hidden_L1H states, H hidden_L1H.
 """
 
 from __future__ import annotations
@@ -29,22 +31,22 @@ from slime_like.types import I64
 
 
 class OptimizerStep(ABC):
-    """Takes optimizer steps on one rank; what is minimised is its subclass's."""
+    """Optimizer steps on one rank; a subclass defines the loss."""
 
     reports_balance = True
 
-    def __init__(self, wrapped: Chunks, optimizer: Any, schedule: Any, place: RankInfo) -> None:
+    def __init__(self, wrapped: Chunks, optimizer: Any, schedule: Any, rank_info: RankInfo) -> None:
         self._wrapped = wrapped
         self._optimizer = optimizer
         self._schedule = schedule
-        self._place = place
-        self._balance = ExpertBalance(wrapped, place)
+        self._rank_info = rank_info
+        self._balance = ExpertBalance(wrapped, rank_info)
 
     def __call__(self, micros: Sequence[MicroBatch], num_tokens: int, drift: Drift | None) -> list[Metric]:
-        """Update the weights; on the last pipeline stage return global metrics.
+        """Update the weights. Returns global metrics on the last pipeline stage, else [].
 
-        ``drift`` counts the samples of the first update after a rollout against the engine, and raises
-        ``ConsistencyError`` before the weights change; None for later updates, whose weights no engine has had.
+        ``drift`` compares the samples of the first update after a rollout with the engine, and raises
+        ``ConsistencyError`` before the weights change; None for later updates, whose weights no engine has seen.
         """
         report = self.backward(micros, num_tokens, drift)
         balance = self._balance.close_step()
@@ -52,9 +54,9 @@ class OptimizerStep(ABC):
         self._schedule.step(1)
         updated, grad_norm, _ = self._optimizer.step()
         assert updated, "the optimizer skipped a step"
-        if not self._place.is_last:
+        if not self._rank_info.is_last:
             return []
-        group = self._place.dp_cp_group
+        group = self._rank_info.dp_cp_group
         metrics = report.metrics(group, num_tokens)
         rate = max(float(g["lr"]) for g in self._optimizer.param_groups)
         return [
@@ -66,12 +68,12 @@ class OptimizerStep(ABC):
         ]
 
     def backward(self, micros: Sequence[MicroBatch], num_tokens: int, drift: Drift | None) -> StepReport:
-        """Fill the gradient buffers with reduced gradients of the step's loss."""
+        """Fill the gradient buffers with the reduced gradients of the step's loss."""
         report = StepReport()
 
-        def after(micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            loss, count = self._loss_of(micro, hidden, report, drift)
-            return loss * num_tokens, torch.tensor(count, dtype=torch.int32, device=hidden.device), {}
+        def after(micro: MicroBatch, hidden_L1H: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            loss, count = self._loss_of(micro, hidden_L1H, report, drift)
+            return loss * num_tokens, torch.tensor(count, dtype=torch.int32, device=hidden_L1H.device), {}
 
         self._balance.open_step(micros, num_tokens)
         for chunk in self._wrapped:
@@ -82,63 +84,63 @@ class OptimizerStep(ABC):
 
     @abstractmethod
     def _loss_of(
-        self, micro: MicroBatch, hidden: Tensor, report: StepReport, drift: Drift | None
+        self, micro: MicroBatch, hidden_L1H: Tensor, report: StepReport, drift: Drift | None
     ) -> tuple[Tensor, int]:
-        """Sum of weight * loss over the micro-batch's trained tokens on this rank, and how many they are."""
+        """Return the sum of weight * loss over the micro-batch's trained tokens on this rank, and their number."""
 
 
 class PolicyStep(OptimizerStep):
     """Optimizer steps of a policy under a token loss."""
 
     def __init__(
-        self, wrapped: Chunks, optimizer: Any, schedule: Any, loss: LossFn, scoring: Scoring, place: RankInfo
+        self, wrapped: Chunks, optimizer: Any, schedule: Any, loss: LossFn, scoring: Scoring, rank_info: RankInfo
     ) -> None:
-        super().__init__(wrapped, optimizer, schedule, place)
+        super().__init__(wrapped, optimizer, schedule, rank_info)
         self._model = wrapped.last
         self._loss = loss
         self._scoring = scoring
 
     def _loss_of(
-        self, micro: MicroBatch, hidden: Tensor, report: StepReport, drift: Drift | None
+        self, micro: MicroBatch, hidden_L1H: Tensor, report: StepReport, drift: Drift | None
     ) -> tuple[Tensor, int]:
-        rows, device = micro.rows, hidden.device
-        found = micro.layout.predictions(rows.loss_weight > 0)
-        logprobs, entropy = self._model.scores(
-            hidden,
-            to_device(found.source, device),
-            to_device(rows.token_ids[found.target].astype(np.int64), device),
+        rows, device = micro.rows, hidden_L1H.device
+        predictions = micro.layout.predictions(rows.loss_weight > 0)
+        logprobs_N, entropy_N = self._model.scores(
+            hidden_L1H,
+            to_device(predictions.source, device),
+            to_device(rows.token_ids[predictions.target].astype(np.int64), device),
             temperature=self._scoring.temperature,
             chunk=self._scoring.chunk,
             entropy=True,  # reported under every loss
         )
-        assert entropy is not None, "the scores of a model come with its entropy where that is asked for"
-        view = self._view(micro, found.target, logprobs, entropy if self._loss.needs_entropy else None)
+        assert entropy_N is not None, "scores(entropy=True) returned no entropy"
+        view = self._view(micro, predictions.target, logprobs_N, entropy_N if self._loss.needs_entropy else None)
         out = self._loss(view)
-        report.add(out, view.loss_weight, {"entropy": entropy.detach()})
+        report.add(out, view.loss_weight, {"entropy": entropy_N.detach()})
         if drift is not None:
-            drift.add(micro, found.target, logprobs)
-        return (view.loss_weight * out.loss).sum(), len(found.target)
+            drift.add(micro, predictions.target, logprobs_N)
+        return (view.loss_weight * out.loss).sum(), len(predictions.target)
 
-    def _view(self, micro: MicroBatch, target_N: I64, logprobs: Tensor, entropy: Tensor | None) -> LossView:
-        """This rank's trained tokens, which are rows ``target_N``, as the loss sees them."""
-        rows, device = micro.rows, logprobs.device
-        target = to_device(target_N, device)
-        weight = to_device(rows.loss_weight[target_N], device)
+    def _view(self, micro: MicroBatch, target_N: I64, logprobs_N: Tensor, entropy_N: Tensor | None) -> LossView:
+        """Return the loss's inputs for this rank's trained tokens, rows ``target_N``."""
+        rows, device = micro.rows, logprobs_N.device
+        index_N = to_device(target_N, device)
+        weight_N = to_device(rows.loss_weight[target_N], device)
         trained_T = rows.loss_weight > 0
-        num_trained = micro.layout.segment_sum(trained_T.astype(np.float32), np.arange(len(trained_T)))
-        pick = lambda column: None if column is None else column[target]  # noqa: E731
+        num_trained_S = micro.layout.segment_sum(trained_T.astype(np.float32), np.arange(len(trained_T)))
+        pick = lambda column_T: None if column_T is None else column_T[index_N]  # noqa: E731
         return LossView(
-            logprobs=logprobs,
-            entropy=entropy,
-            loss_weight=weight,
+            logprobs=logprobs_N,
+            entropy=entropy_N,
+            loss_weight=weight_N,
             advantages=pick(micro.advantages),
             old_logprobs=pick(micro.old_logprobs),
             rollout_logprobs=to_device(rows.rollout_logprobs[target_N], device),
             ref_logprobs=pick(micro.ref_logprobs),
             sequences=PackedSequences(
                 index=to_device(micro.layout.sequence_of(target_N), device),
-                trained=weight > 0,
-                num_trained=to_device(num_trained, device),
-                reduce=DifferentiableSum(self._place.cp_group),
+                trained=weight_N > 0,
+                num_trained=to_device(num_trained_S, device),
+                reduce=DifferentiableSum(self._rank_info.cp_group),
             ),
         )

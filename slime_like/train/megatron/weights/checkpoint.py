@@ -1,7 +1,7 @@
 """Megatron distributed checkpoints (torch_dist): model, optimizer, schedule, RNG and version, loadable in any layout.
 
-A save has two halves. ``begin`` copies everything of one instant and lets a thread write it; ``PendingSave.finish``
-waits for the threads of all ranks and gives the folder its name. What is trained in between is not in it.
+A save has two halves. ``begin`` takes a snapshot, which a thread writes; ``PendingSave.finish`` waits for the threads of
+all ranks and renames the folder. Training in between does not change the checkpoint.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ from slime_like.util.deadline import Deadline
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a checkpoint is made of on one rank."""
+    """The objects of one rank that a checkpoint holds."""
 
     model: Chunks
     optimizer: Any
     schedule: Any
     family: Family
-    place: RankInfo
-    key: str = "model.hf_checkpoint"  # which says what model it is
-    verify: bool = True  # compare a checkpoint with its hashes before it is loaded
+    rank_info: RankInfo
+    key: str = "model.hf_checkpoint"  # config key of the model
+    verify: bool = True  # compare a checkpoint with its hashes before loading it
 
 
 # ---- save ------------------------------------------------------------------------------------------------------------
 class PendingSave:
-    """A checkpoint of which this rank has a copy, and a thread that writes it. Methods are collective."""
+    """A snapshot of this rank and the thread that writes it. Methods are collective."""
 
-    def __init__(self, request: Any, target: Path, manifest: Manifest, place: RankInfo) -> None:
+    def __init__(self, request: Any, target: Path, manifest: Manifest, rank_info: RankInfo) -> None:
         self.target = target
         self._scratch = _scratch(target)
         self._manifest = manifest
-        self._place = place
+        self._rank_info = rank_info
         self._finalize: list[Callable[[], None]] = list(request.finalize_fns)
         self._error: str | None = None
-        self._hashes: dict[str, str] = {}  # of the files that this rank writes
+        self._hashes: dict[str, str] = {}  # by file that this rank writes
         self._rollout: dict[str, Written] | None = None
         self._thread: threading.Thread | None = None
         if request.async_fn is not None:  # a rank may have nothing to write
@@ -97,15 +97,17 @@ class PendingSave:
             self._error = error_summary(patches.UNWRITTEN[0] if patches.UNWRITTEN else error)
 
     def is_written(self) -> bool:
-        """Whether the threads of all ranks are through, so that ``finish`` does not wait for a disk."""
-        busy = torch.tensor([float(self._thread is not None and self._thread.is_alive())], device=self._place.device)
+        """Return True if the threads of all ranks have ended, so that ``finish`` does not wait for a disk."""
+        busy = torch.tensor(
+            [float(self._thread is not None and self._thread.is_alive())], device=self._rank_info.device
+        )
         dist.all_reduce(busy, op=dist.ReduceOp.MAX)
         return not busy.item()
 
     def finish(self, deadline_s: float) -> None:
-        """Wait for every rank's files and give the folder its name.
+        """Wait for every rank's files and rename the folder.
 
-        Raises ``CheckpointError`` on every rank when one failed, after removing what was written.
+        Raises ``CheckpointError`` on every rank if one failed, after removing the written files.
         """
         try:
             self._join(deadline_s)
@@ -113,7 +115,7 @@ class PendingSave:
             for step in self._finalize:
                 step()
             on_rank_zero(self._name)
-        # The latter is a BaseException: `except Exception` misses it.
+        # CheckpointException is a BaseException: `except Exception` misses it.
         except (CheckpointError, CheckpointException) as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(self._scratch, ignore_errors=True)
@@ -127,12 +129,12 @@ class PendingSave:
             self._thread.join(deadline.remaining("the disk"))
             if self._thread.is_alive():
                 raise deadline.exceeded(f"the disk of {self._scratch}")
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (self._error, self._hashes))
-        errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(found) if error]
+        outcomes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, (self._error, self._hashes))
+        errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(outcomes) if error]
         if errors:
             raise _failed(self.target, "; ".join(errors))
-        self._hashes = {name: sha for _, hashes in found for name, sha in hashes.items()}
+        self._hashes = {name: sha for _, hashes in outcomes for name, sha in hashes.items()}
 
     def _name(self) -> None:
         if patches.UNREPORTED:
@@ -142,18 +144,18 @@ class PendingSave:
         publish(self._scratch, self.target)
 
     def _rollout_side(self) -> dict[str, Written]:
-        """Files that the driver wrote before this save began."""
+        """Return the files that the driver wrote before this save began."""
         folder = self.target.parent
         return written_files(folder / ROLLOUT, side_files(folder, self._manifest.iteration))
 
 
 def begin(parts: Parts, folder: Path, iteration: int, version: int) -> PendingSave:
-    """Copy everything as it is now and begin to write ``folder/iter_<iteration>``. Collective."""
+    """Take a snapshot and start to write ``folder/iter_<iteration>``. Collective."""
     target = iteration_folder(folder, iteration)
     scratch = _scratch(target)
     on_rank_zero(lambda: make_empty(scratch))
     state = _sharded_state(parts, loading=False)
-    state["rng"] = _rng_object(parts.place, _rng_state())
+    state["rng"] = _rng_object(parts.rank_info, _rng_state())
     group = parts.optimizer.param_groups[0]
     manifest = Manifest(
         iteration=iteration,
@@ -161,8 +163,8 @@ def begin(parts: Parts, folder: Path, iteration: int, version: int) -> PendingSa
         schedule_steps=int(parts.schedule.num_steps),
         max_lr=float(group["max_lr"]),
         min_lr=float(group["min_lr"]),
-        distributed_optimizer=parts.place.layout.distributed_optimizer,
-        layout=_layout(parts.place),
+        distributed_optimizer=parts.rank_info.layout.distributed_optimizer,
+        layout=_layout(parts.rank_info),
         model=_fingerprint(parts.family, parts.model.last.head),
     )
     try:
@@ -176,11 +178,11 @@ def begin(parts: Parts, folder: Path, iteration: int, version: int) -> PendingSa
         )
     except CheckpointException as error:
         raise _failed(target, error_summary(error)) from error
-    return PendingSave(request, target, manifest, parts.place)
+    return PendingSave(request, target, manifest, parts.rank_info)
 
 
 def _copied(buckets: list[Any], on_host: list[Any]) -> list[Any]:
-    """``on_host`` without a tensor that the next step writes to: megatron copies from devices, not from the host."""
+    """Clone the tensors of ``on_host`` that the next step would overwrite: megatron copies from devices only."""
     out: list[Any] = []
     for (_, _, (_, live)), (file, key, (data, tensors)) in zip(buckets, on_host, strict=True):
         pairs = zip(live, tensors, strict=True)
@@ -204,46 +206,46 @@ def _failed(target: Path, reason: str) -> CheckpointError:
 
 # ---- load ------------------------------------------------------------------------------------------------------------
 def load(parts: Parts, folder: Path, iteration: int) -> int:
-    """Restore ``folder/iter_<iteration>``, written in any layout; returns its version. Collective.
+    """Restore ``folder/iter_<iteration>``, written in any layout. Returns its version. Collective.
 
-    Raises ``CheckpointError`` when it is missing, torn, of another model, or of a layout that cannot become this one.
+    Raises ``CheckpointError`` if it is missing, torn, of another model, or of an incompatible layout.
     """
     source = iteration_folder(folder, iteration)
     manifest = checked_manifest(source, verify=parts.verify)
     _check_model(manifest, parts, source)
     _check_optimizer(manifest, parts, source)
     with damage_named(
-        lambda why: f"{source}: torn, or not a checkpoint of this trainer ({why}); use an earlier iteration"
+        lambda reason: f"{source}: torn, or not a checkpoint of this trainer ({reason}); use an earlier iteration"
     ):
         _restore(parts, source, manifest)
     return manifest.version
 
 
 def load_weights(parts: Parts, source: Path) -> None:
-    """Start from the weights of an iteration's folder, and from nothing else of it. Collective; errors as ``load``."""
+    """Load only the weights of an iteration's folder. Collective; raises like ``load``."""
     _check_model(checked_manifest(source, verify=parts.verify), parts, source)
-    metadata = {**_content(), "dp_cp_group": parts.place.dp_cp_group}
+    metadata = {**_content(), "dp_cp_group": parts.rank_info.dp_cp_group}
     state: dict[str, Any] = {"model": parts.model.sharded_state_dict(metadata=metadata)}
-    with damage_named(lambda why: f"{source}: torn ({why}); use another iteration"):
+    with damage_named(lambda reason: f"{source}: torn ({reason}); use another iteration"):
         loaded: Any = dist_checkpointing.load(state, str(source), get_default_load_sharded_strategy(str(source)))
     parts.model.load_state_dict(loaded["model"])
-    parts.optimizer.reload_model_params()  # it has copies of its own
+    parts.optimizer.reload_model_params()  # it keeps its own copies
 
 
 def _restore(parts: Parts, source: Path, manifest: Manifest) -> None:
     groups = parts.optimizer.param_groups
-    own = [(group["max_lr"], group["min_lr"]) for group in groups]
-    for group in groups:  # megatron finds a saved group by these values too: a resumed run may change them
+    configured_lrs = [(group["max_lr"], group["min_lr"]) for group in groups]
+    for group in groups:  # megatron matches saved groups by these too; the config may have changed
         group.update(max_lr=manifest.max_lr, min_lr=manifest.min_lr)
     state = _sharded_state(parts, loading=True)
-    same_layout = manifest.layout == _layout(parts.place)
+    same_layout = manifest.layout == _layout(parts.rank_info)
     if same_layout:  # RNG states belong to ranks
-        state["rng"] = _rng_object(parts.place, None)
+        state["rng"] = _rng_object(parts.rank_info, None)
     loaded: Any = dist_checkpointing.load(state, str(source), get_default_load_sharded_strategy(str(source)))
     parts.model.load_state_dict(loaded["model"])
     with torch.no_grad():
         parts.optimizer.load_state_dict(loaded["optimizer"])
-    for group, (max_lr, min_lr) in zip(parts.optimizer.param_groups, own, strict=True):
+    for group, (max_lr, min_lr) in zip(parts.optimizer.param_groups, configured_lrs, strict=True):
         group["max_lr"], group["min_lr"] = max_lr, min_lr
     parts.schedule.num_steps = manifest.schedule_steps
     parts.schedule.step(0)
@@ -252,7 +254,7 @@ def _restore(parts: Parts, source: Path, manifest: Manifest) -> None:
 
 
 def _sharded_state(parts: Parts, *, loading: bool) -> dict[str, Any]:
-    metadata = {**_content(), "dp_cp_group": parts.place.dp_cp_group}
+    metadata = {**_content(), "dp_cp_group": parts.rank_info.dp_cp_group}
     if not loading:
         _fill_state(parts.optimizer)
     state: dict[str, Any] = {"model": parts.model.sharded_state_dict(metadata=metadata)}
@@ -261,7 +263,7 @@ def _sharded_state(parts: Parts, *, loading: bool) -> dict[str, Any]:
 
 
 def _fill_state(optimizer: Any) -> None:
-    """Zero moments where no step was taken yet, as when filters left nothing to train on: megatron takes them for given."""
+    """Create zero moments if no step was taken yet (filters can drop every sample): megatron requires them."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not part.optimizer.state:
             part.init_state_fn(part.optimizer, part.config)
@@ -282,22 +284,22 @@ def _check_model(manifest: Manifest, parts: Parts, source: Path) -> None:
 
 
 def _check_optimizer(manifest: Manifest, parts: Parts, source: Path) -> None:
-    mine = parts.place.layout.distributed_optimizer
-    if manifest.distributed_optimizer != mine:
+    configured = parts.rank_info.layout.distributed_optimizer
+    if manifest.distributed_optimizer != configured:
         raise CheckpointError(
             f"{source}: saved with parallel.distributed_optimizer={manifest.distributed_optimizer}, "
-            f"which cannot be loaded with {mine}: set it as it was"
+            f"which cannot be loaded with {configured}: set it as it was"
         )
 
 
 def check_model(manifest: Manifest, family: Family, head: str, source: Path, key: str = "model.hf_checkpoint") -> None:
-    """Raise ``CheckpointError`` unless the checkpoint is of the family's model, the value of ``key``, with this head."""
+    """Raise ``CheckpointError`` unless the checkpoint is of the family's model, the value of ``key``, with head ``head``."""
     check_padding(manifest, source, family.padded_vocabulary, family.tp)
-    wanted, found = _fingerprint(family, head), manifest.model
-    for name in wanted:
-        if wanted[name] != found.get(name):
+    expected, saved = _fingerprint(family, head), manifest.model
+    for name in expected:
+        if expected[name] != saved.get(name):
             raise CheckpointError(
-                f"{source}: of another model: {name} is {found.get(name)} there and {wanted[name]} in "
+                f"{source}: of another model: {name} is {saved.get(name)} there and {expected[name]} in "
                 f"{key}; give the checkpoint the model it was trained from"
             )
 
@@ -305,26 +307,26 @@ def check_model(manifest: Manifest, family: Family, head: str, source: Path, key
 def _fingerprint(family: Family, head: str) -> dict[str, Scalar]:
     hf = family.hf
     keys = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-    more = ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
+    shape = ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
     experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     return {
-        **{key: getattr(hf, key, None) for key in (*keys, *more, *(experts if family.num_experts else ()))},
+        **{key: getattr(hf, key, None) for key in (*keys, *shape, *(experts if family.num_experts else ()))},
         **{key: getattr(hf, key) for key in family.shape_keys},
         **({"layer_pattern": "".join(family.blocks())} if family.shape_keys else {}),
         "head": head,
-        "padded_vocabulary": family.padded_vocabulary,  # depends on parallel.tp where 128 is not a multiple of it
+        "padded_vocabulary": family.padded_vocabulary,  # depends on parallel.tp if that does not divide 128
     }
 
 
-def _layout(place: RankInfo) -> dict[str, int]:
-    sizes = place.layout
+def _layout(rank_info: RankInfo) -> dict[str, int]:
+    sizes = rank_info.layout
     return {"tp": sizes.tp, "pp": sizes.pp, "cp": sizes.cp, "dp": sizes.dp, "ep": sizes.ep}
 
 
-def _rng_object(place: RankInfo, state: Any) -> ShardedObject:
-    sizes = place.layout
+def _rng_object(rank_info: RankInfo, state: Any) -> ShardedObject:
+    sizes = rank_info.layout
     shape = (sizes.pp, sizes.tp, sizes.cp, sizes.dp)
-    offset = (place.pp_rank, place.tp_rank, place.cp_rank, place.dp_rank)
+    offset = (rank_info.pp_rank, rank_info.tp_rank, rank_info.cp_rank, rank_info.dp_rank)
     return ShardedObject("rng", state, shape, offset, replica_id=0)
 
 

@@ -1,4 +1,4 @@
-"""What every trained role saves and resumes in the same way: one rank's half of it."""
+"""Save and resume of one rank of a trained role."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class CheckpointedRank(ABC):
 
     @abstractmethod
     def parts(self) -> Parts:
-        """What its checkpoints hold."""
+        """Return the objects that its checkpoints hold."""
 
     def begin_save(self, folder: Path, iteration: int) -> None:
-        """Copy everything as it is now and begin to write ``folder/iter_<iteration>``; training may go on."""
+        """Take a snapshot and start to write ``folder/iter_<iteration>``; training may continue."""
         from slime_like.train.megatron.weights import checkpoint
 
         assert self._pending is None, "finish_save comes first"
@@ -34,9 +34,9 @@ class CheckpointedRank(ABC):
             self._pending = checkpoint.begin(self.parts(), folder, iteration, self.version)
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Whether the checkpoint that was begun is whole and in its folder; without ``wait`` only if no rank still writes.
+        """Return True if the pending checkpoint is complete; without ``wait``, False while a rank still writes.
 
-        Raises ``CheckpointError`` on every rank when a rank could not write its part.
+        Raises ``CheckpointError`` on every rank if a rank could not write its part.
         """
         pending = self._pending
         if pending is None:
@@ -56,9 +56,9 @@ class CheckpointedRank(ABC):
         on_rank_zero(lambda: name_latest(folder, iteration))
 
     def load(self, folder: Path, iteration: int | None = None) -> int:
-        """Restore an iteration of ``folder`` (None: the latest), of any layout; returns which.
+        """Restore an iteration of ``folder`` (None: the latest), of any layout. Returns the iteration.
 
-        Raises ``CheckpointError`` when it is missing, torn, of another model, or of a layout that cannot become this one.
+        Raises ``CheckpointError`` if it is missing, torn, of another model, or of an incompatible layout.
         """
         from slime_like.train.megatron.weights import checkpoint
 

@@ -1,4 +1,4 @@
-"""A checkpoint of a run as a model in HF format, on the host and in one process: no Ray, no engine, no optimizer."""
+"""Conversion of a run's checkpoint to HF format, on the host and in one process: no Ray, engine or optimizer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     """Write the weights of the iteration folder ``source`` to ``out``, with config and tokenizer of the HF folder ``hf``.
 
     ``dtype`` is float32 or bfloat16; files are at most ``max_bytes`` (or one tensor) large. ``out`` is complete or absent.
-    Raises ``CheckpointError`` where the checkpoint is torn or of another model than ``hf``.
+    Raises ``CheckpointError`` if the checkpoint is torn or of another model than ``hf``.
     """
     spec = untrained_spec(hf, Layout(), dtype)
     host.install(spec.device)
     device = groups.join_world(spec, 0, 1, meeting_at(LOOPBACK), 0)
-    place = groups.make_groups(spec, device)
+    rank_info = groups.make_groups(spec, device)
 
     from slime_like.train.megatron.families.hf import HFFolder
     from slime_like.train.megatron.model.model import PolicyModel, build_chunks
@@ -37,13 +37,13 @@ def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes
     family = choose_family(spec, PolicyModel.adapt(folder.config()))
     if (source / MANIFEST).is_file():
         check_model(read_manifest(source), family, PolicyModel.head, source)
-    model = build_chunks(PolicyModel, transformer_config(spec, family), family, place, spec.model)
+    model = build_chunks(PolicyModel, transformer_config(spec, family), family, rank_info, spec.model)
     load_megatron(model, source, "checkpoint", family)
-    write_hf(HFExport(model, family, place), folder, out, place, max_bytes)
+    write_hf(HFExport(model, family, rank_info), folder, out, rank_info, max_bytes)
 
 
 def untrained_spec(hf: str, layout: Layout, dtype: str) -> ActorSpec:
-    """Of ranks on the host that hold a model and take no optimizer step."""
+    """Return the spec of ranks on the host that hold a model and take no optimizer step."""
     return ActorSpec(
         model=ModelConfig(hf_checkpoint=hf),
         optim=OptimConfig(),

@@ -1,4 +1,4 @@
-"""One ``CheckpointError`` for everything that torch's and megatron-core's readers raise on a damaged checkpoint."""
+"""Conversion of the errors that torch and megatron-core raise on a damaged checkpoint into ``CheckpointError``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 from slime_like.checkpoint.record import CheckpointRecord, Manifest, check_content, read_record
 from slime_like.errors import CheckpointError, SlimeLikeError
 
-# Files that are cut short, missing or of another making. CheckpointException is a BaseException.
+# Raised on truncated, missing or foreign files. CheckpointException is a BaseException.
 DAMAGED = (
     CheckpointException,
     CheckpointingException,
@@ -34,21 +34,21 @@ DAMAGED = (
 
 @contextmanager
 def damage_named(message: Callable[[str], str]) -> Generator[None]:
-    """Raise ``CheckpointError(message(summary))`` for what a reader raises on damage; errors of this project pass as they are."""
+    """Convert a reader's error on damage to ``CheckpointError(message(summary))``; errors of this project pass unchanged."""
     try:
         yield
-    except (SlimeLikeError, torch.OutOfMemoryError, dist.DistError):  # the latter two say nothing of the files
+    except (SlimeLikeError, torch.OutOfMemoryError, dist.DistError):  # the latter two are not about the files
         raise
     except DAMAGED as error:
-        raise _own(error) or CheckpointError(message(error_summary(error))) from error
+        raise _project_error(error) or CheckpointError(message(error_summary(error))) from error
 
 
-def _own(error: BaseException) -> CheckpointError | None:
-    """Return the first error of this project that torch has wrapped into ``error``, in however many layers."""
+def _project_error(error: BaseException) -> CheckpointError | None:
+    """Return the first error of this project that torch has wrapped into ``error``, at any depth."""
     if isinstance(error, CheckpointError):
         return error
     failures = cast("dict[int, tuple[Any, Any]]", error.failures) if isinstance(error, CheckpointException) else {}
-    return next((own for failure, _ in failures.values() if (own := _own(failure))), None)
+    return next((wrapped for failure, _ in failures.values() if (wrapped := _project_error(failure))), None)
 
 
 def error_summary(error: BaseException) -> str:
@@ -58,9 +58,9 @@ def error_summary(error: BaseException) -> str:
 
 
 def checked_manifest(source: Path, *, verify: bool) -> Manifest:
-    """Return the ``Manifest`` of an iteration's folder, after its files were compared with their hashes where asked.
+    """Return the ``Manifest`` of an iteration's folder; with ``verify`` after comparing its files with their hashes.
 
-    Collective: each file is read by one rank. Raises ``CheckpointError`` on all ranks where a file has changed.
+    Collective: each file is read by one rank. Raises ``CheckpointError`` on all ranks if a file has changed.
     """
     record: CheckpointRecord | None = None
     error: str | None = None

@@ -1,4 +1,4 @@
-"""Weights out of the trainer in HF names and shapes: to the engines bucket by bucket, or to a folder."""
+"""Export of the trainer's weights in HF names and shapes, to engines in buckets or to a folder."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ class HFExport:
     of a pipeline stage is its sender. Tied embeddings go once, from the first stage; vocabulary padding is cut.
     """
 
-    def __init__(self, model: Chunks, family: Family, place: RankInfo) -> None:
-        self._place = place
+    def __init__(self, model: Chunks, family: Family, rank_info: RankInfo) -> None:
+        self._rank_info = rank_info
         self.carried = family.carried
         table = family.weights()
         tied = bool(family.hf.tie_word_embeddings)
-        self._weights: list[tuple[tuple[Weight, ...], torch.nn.Parameter]] = [  # an expert: those of all its peers
-            (tuple(table[peer] for peer in keys_of_peers(key, family.num_experts, place.layout.ep)), parameter)
+        self._weights: list[tuple[tuple[Weight, ...], torch.nn.Parameter]] = [  # of an expert: of all its peers
+            (tuple(table[peer] for peer in keys_of_peers(key, family.num_experts, rank_info.layout.ep)), parameter)
             for key, parameter in named_weights(model)
             if not (tied and key == OUTPUT)
         ]
 
     @property
     def is_sender(self) -> bool:
-        """Whether this rank holds the gathered tensors of its pipeline stage."""
-        return self._place.tp_rank == self._place.dp_rank == self._place.cp_rank == 0
+        """True if this rank sends the gathered tensors of its pipeline stage."""
+        return self._rank_info.tp_rank == self._rank_info.dp_rank == self._rank_info.cp_rank == 0
 
     def manifest(self) -> tuple[TensorMeta, ...]:
-        """What this rank's pipeline stage sends, in order."""
+        """Return the tensors that this rank's pipeline stage sends, in order."""
         return tuple(
             TensorMeta(name, shape, str(parameter.dtype).removeprefix("torch."))
             for weights, parameter in self._weights
@@ -62,9 +62,9 @@ class HFExport:
         )
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """The tensors of the manifest, in order, in buckets of at most ``max_bytes`` (or one tensor).
+        """Yield the tensors of the manifest, in order, in buckets of at most ``max_bytes`` (or one tensor).
 
-        All ranks of a stage iterate together and get as many buckets; those of ranks that do not send are empty.
+        All ranks of a stage iterate together and get the same number of buckets, empty on ranks that do not send.
         A tensor may be the live parameter itself: use it before the next step.
         """
         pending: list[tuple[str, Tensor]] = []
@@ -84,24 +84,24 @@ class HFExport:
 
     @torch.no_grad()
     def _gather(self, weights: tuple[Weight, ...], parameter: torch.nn.Parameter) -> tuple[Tensor, ...]:
-        """The whole HF tensors, in order, on the sender; nothing on the ranks that help it."""
-        place = self._place
+        """Return the complete HF tensors, in order, on the sender; () on the other ranks."""
+        rank_info = self._rank_info
         local = parameter.detach().contiguous()
-        held: list[Tensor] = []
+        parts: list[Tensor] = []
         if len(weights) != 1:  # the sender is in the first of the groups that hold a copy of all experts
-            if place.expert_dp_rank == 0:
-                held = gathered(local, place.layout.ep, place.ep_group)
-        elif place.dp_rank == place.cp_rank == 0:
-            held = gathered(local, place.layout.tp if weights[0].is_split else 1, place.tp_group)
+            if rank_info.expert_dp_rank == 0:
+                parts = gathered(local, rank_info.layout.ep, rank_info.ep_group)
+        elif rank_info.dp_rank == rank_info.cp_rank == 0:
+            parts = gathered(local, rank_info.layout.tp if weights[0].is_split else 1, rank_info.tp_group)
         if not self.is_sender:
             return ()
-        groups = [held] if len(weights) == 1 else [[one] for one in held]  # what each of them is made of
+        groups = [parts] if len(weights) == 1 else [[part] for part in parts]  # shards of each weight
         merged = (tensor for weight, shards in zip(weights, groups, strict=True) for tensor in weight.merge(shards))
         return tuple(tensor.contiguous() for tensor in merged)
 
 
 def gathered(local: Tensor, size: int, group: Any) -> list[Tensor]:
-    """``local`` of each of the ``size`` ranks of ``group``, in order."""
+    """Gather ``local`` of each of the ``size`` ranks of ``group``, in order."""
     if size == 1:
         return [local]
     shards = [torch.empty_like(local) for _ in range(size)]
@@ -110,25 +110,27 @@ def gathered(local: Tensor, size: int, group: Any) -> list[Tensor]:
 
 
 def _entries(weights: tuple[Weight, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of every HF tensor, in order."""
+    """Return (name, shape) of every HF tensor, in order."""
     return [entry for weight in weights for entry in zip(weight.names, weight.shapes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one rank has written."""
+    """The files that one rank has written."""
 
     weight_map: dict[str, str]
     total: int  # bytes
     error: str | None
 
 
-def write_hf(export: HFExport, source: HFFolder, folder: Path, place: RankInfo, max_bytes: int = FILE_BYTES) -> None:
+def write_hf(
+    export: HFExport, source: HFFolder, folder: Path, rank_info: RankInfo, max_bytes: int = FILE_BYTES
+) -> None:
     """Write an HF folder that transformers and SGLang load: safetensors, config.json and the source's other files.
 
-    Tensors of the source that the family carries (a vision tower, multi-token prediction) are in it as they are there.
-    Every pipeline stage writes its own files into a temporary folder next to ``folder``, which then takes its place.
-    Raises ``CheckpointError`` on every rank when one failed, after removing what was written; ``folder`` is as it was.
+    Tensors of the source that the family carries (a vision tower, multi-token prediction) are copied unchanged.
+    Every pipeline stage writes its own files into a temporary folder next to ``folder``, which then replaces it.
+    Raises ``CheckpointError`` on every rank if one failed, after removing the written files; ``folder`` is not changed.
     """
     scratch = folder.with_name(folder.name + SCRATCH)
 
@@ -144,9 +146,9 @@ def write_hf(export: HFExport, source: HFFolder, folder: Path, place: RankInfo, 
                 raise _failed(folder, "; ".join(failed))
             weight_map = {name: file for share in shares for name, file in share.weight_map.items()}
             carried = [name for name in _names_of(source, export.carried) if name not in weight_map]
-            kept, size = _carry(scratch, source, carried, max_bytes)
+            copied, size = _carry(scratch, source, carried, max_bytes)
             total = size + sum(share.total for share in shares)
-            _finish(scratch, weight_map | kept, total, source, export.manifest()[0].dtype)
+            _finish(scratch, weight_map | copied, total, source, export.manifest()[0].dtype)
             publish(scratch, folder)
         except (CheckpointError, OSError, SafetensorError) as error:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -156,7 +158,7 @@ def write_hf(export: HFExport, source: HFFolder, folder: Path, place: RankInfo, 
 
     on_rank_zero(prepare)
     shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, _write_files(export, scratch, place, max_bytes))
+    dist.all_gather_object(shares, _write_files(export, scratch, rank_info, max_bytes))
     on_rank_zero(finish)
 
 
@@ -164,15 +166,15 @@ def _failed(folder: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{folder}: the export failed ({reason}); is the disk full?")
 
 
-def _write_files(export: HFExport, scratch: Path, place: RankInfo, max_bytes: int) -> _Share:
-    """This rank's tensors, on the disk. Collective: a rank that could not write still gathers for the others."""
+def _write_files(export: HFExport, scratch: Path, rank_info: RankInfo, max_bytes: int) -> _Share:
+    """Write this rank's tensors. Collective: a rank whose disk failed still takes part in gathering."""
     written: dict[str, str] = {}
     total = 0
     error: str | None = None
     for i, bucket in enumerate(export.buckets(max_bytes)):
         if not bucket.tensors or error is not None:
             continue
-        file = f"model-stage{place.pp_rank}-{i:05d}.safetensors"
+        file = f"model-stage{rank_info.pp_rank}-{i:05d}.safetensors"
         tensors = {name: tensor.cpu().clone() for name, tensor in bucket.tensors}
         try:
             save_file(tensors, scratch / file, metadata={"format": "pt"})
@@ -189,15 +191,15 @@ def _names_of(source: HFFolder, prefixes: tuple[str, ...]) -> list[str]:
 
 
 def _carry(scratch: Path, source: HFFolder, names: Sequence[str], max_bytes: int) -> tuple[dict[str, str], int]:
-    """Copy tensors of ``source`` into files of their own; which file has which, and the bytes of all."""
-    where: dict[str, str] = {}
+    """Copy tensors of ``source`` into separate files. Returns file name by tensor name, and the total bytes."""
+    file_of: dict[str, str] = {}
     pending: dict[str, Tensor] = {}
     total = size = 0
 
     def write() -> None:
-        file = f"model-carried-{len(set(where.values())):05d}.safetensors"
+        file = f"model-carried-{len(set(file_of.values())):05d}.safetensors"
         save_file(pending, scratch / file, metadata={"format": "pt"})
-        where.update(dict.fromkeys(pending, file))
+        file_of.update(dict.fromkeys(pending, file))
 
     for name in names:
         tensor = source.stored(name)
@@ -209,11 +211,11 @@ def _carry(scratch: Path, source: HFFolder, names: Sequence[str], max_bytes: int
         size, total = size + nbytes, total + nbytes
     if pending:
         write()
-    return where, total
+    return file_of, total
 
 
 def _finish(scratch: Path, weight_map: dict[str, str], total: int, source: HFFolder, dtype: str) -> None:
-    """Index, config and the files that are not weights."""
+    """Write the index, the config and the files that are not weights."""
     files = sorted(set(weight_map.values()))
     if len(files) == 1:
         (scratch / files[0]).rename(scratch / SINGLE)

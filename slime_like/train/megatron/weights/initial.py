@@ -1,7 +1,7 @@
-"""Weights a run starts from, out of a Megatron ``torch_dist`` folder: this trainer's own, or one that GPTModel wrote.
+"""Initial weights from a Megatron ``torch_dist`` folder, written by this trainer or by megatron's GPTModel.
 
-GPTModel stores a decoder block under one number and, where all blocks are alike, all blocks of a parameter in one tensor
-of shape [L, ...]; its final norm has another name, and TransformerEngine's fused linears hold the norm before them.
+GPTModel stores a decoder block under one number and, if all blocks are alike, all blocks of a parameter in one tensor of
+shape [num_blocks, ...]; its final norm has another name, and TransformerEngine's fused linears hold the norm before them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from slime_like.train.megatron.model.model import Chunks, load_hf
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.train.megatron.weights.damage import checked_manifest, damage_named
 
-# Where TransformerEngine's layers keep the norms: in the linear that follows.
+# TransformerEngine's layers keep a norm in the linear that follows it.
 FUSED_NORMS = {
     "decoder.layers.input_layernorm.weight": "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
     "decoder.layers.pre_mlp_layernorm.weight": "decoder.layers.mlp.linear_fc1.layer_norm_weight",
 }
-GPT_SYMBOLS = frozenset("*-E")  # layers whose weights GPTModel has under a name that can be told
+GPT_SYMBOLS = frozenset("*-E")  # layers whose weights have a known name in GPTModel
 MODEL = ("decoder.", "embedding.", "output_layer.")
 
 
@@ -40,46 +40,46 @@ def fill(
     folder: str,
     table: dict[str, Weight],
     family: Family,
-    place: RankInfo,
+    rank_info: RankInfo,
     *,
     verify: bool = True,
 ) -> None:
     """Fill this rank's parameters from ``folder``, the value of ``key``: HF format or Megatron's. Collective.
 
-    Raises ``CheckpointError`` naming key and tensor where the folder is torn or of another model.
+    Raises ``CheckpointError`` naming key and tensor if the folder is torn or of another model.
     """
     source = megatron_folder(Path(folder))
     if source is None:
-        load_hf(model, table, HFFolder(folder, key), place)
+        load_hf(model, table, HFFolder(folder, key), rank_info)
     else:
         load_megatron(model, source, key, family, verify=verify)
 
 
 def load_megatron(model: Chunks, source: Path, key: str, family: Family, *, verify: bool = True) -> None:
-    """Fill this rank's parameters from the iteration folder ``source``. Optimizer state that it holds is not read.
+    """Fill this rank's parameters from the iteration folder ``source``. Its optimizer state is not read.
 
-    A checkpoint of this trainer is compared with its hashes first, where ``verify`` says so.
+    With ``verify`` a checkpoint of this trainer is first compared with its hashes.
     """
     if (source / MANIFEST).is_file():
         checked_manifest(source, verify=verify)
     policies = model.policies
     states: list[dict[str, Any]] = [p.sharded_state_dict(metadata={"singleton_local_shards": False}) for p in policies]
-    with damage_named(lambda why: f"{key}: {source} is torn or no torch_dist checkpoint ({why})"):
+    with damage_named(lambda reason: f"{key}: {source} is torn or no torch_dist checkpoint ({reason})"):
         stored = dist_checkpointing.load_tensors_metadata(str(source))
         if not (source / MANIFEST).is_file() and GPT_SYMBOLS.issuperset("".join(family.blocks())):
             for state in states:
-                _ask_as_gpt(state, stored, family)
-        wanted = {f"chunk{i}": _tensors_of(state) for i, state in enumerate(states)}
-        entries = [entry for state in wanted.values() for entry in state.values()]
+                _use_gpt_keys(state, stored, family)
+        requested = {f"chunk{i}": _tensors_of(state) for i, state in enumerate(states)}
+        entries = [entry for state in requested.values() for entry in state.values()]
         _check(entries, stored, source, key)
         _check_unread(entries, stored, source, key)
-        loaded: Any = dist_checkpointing.load(wanted, str(source))
-    for policy, name in zip(policies, wanted, strict=True):
-        # Not strict: megatron's states of layers that hold no tensor are left out.
+        loaded: Any = dist_checkpointing.load(requested, str(source))
+    for policy, name in zip(policies, requested, strict=True):
+        # Not strict: megatron's states of layers without tensors are left out.
         policy.load_state_dict(loaded[name], strict=False)
 
 
-def _ask_as_gpt(state: dict[str, Any], stored: dict[str, Any], family: Family) -> None:
+def _use_gpt_keys(state: dict[str, Any], stored: dict[str, Any], family: Family) -> None:
     """Give the entries of one model chunk the keys under which GPTModel stored them."""
     retarget_sharded_state_dict_to_gpt_checkpoint(state, gpt_compatible_layer_maps("".join(family.blocks())))
     for entry in state.values():
@@ -100,22 +100,22 @@ def _check(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -
             )
         parts = [entry] if isinstance(entry, ShardedTensor) else _tensors(entry.build())
         for part in parts:
-            wanted, found = tuple(part.global_shape), tuple(stored[part.key].global_shape)
-            if part.allow_shape_mismatch:  # the vocabulary, padded in one way or another
-                wanted, found = wanted[1:], found[1:]
-            if wanted != found:
+            expected, actual = tuple(part.global_shape), tuple(stored[part.key].global_shape)
+            if part.allow_shape_mismatch:  # the vocabulary, whose padding may differ
+                expected, actual = expected[1:], actual[1:]
+            if expected != actual:
                 raise CheckpointError(
-                    f"{key}: {source}: {part.key} has shape {found} there and {wanted} by model.hf_checkpoint's "
+                    f"{key}: {source}: {part.key} has shape {actual} there and {expected} by model.hf_checkpoint's "
                     "config.json: give the checkpoint the model it was made from"
                 )
 
 
 def _check_unread(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -> None:
-    """Weights that the model has no place for mean another model: what is left would load, and be wrong."""
-    stages: list[set[str]] = [set() for _ in range(dist.get_world_size())]  # each asks for its own layers
+    """Raise ``CheckpointError`` if the folder has weights that the model lacks: it is of another model."""
+    stages: list[set[str]] = [set() for _ in range(dist.get_world_size())]  # each requests its own layers
     dist.all_gather_object(stages, {entry.key for entry in entries})
-    wanted: set[str] = set().union(*stages)
-    unread = sorted(k for k in stored if k not in wanted and k.startswith(MODEL) and k.endswith(("weight", "bias")))
+    requested: set[str] = set().union(*stages)
+    unread = sorted(k for k in stored if k not in requested and k.startswith(MODEL) and k.endswith(("weight", "bias")))
     if unread:
         raise CheckpointError(
             f"{key}: {source} holds {unread[0]!r}, for which the model of model.hf_checkpoint has no place "
