@@ -25,7 +25,7 @@ def calculate(text: str) -> str:
     """
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"{len(text)} characters, at most {MOST_CHARACTERS}")
-    parser = _Parser(list(_tokens(text)))
+    parser = _ExpressionParser(list(_tokens(text)))
     value = parser.sum(0)
     if parser.next:
         raise ValueError(f"unexpected {parser.next}")
@@ -42,7 +42,7 @@ def _tokens(text: str) -> Iterator[str]:
         at = found.end()
 
 
-class _Parser:
+class _ExpressionParser:
     """Recursive descent over tokens, at most ``MOST_DEPTH`` deep."""
 
     def __init__(self, tokens: list[str]) -> None:

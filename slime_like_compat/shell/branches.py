@@ -12,16 +12,16 @@ from slime_like_compat.shell.assignments import Assignments
 from slime_like_compat.shell.conditions import both, decide, either, fits, negated, variables
 from slime_like_compat.shell.tree import (
     AndOr,
-    Branch,
-    Case,
+    CaseBranch,
+    CaseCommand,
     Command,
+    CommandGroup,
     Commands,
     Function,
-    Group,
-    If,
-    Loop,
+    IfCommand,
+    LoopCommand,
     Pipeline,
-    Simple,
+    SimpleCommand,
     simple_commands,
     simple_commands_of,
 )
@@ -82,16 +82,16 @@ class Branches:
 
     def _command(self, command: Command) -> bool | None:
         match command:
-            case Simple(words=words):
+            case SimpleCommand(words=words):
                 return self._simple(words)
-            case Group(body=body, subshell=subshell):
+            case CommandGroup(body=body, subshell=subshell):
                 with self.scope.subshell() if subshell else nullcontext():
                     return self.follow(body)
-            case If():
+            case IfCommand():
                 return self._if(command)
-            case Case():
+            case CaseCommand():
                 return self._case(command)
-            case Loop():
+            case LoopCommand():
                 return self._loop(command)
             case Function(body=body, where=where):
                 with self._under(_block(where), repeats=True):
@@ -105,7 +105,7 @@ class Branches:
         self.run(words, self.inside)
         return result
 
-    def _if(self, command: If) -> bool | None:
+    def _if(self, command: IfCommand) -> bool | None:
         earlier: bool | None = False  # a branch before this one ran
         result: bool | None = True
         words: list[Word] = []
@@ -120,7 +120,7 @@ class Branches:
             earlier = either(earlier, holds)
         return result
 
-    def _case(self, command: Case) -> bool | None:
+    def _case(self, command: CaseCommand) -> bool | None:
         earlier: bool | None = False
         through: bool | None = False  # the branch before this one ran, and ends in ``;&``
         result: bool | None = True
@@ -138,14 +138,14 @@ class Branches:
             through = runs if branch.end == ";&" else False
         return result
 
-    def _fits(self, subject: Value, branch: Branch) -> bool | None:
+    def _fits(self, subject: Value, branch: CaseBranch) -> bool | None:
         result: bool | None = False
         for pattern in branch.patterns:
             fitting = fits(subject, pattern, self.scope, self.script) if self._stays([pattern]) else None
             result = either(result, fitting)
         return result
 
-    def _loop(self, command: Loop) -> bool | None:
+    def _loop(self, command: LoopCommand) -> bool | None:
         with self._under(_block(command.where), repeats=True):
             variables_of_head = Assignments(self.scope, self.script, self.inside)
             variables_of_head.expand(command.head)
@@ -190,5 +190,5 @@ def _block(where: str) -> str:
     return f"inside the block that begins at {where}"
 
 
-def _words(commands: Iterable[Simple]) -> list[Word]:
+def _words(commands: Iterable[SimpleCommand]) -> list[Word]:
     return [word for command in commands for word in command.words if isinstance(word, Word)]

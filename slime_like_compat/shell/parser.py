@@ -9,16 +9,16 @@ from slime_like.errors import ConfigError
 from slime_like_compat.shell.lexer import tokens
 from slime_like_compat.shell.tree import (
     AndOr,
-    Branch,
-    Case,
+    CaseBranch,
+    CaseCommand,
     Command,
+    CommandGroup,
     Commands,
     Function,
-    Group,
-    If,
-    Loop,
+    IfCommand,
+    LoopCommand,
     Pipeline,
-    Simple,
+    SimpleCommand,
 )
 from slime_like_compat.shell.words import Array, Operator, Token, Word
 
@@ -139,14 +139,14 @@ class _Parser:
             case _:
                 return self._simple()
 
-    def _group(self, closer: str) -> Group:
+    def _group(self, closer: str) -> CommandGroup:
         opener, name = self.next, self.sign
         self.at += 1
         body = self.commands(closer)
         self._take(closer, opener, name)
-        return Group(body, subshell=closer == ")")
+        return CommandGroup(body, subshell=closer == ")")
 
-    def _if(self) -> If:
+    def _if(self) -> IfCommand:
         opener, branches = self.next, list[tuple[Commands, Commands]]()
         while self._accept("if", "elif"):
             condition = self.commands("then")
@@ -156,9 +156,9 @@ class _Parser:
         if self._accept("else"):
             otherwise = self.commands("fi")
         self._take("fi", opener, "if")
-        return If(tuple(branches), otherwise, opener.where)
+        return IfCommand(tuple(branches), otherwise, opener.where)
 
-    def _case(self) -> Case:
+    def _case(self) -> CaseCommand:
         opener = self.next
         self.at += 1
         subject = self.next
@@ -167,15 +167,15 @@ class _Parser:
         self.at += 1
         self._skip("\n")
         self._take("in", opener, "case")
-        branches: list[Branch] = []
+        branches: list[CaseBranch] = []
         self._skip("\n")
         while not self.ended and self.sign != "esac":
             branches.append(self._branch(opener))
             self._skip("\n")
         self._take("esac", opener, "case")
-        return Case(subject, tuple(branches), opener.where)
+        return CaseCommand(subject, tuple(branches), opener.where)
 
-    def _branch(self, opener: Token) -> Branch:
+    def _branch(self, opener: Token) -> CaseBranch:
         self._accept("(")
         patterns: list[Word] = []
         while not self.ended and self.sign != ")":
@@ -186,9 +186,9 @@ class _Parser:
             self.at += 1
         self._take(")", opener, "case")
         body = self.commands(*_BRANCH_ENDS, "esac")
-        return Branch(tuple(patterns), body, self._accept(*_BRANCH_ENDS))
+        return CaseBranch(tuple(patterns), body, self._accept(*_BRANCH_ENDS))
 
-    def _for(self) -> Loop:
+    def _for(self) -> LoopCommand:
         opener = self.next
         self.at += 1
         head = [self.next]
@@ -199,13 +199,13 @@ class _Parser:
                 head.append(self.next)
                 self.at += 1
         self._skip(";", "\n")
-        return Loop("for", tuple(head), (), self._body(opener, "for"), opener.where)
+        return LoopCommand("for", tuple(head), (), self._body(opener, "for"), opener.where)
 
-    def _while(self) -> Loop:
+    def _while(self) -> LoopCommand:
         opener, keyword = self.next, self.sign
         self.at += 1
         condition = self.commands("do")
-        return Loop(keyword, (), condition, self._body(opener, keyword), opener.where)
+        return LoopCommand(keyword, (), condition, self._body(opener, keyword), opener.where)
 
     def _body(self, opener: Token, name: str) -> Commands:
         closer = "}" if self.sign == "{" else "done"  # for ((...)) { ...; }
@@ -223,19 +223,19 @@ class _Parser:
         self._skip("\n")
         return Function(self._command(), where)
 
-    def _coprocess(self) -> Group:
+    def _coprocess(self) -> CommandGroup:
         self.at += 1
         after = self.tokens[self.at + 1] if not self.ended else None
         self.at += isinstance(after, Word) and after.keyword == "{"  # coproc NAME { ...; }
-        return Group((AndOr(Pipeline((self._command(),), negated=False), (), background=True),), subshell=True)
+        return CommandGroup((AndOr(Pipeline((self._command(),), negated=False), (), background=True),), subshell=True)
 
-    def _test(self) -> Simple:
+    def _test(self) -> SimpleCommand:
         """Parse ``[[ ... ]]``, in which operators have another meaning."""
         opener, start = self.next, self.at
         while not self.ended and self.sign != "]]":
             self.at += 1
         self._take("]]", opener, "[[")
-        return Simple(tuple(self.tokens[start : self.at]))
+        return SimpleCommand(tuple(self.tokens[start : self.at]))
 
     def _simple(self) -> Command:
         start, words = self.at, list[Token]()
@@ -248,7 +248,7 @@ class _Parser:
                 return self._function()
             else:
                 self._skip_parentheses()
-        return Simple(tuple(words))
+        return SimpleCommand(tuple(words))
 
     def _skip_parentheses(self) -> None:
         """Skip ``( ... )`` inside a command: a pattern of ``shopt -s extglob``, which matters to no variable."""

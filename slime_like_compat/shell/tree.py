@@ -9,14 +9,14 @@ from slime_like_compat.shell.words import Token, Word
 
 
 @dataclass(frozen=True, slots=True)
-class Simple:
+class SimpleCommand:
     """A command and its words; ``[[ ... ]]`` and ``((...))`` too."""
 
     words: tuple[Token, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CommandGroup:
     """``{ ...; }``, or ``( ... )`` and ``coproc``, which are subshells."""
 
     body: Commands
@@ -24,7 +24,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class If:
+class IfCommand:
     """``if``, with the body that runs where no condition holds."""
 
     branches: tuple[tuple[Commands, Commands], ...]  # (condition, body)
@@ -33,7 +33,7 @@ class If:
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class CaseBranch:
     """A branch of ``case``."""
 
     patterns: tuple[Word, ...]
@@ -42,16 +42,16 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CaseCommand:
     """``case``."""
 
     subject: Word
-    branches: tuple[Branch, ...]
+    branches: tuple[CaseBranch, ...]
     where: str
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class LoopCommand:
     """``for``, ``select``, ``while`` or ``until``."""
 
     keyword: str
@@ -86,37 +86,37 @@ class AndOr:
     background: bool
 
 
-type Command = Simple | Group | If | Case | Loop | Function
+type Command = SimpleCommand | CommandGroup | IfCommand | CaseCommand | LoopCommand | Function
 type Commands = tuple[AndOr, ...]
 
 
-def simple_commands(commands: Commands) -> Iterator[Simple]:
+def simple_commands(commands: Commands) -> Iterator[SimpleCommand]:
     """Yield every simple command in ``commands``, whatever it lies in."""
     for item in commands:
         for pipeline in (item.first, *(pipeline for _, pipeline in item.rest)):
             yield from simple_commands_of(pipeline)
 
 
-def simple_commands_of(pipeline: Pipeline) -> Iterator[Simple]:
+def simple_commands_of(pipeline: Pipeline) -> Iterator[SimpleCommand]:
     """Yield every simple command in ``pipeline``, whatever it lies in."""
     for command in pipeline.commands:
         yield from _within(command)
 
 
-def _within(command: Command) -> Iterator[Simple]:
+def _within(command: Command) -> Iterator[SimpleCommand]:
     match command:
-        case Simple():
+        case SimpleCommand():
             yield command
-        case Group(body=body):
+        case CommandGroup(body=body):
             yield from simple_commands(body)
-        case If(branches=branches, otherwise=otherwise):
+        case IfCommand(branches=branches, otherwise=otherwise):
             for condition, body in branches:
                 yield from simple_commands((*condition, *body))
             yield from simple_commands(otherwise)
-        case Case(branches=branches):
+        case CaseCommand(branches=branches):
             for branch in branches:
                 yield from simple_commands(branch.body)
-        case Loop(condition=condition, body=body):
+        case LoopCommand(condition=condition, body=body):
             yield from simple_commands((*condition, *body))
         case Function(body=body):
             yield from _within(body)

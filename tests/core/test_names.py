@@ -1,0 +1,40 @@
+"""Names of the source tree."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = ("slime_like", "slime_like_compat", "plugins", "scripts")
+
+
+def defined_classes(folders: list[Path]) -> dict[str, list[str]]:
+    """Return the places where each class name is defined."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for folder in folders:
+        for path in folder.rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(f"{path.relative_to(folder.parent)}:{node.lineno}")
+    return places
+
+
+def repeated(folders: list[Path]) -> dict[str, list[str]]:
+    """Return the class names that are defined more than once."""
+    return {name: places for name, places in defined_classes(folders).items() if len(places) > 1}
+
+
+def test_a_class_name_means_one_thing_in_the_whole_tree() -> None:
+    folders = [REPOSITORY / name for name in PACKAGES]
+    assert len(defined_classes(folders)) > 300
+    assert repeated(folders) == {}
+
+
+def test_a_name_used_twice_is_seen(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "module.py").write_text("class Twice: ...\n")
+    assert repeated([tmp_path / "one", tmp_path / "two"]) == {"Twice": ["one/module.py:1", "two/module.py:1"]}
