@@ -1,6 +1,6 @@
-"""What the trainer receives: packed rows of whole sequences. numpy only: shipped to the ranks as they are.
+"""Training batches: packed rows of whole sequences. Plain numpy, shipped to the ranks unchanged.
 
-Every ``[T]`` column stands at the token it speaks of: ``rollout_logprobs[t]`` is the log-probability of token ``t``
+Entry ``t`` of a ``[T]`` column describes token ``t`` itself: ``rollout_logprobs[t]`` is the log-probability of token ``t``
 given the tokens before it in its sequence, and ``loss_weight[t]`` the weight of that prediction (0 at a sequence's
 first token). Position ids and next-token shifts are derived on the ranks by ``TokenLayout``.
 """
@@ -26,10 +26,10 @@ class PackedBatch:
     token_ids: I32  # [T]
     cu_seqlens: I32  # [S + 1]
     loss_weight: F32  # [T], sums to 1 over an optimizer step (all micro-batches, all dp ranks); not under dr_grpo
-    versions: I32  # [T], weight version that sampled the token, -1 where not sampled
-    rollout_logprobs: F32  # [T], 0 where not sampled
+    versions: I32  # [T], weight version that sampled the token, -1 if not sampled
+    rollout_logprobs: F32  # [T], 0 if not sampled
     rewards: F32  # [S]
-    advantages: F32 | None  # [S], None where the algorithm computes them per token on the ranks
+    advantages: F32 | None  # [S], None if the algorithm computes them per token on the ranks
     sample_ids: I64  # [S]
     extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
 
@@ -52,16 +52,16 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """All optimizer steps that follow one rollout."""
+    """All optimizer steps of one rollout."""
 
     rollout_id: int
     steps: tuple[StepBatch, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Trained tokens of the whole rollout."""
+        """Return the number of trained tokens in the rollout."""
         return sum(step.num_tokens for step in self.steps)
 
 
 Columns = list[list[F32]]
-"""Values per token that one role computes and another reads: [T] per micro-batch of a shard, per optimizer step."""
+"""Per-token values passed from one role to another: [T] per micro-batch of a shard, per optimizer step."""

@@ -1,4 +1,4 @@
-"""What ``train.py`` does with its arguments. Imports stand where they are needed, so that ``--help`` answers at once."""
+"""Entry point of ``train.py``. Heavy modules are imported inside functions to keep ``--help`` fast."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from slime_like.printable import visible
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 the configuration or its files are wrong, 130 stopped before its end."""
+    """Return the exit code: 0 completed, 1 the run failed, 2 invalid configuration or input files, 130 interrupted."""
     return _coded(partial(_run, list(argv)))
 
 
 def _coded(run: Callable[[], int]) -> int:
-    """The exit code of ``run``, after its error is printed."""
+    """Return the exit code of ``run``; print its error, if any."""
     try:
         return run()
     except KeyboardInterrupt as error:
         sys.stderr.write(visible(f"{str(error) or 'stopped'}\n"))
         return exit_code(error)
-    except RunComplete as done:
-        sys.stdout.write(visible(f"{done}\n"))
-        return exit_code(done)
+    except RunComplete as complete:
+        sys.stdout.write(visible(f"{complete}\n"))
+        return exit_code(complete)
     except SlimeLikeError as error:
         error.say()
         return exit_code(error)
-    except OSError as error:  # of a path in the configuration: those of a run are explained where it ends
+    except OSError as error:  # a path in the configuration; OSErrors of a run are handled when it ends
         if error.filename is None:
             raise
-        refused = ConfigError(f"{error.filename}: {error.strerror}: correct the path, or its permissions")
-        refused.say()
-        return exit_code(refused)
+        config_error = ConfigError(f"{error.filename}: {error.strerror}: correct the path, or its permissions")
+        config_error.say()
+        return exit_code(config_error)
 
 
 def _run(argv: list[str]) -> int:
@@ -50,7 +50,7 @@ def _run(argv: list[str]) -> int:
             from slime_like.cluster.supervise.supervisor import supervise
             from slime_like.util.deadline import scale
 
-            scale()  # refuses a malformed value before there is a process
+            scale()  # rejects a malformed value before any process starts
             keep_streams()
             return supervise(partial(_coded, partial(_train, argv)))
         case _:
@@ -61,10 +61,12 @@ def _run(argv: list[str]) -> int:
 
 
 def _train(argv: list[str]) -> int:
-    """The driver."""
+    """Run the driver."""
     from slime_like.config.load.loader import load_prepared
 
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks for a save: to be survived before a run can read it
+    signal.signal(
+        signal.SIGUSR2, signal.SIG_IGN
+    )  # requests a save; must not kill the driver before its handler is installed
     cfg = load_prepared(argv)
     from slime_like.loop import train
 

@@ -1,4 +1,4 @@
-"""Errors a user can meet. Each takes one message (so that it pickles across Ray) naming key or file, value and fix."""
+"""Errors shown to users. Each takes one message (to pickle across Ray) that names key or file, value and fix."""
 
 import sys
 
@@ -8,12 +8,12 @@ from slime_like.printable import complaint
 class SlimeLikeError(Exception):
     """Base of every error this project raises on purpose."""
 
-    said = False
+    printed = False
 
     def say(self) -> None:
-        """Print the error, once: a run prints it before it takes its processes down, its caller at the end."""
-        if not self.said:
-            self.said = True
+        """Print the error once: first by the run, before it stops its processes, otherwise by its caller."""
+        if not self.printed:
+            self.printed = True
             sys.stderr.write(complaint(self))
             sys.stderr.flush()
 
@@ -31,15 +31,15 @@ class CheckpointError(SlimeLikeError, RuntimeError):
 
 
 class RewardError(SlimeLikeError, RuntimeError):
-    """A reward function that failed, timed out or returned something that is not a finite number."""
+    """A reward function that failed, timed out or returned something other than a finite number."""
 
 
 class UserCodeError(SlimeLikeError, RuntimeError):
-    """A generate function, filter or data source of the user's that raised, or returned something unusable."""
+    """A user's generate function, filter or data source that raised or returned an unusable value."""
 
 
 class AgentError(SlimeLikeError, RuntimeError):
-    """An agent that fails every time, or returns something that is no reward."""
+    """An agent that fails every time or returns something other than a reward."""
 
 
 class EngineError(SlimeLikeError, RuntimeError):
@@ -47,11 +47,11 @@ class EngineError(SlimeLikeError, RuntimeError):
 
 
 class EngineLost(EngineError):
-    """An engine that cannot be reached any more: it died, was killed, or its connection broke."""
+    """An engine that is unreachable: it died, was killed, or its connection broke."""
 
 
 class WeightSyncError(SlimeLikeError, RuntimeError):
-    """Weights that did not arrive whole in every engine."""
+    """Weights that did not arrive completely in every engine."""
 
 
 class ConsistencyError(SlimeLikeError, RuntimeError):
@@ -59,7 +59,7 @@ class ConsistencyError(SlimeLikeError, RuntimeError):
 
 
 class WorkerError(SlimeLikeError, RuntimeError):
-    """A trainer rank or another process of the run failed; ``died``: it is gone."""
+    """A trainer rank or another process of the run failed; ``died`` if it has exited."""
 
     def __init__(self, message: str, died: bool = False) -> None:
         super().__init__(message)
@@ -71,15 +71,15 @@ class ProcessLost(SlimeLikeError, RuntimeError):
 
 
 class DeadlineExceeded(SlimeLikeError, TimeoutError):
-    """A wait that took longer than its owner allowed; the message says who waited for whom."""
+    """A wait that exceeded its limit; the message names the waiting and the awaited process."""
 
 
 class RunComplete(SlimeLikeError):
-    """Nothing is left to do: the run folder holds as many trained rollouts as were asked for. Not a failure."""
+    """The run folder already holds the configured number of trained rollouts. Not a failure."""
 
 
 class CollectiveError(SlimeLikeError, RuntimeError):
-    """A collective that failed or that a rank did not take part in; the message says which, where, and who."""
+    """A collective that failed or that a rank did not join; the message names the op, its call site and the ranks."""
 
 
 class MemoryShortage(SlimeLikeError, RuntimeError):
@@ -87,7 +87,7 @@ class MemoryShortage(SlimeLikeError, RuntimeError):
 
 
 def exit_code(error: BaseException | None) -> int:
-    """Exit code of a run: 0 done, 1 it failed, 2 its configuration or files are wrong, 130 stopped before its end."""
+    """Return the exit code of a run: 0 completed, 1 failed, 2 invalid configuration or input files, 130 interrupted."""
     match error:
         case None | RunComplete():
             return 0

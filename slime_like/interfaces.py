@@ -1,4 +1,4 @@
-"""The seams of the circle, as Protocols. torch appears only in annotations: importing this file costs nothing."""
+"""Extension points and component interfaces, as Protocols. torch appears in annotations only and is not imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # ---- rollout ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How an engine samples. ``temperature`` 0 is greedy."""
+    """Sampling parameters of a request. ``temperature`` 0 is greedy."""
 
     temperature: float
     max_new_tokens: int
@@ -29,43 +29,43 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine answers to one request: R sampled tokens."""
+    """One completion of a request: R sampled tokens."""
 
     token_ids: I32  # [R]
     logprobs: F32  # [R], log-softmax(logits / temperature) of the sampled token
     versions: tuple[tuple[int, int, int], ...]  # (start, stop, weight version) over [0, R)
     finish: str  # stop | length | abort
-    prompt_tokens: int = 0  # tokens the engine was given
-    cached_tokens: int = 0  # of these, those whose KV it had from an earlier request
+    prompt_tokens: int = 0  # length of the request in tokens
+    cached_tokens: int = 0  # prompt tokens served from the prefix cache
 
 
 class Engine(Protocol):
-    """What rollout code knows of an inference engine. Token ids in, token ids out."""
+    """An inference engine as rollout code sees it. Token ids in, token ids out."""
 
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> Sequence[Completion]:
-        """``len(seeds)`` completions of one prompt, sent as one group."""
+        """Return ``len(seeds)`` completions of one prompt, sent as one group."""
         ...
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
-        """Per sequence [L - 1] log-probabilities of tokens 1..L-1 given those before."""
+        """Return, per sequence, [L - 1] log-probabilities of tokens 1..L-1 given the preceding tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateContext:
-    """What a generate function gets besides prompt and engine."""
+    """Context of a generate call, in addition to prompt and engine."""
 
     sampling: Sampling
     decode: Any  # Callable[[Sequence[int]], str]: token ids -> text, special tokens dropped
     group_id: int
     first_sample_id: int
     max_context_len: int
-    tokenizer: Any = None  # of model.hf_checkpoint: ``data.chat.tokenize`` turns what the model did not write into ids
+    tokenizer: Any = None  # of model.hf_checkpoint; ``data.chat.tokenize`` encodes text the model did not write
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # data.chat_template_kwargs
 
 
 class GenerateFn(Protocol):
-    """Prompt -> samples of one group: one turn, many turns, tools. Runs in the rollout manager's event loop."""
+    """Generate the samples of one group: single-turn, multi-turn, tools. Runs in the rollout manager's event loop."""
 
     async def __call__(
         self, prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
@@ -74,18 +74,18 @@ class GenerateFn(Protocol):
 
 @runtime_checkable
 class Generator(GenerateFn, Protocol):
-    """A ``GenerateFn`` with a life of its own: a class given as ``rollout.generate`` is made with the ``RolloutConfig``."""
+    """A stateful ``GenerateFn``: a class named by ``rollout.generate``, constructed with the ``RolloutConfig``."""
 
     def metrics(self) -> tuple[Metric, ...]:
-        """What happened since the last call; names need an entry in ``metrics.dictionary`` to be documented."""
+        """Return metrics since the last call; names need an entry in ``metrics.dictionary`` to be documented."""
         ...
 
     def warnings(self) -> tuple[str, ...]:
-        """What a user should be told since the last call."""
+        """Return warnings for the user since the last call."""
         ...
 
     async def close(self) -> None:
-        """The run ends."""
+        """Release resources at the end of the run."""
         ...
 
 
@@ -102,7 +102,7 @@ class GroupRewardFn(Protocol):
 
 
 class GroupFilter(Protocol):
-    """``None`` keeps the group; otherwise the reason it is dropped, which is counted as a metric."""
+    """Return ``None`` to keep the group, or the reason to drop it, which is counted as a metric."""
 
     def __call__(self, group: SampleGroup) -> str | None: ...
 
@@ -112,11 +112,11 @@ class DataSource(Protocol):
 
     def __len__(self) -> int: ...
     def next(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts, starting a new epoch where one ends."""
+        """Return the next ``n`` prompts, crossing into a new epoch if needed."""
         ...
 
     def metrics(self) -> tuple[Metric, ...]:
-        """What is worth knowing of the data, such as ``data/bad_rows``."""
+        """Return metrics of the data, such as ``data/bad_rows``."""
         ...
 
     def state(self) -> dict[str, Any]: ...
@@ -125,102 +125,104 @@ class DataSource(Protocol):
 
 # ---- algorithms ------------------------------------------------------------------------------------------------------
 class GroupAdvantage(Protocol):
-    """rewards_G -> advantages_G of one group, in the driver."""
+    """Map rewards_G to advantages_G of one group, in the driver."""
 
     def __call__(self, rewards_G: F32) -> F32: ...
 
 
 class Reduce(Protocol):
-    """The only collective an algorithm may use: element-wise sum over all ranks that hold part of the batch."""
+    """Element-wise sum over all ranks that hold part of the batch: the only collective available to an algorithm."""
 
     def sum(self, value: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """One packed micro-batch on a rank, as an algorithm sees it. Columns stand at the predicted token, as in ``PackedBatch``.
+    """One packed micro-batch on a rank, as an algorithm sees it. Columns are indexed by predicted token, as in ``PackedBatch``.
 
-    Whole sequences even under context parallelism: score columns are gathered before an algorithm reads them.
+    Sequences are complete even under context parallelism: score columns are gathered first.
     """
 
     cu_seqlens: Tensor  # I32 [S + 1]
-    loss_weight: Tensor  # F32 [T], 0 where not trained
+    loss_weight: Tensor  # F32 [T], 0 if not trained
     rewards: Tensor  # F32 [S]
     advantages: Tensor | None  # F32 [S], group advantages
     rollout_logprobs: Tensor  # F32 [T], behaviour policy
     old_logprobs: Tensor | None  # F32 [T], proximal policy
     ref_logprobs: Tensor | None  # F32 [T]
-    teacher_logprobs: Tensor | None = None  # F32 [T], of a policy to be learnt from
-    values: Tensor | None = None  # F32 [T], a critic's estimate of the return from the token on, before the token
+    teacher_logprobs: Tensor | None = None  # F32 [T], of the teacher policy
+    values: Tensor | None = (
+        None  # F32 [T], a critic's estimate of the return from the token onward, made before the token
+    )
 
 
 class TokenAdvantage(Protocol):
-    """Advantages per token for all micro-batches of a rollout on this rank, before the first optimizer step."""
+    """Compute per-token advantages for all micro-batches of a rollout on this rank, before the first optimizer step."""
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """F32 [T] per view."""
+        """Return F32 [T] per view."""
         ...
 
 
 @runtime_checkable
 class HasCriticTargets(Protocol):
-    """A ``TokenAdvantage`` that has a critic: what the critic is to learn."""
+    """A ``TokenAdvantage`` that also computes the targets of a critic."""
 
     def returns(self, views: Sequence[TokenView]) -> list[Tensor]:
-        """F32 [T] per view, 0 where not trained."""
+        """Return F32 [T] per view, 0 if not trained."""
         ...
 
 
 @runtime_checkable
 class Diagnostics(Protocol):
-    """A ``TokenAdvantage`` with numbers of its own to report."""
+    """A ``TokenAdvantage`` that reports additional metrics."""
 
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> Mapping[str, float]:
-        """Metric name below ``train/`` -> value over all ranks."""
+        """Return metric name below ``train/`` -> value over all ranks."""
         ...
 
 
 class Sequences(Protocol):
-    """The sequences of a micro-batch, though a rank holds only a part of each under context parallelism.
+    """Per-sequence reductions over a micro-batch, of which a rank holds only a part under context parallelism.
 
-    N of this rank's tokens, S sequences. Sums are differentiable collectives over the ranks that share the sequences:
-    every such rank calls the same ones in the same order, also one that holds no token of them.
+    N local tokens, S sequences. Sums are differentiable collectives over the ranks that share the sequences:
+    every such rank makes the same calls in the same order, even if it holds no token of a sequence.
     """
 
     def sum(self, values: Tensor) -> Tensor:
-        """[N] -> [S]: over each whole sequence's trained tokens."""
+        """Sum [N] -> [S] over the trained tokens of each complete sequence."""
         ...
 
     def mean(self, values: Tensor) -> Tensor:
-        """[N] -> [S]: over each whole sequence's trained tokens."""
+        """Average [N] -> [S] over the trained tokens of each complete sequence."""
         ...
 
     def spread(self, values: Tensor) -> Tensor:
-        """[S] -> [N]: each token gets its sequence's value."""
+        """Broadcast [S] -> [N]: each token gets the value of its sequence."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LossView:
-    """What a token loss reads. [T] columns at the predicted token; under context parallelism this rank's part of them."""
+    """Inputs of a token loss. [T] columns by predicted token; under context parallelism this rank's part of them."""
 
     logprobs: Tensor  # F32 [T], carries the gradient
-    entropy: Tensor | None  # F32 [T], carries the gradient; present when the loss asks for it
+    entropy: Tensor | None  # F32 [T], carries the gradient; present if the loss sets needs_entropy
     loss_weight: Tensor  # F32 [T]
     advantages: Tensor | None  # F32 [T]
-    old_logprobs: Tensor | None  # F32 [T]; None: the update is its own old policy
+    old_logprobs: Tensor | None  # F32 [T]; None: the current policy is its own old policy
     rollout_logprobs: Tensor  # F32 [T]
     ref_logprobs: Tensor | None  # F32 [T]
-    sequences: Sequences | None = None  # for what speaks of whole sequences
+    sequences: Sequences | None = None  # reductions over complete sequences
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """``loss`` is multiplied by loss_weight and summed by the caller; ``means``/``maxima`` become metrics train/<name>."""
+    """Result of a token loss. The caller sums ``loss * loss_weight``; ``means``/``maxima`` become metrics train/<name>."""
 
     loss: Tensor  # F32 [T]
     means: Mapping[str, Tensor]  # F32 [T], averaged with loss_weight
-    maxima: Mapping[str, Tensor]  # F32 [T], largest where loss_weight > 0
+    maxima: Mapping[str, Tensor]  # F32 [T], maximum over tokens with loss_weight > 0
 
 
 class LossFn(Protocol):
@@ -237,7 +239,7 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights the ranks hold: +1 per rollout trained on."""
+        """Version of the weights on the ranks: +1 per trained rollout."""
         ...
 
     def step(self, batch: TrainBatch) -> StepStats:
@@ -245,34 +247,33 @@ class Trainer(Protocol):
         ...
 
     def score(self, rows: PackedBatch, exact: str | None = None) -> F32:
-        """[T] log-probabilities at the sampling temperature, 0 at each sequence's first token.
+        """Return [T] log-probabilities at the sampling temperature, 0 at each sequence's first token.
 
-        ``exact``: a kind of layer (table EXACT_LAYERS, or all) that is computed in float64.
+        ``exact``: the kind of layer (table EXACT_LAYERS, or all) to compute in float64.
         """
         ...
 
     def kernels(self) -> tuple[str, ...]:
-        """What layers with kernels to choose from say of those that have run."""
+        """Describe the kernels that each multi-backend layer has used."""
         ...
 
     def token_advantages(self, sample_ids: Collection[int]) -> Mapping[int, F32]:
-        """Sample id -> [L] advantages that the ranks computed for the rollout of the last ``step``.
+        """Return sample id -> [L] advantages that the ranks computed in the last ``step``, for samples of ``sample_ids`` it held.
 
-        Of the ``sample_ids`` that it held; none where the algorithm's advantages are the group's, nor in a run that dumps no
-        rollouts.
+        Empty if the algorithm uses group advantages, or if the run dumps no rollouts.
         """
         ...
 
     def rest(self) -> None:
-        """Rollouts run, and no rank communicates until the next call: what only communication needs may go."""
+        """Release resources only needed for communication: rollouts run, and no rank communicates until the next call."""
         ...
 
     def begin_save(self, folder: Path, iteration: int) -> None:
-        """Copy everything as it is now and begin to write ``folder/iter_<iteration>``; ``step`` may go on."""
+        """Snapshot the state and begin to write ``folder/iter_<iteration>``; ``step`` may be called before it completes."""
         ...
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Whether what was begun is whole, on all ranks. Raises ``CheckpointError`` when a rank could not write."""
+        """Return True if the save is complete on all ranks. Raises ``CheckpointError`` if a rank could not write."""
         ...
 
     def load(self, folder: Path, iteration: int) -> None: ...
@@ -281,10 +282,10 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class NamesKernels(Protocol):
-    """A layer with kernels to choose from."""
+    """A layer with more than one kernel implementation."""
 
     def kernels(self) -> str:
-        """Which of them ran, with versions; a sentence for the log."""
+        """Describe the kernels that ran, with versions: one sentence for the log."""
         ...
 
 
@@ -306,19 +307,19 @@ class Bucket:
 
 
 class WeightSource(Protocol):
-    """The trainer side on one rank. All ranks of a pipeline stage iterate together: gathers are collectives."""
+    """The trainer side of a push on one rank. All ranks of a pipeline stage iterate together: gathers are collectives."""
 
     @property
     def is_sender(self) -> bool:
-        """Whether this rank holds the gathered tensors of its pipeline stage."""
+        """True if this rank holds the gathered tensors of its pipeline stage."""
         ...
 
     def manifest(self) -> tuple[TensorMeta, ...]:
-        """What this rank's pipeline stage will send, in order."""
+        """Return the tensors that this rank's pipeline stage will send, in order."""
         ...
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """The tensors of the manifest, in order; a tensor larger than ``max_bytes`` is a bucket of its own."""
+        """Yield the tensors of the manifest in order; a tensor larger than ``max_bytes`` gets its own bucket."""
         ...
 
 
@@ -327,7 +328,7 @@ class WeightReceiver(Protocol):
 
     @property
     def tp(self) -> int:
-        """Ranks of the engine."""
+        """Number of tensor-parallel ranks of the engine."""
         ...
 
     @property
@@ -336,7 +337,7 @@ class WeightReceiver(Protocol):
         ...
 
     async def update_from_tensors(self, payload: bytes) -> None:
-        """Load a pickled ``[(name, host tensor)]``, or what a message of ``weights.shared`` describes."""
+        """Load a pickled ``[(name, host tensor)]``, or the shared memory that a ``weights.shared`` message describes."""
         ...
 
     async def init_broadcast_group(
@@ -352,7 +353,7 @@ class WeightReceiver(Protocol):
     async def destroy_broadcast_group(self, group_name: str) -> None: ...
 
     async def close(self) -> None:
-        """Close the connections; the engine runs on."""
+        """Close the connections; the engine keeps running."""
         ...
 
 
@@ -360,25 +361,27 @@ class WeightSender(Protocol):
     """One rank's half of a push."""
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets; returns what this rank sent. A collective over the ranks of a pipeline stage: where an engine
-        is lost, the rank takes part to the end before it raises."""
+        """Send all buckets and return the metadata of the sent tensors.
+
+        A collective over the ranks of a pipeline stage: if an engine is lost, the rank completes it before raising.
+        """
         ...
 
     async def close(self) -> None:
-        """Give up what it shares with the engines, which may be gone; connections too."""
+        """Release resources shared with the engines, which may have exited, and close connections."""
         ...
 
 
 class MetricSink(Protocol):
-    """Where reduced metrics go."""
+    """A destination of reduced metrics."""
 
     def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None: ...
     def note(self, text: str) -> None:
-        """A line for whoever watches."""
+        """Show one line of text to the user."""
         ...
 
     def warn(self, step: int, warning: RunWarning) -> None:
-        """Keep a warning of ``step`` where the run is looked at later."""
+        """Record a warning of ``step``."""
         ...
 
     def close(self) -> None: ...

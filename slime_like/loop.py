@@ -1,14 +1,14 @@
-"""The whole run.
+"""The training loop.
 
     Prompt --rollout.collect--> SampleGroup (scored, filtered) --assemble--> TrainBatch
            --trainer.step--> StepStats(version) --sync.push--> the engines serve that version
 
 collect   consumes prompts, produces scored groups; waits for the engines; at most ``loop.max_staleness`` versions behind
-step      consumes one rollout, produces weights of the next version; waits for the trainer's ranks
-push      consumes weights, unblocks the engines; the probe proves that both sides hold the same ones
+step      consumes one rollout, produces weights of the next version; waits for the trainer ranks
+push      consumes weights, unblocks the engines; the probe checks that both sides hold the same weights
 
-With ``loop.max_staleness=0`` the three take turns. With 1 or more the manager is already collecting the next rollout
-while ``step`` runs, and a push pauses it for a moment: the same loop, another number.
+With ``loop.max_staleness=0`` the three take turns. With 1 or more the manager collects the next rollout while
+``step`` runs, and a push pauses it briefly: the same loop with another number.
 """
 
 from __future__ import annotations

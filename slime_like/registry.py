@@ -1,4 +1,4 @@
-"""Names a user writes, resolved to objects: ``slime_like.config.schema.names`` says what exists, ``resolve`` imports it."""
+"""Resolve names in the configuration to objects. ``slime_like.config.schema.names`` lists them, ``resolve`` imports one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from slime_like.errors import ConfigError
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for an unknown name: the nearest known one, or all of them when none is near."""
-    options = sorted(known)
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return a hint for an unknown name: the closest known name, or all known names if none is close."""
+    options = sorted(names)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(options)}"
 
 
 def check(key: str, name: str, table: dict[str, str], *, dotted: bool = False) -> None:
-    """Raise ``ConfigError`` unless ``name`` is in ``table`` or, where allowed, looks like ``package.module:attribute``."""
+    """Raise ``ConfigError`` unless ``name`` is in ``table`` or, if ``dotted``, looks like ``package.module:attribute``."""
     if name in table or (dotted and ":" in name):
         return
     extra = ", or a dotted path such as my_package.my_module:my_function" if dotted else ""
@@ -26,9 +26,9 @@ def check(key: str, name: str, table: dict[str, str], *, dotted: bool = False) -
 
 
 def resolve(key: str, name: str, table: dict[str, str]) -> Any:
-    """Import what ``name`` stands for in ``table``, or the dotted path ``name`` itself.
+    """Import the object that ``table`` maps ``name`` to, or the dotted path ``name`` itself.
 
-    Raises ``ConfigError`` naming ``key`` when the module or attribute does not exist.
+    Raises ``ConfigError`` naming ``key`` if the module or attribute does not exist.
     """
     target = table.get(name, name)
     module_name, _, attribute = target.partition(":")

@@ -1,4 +1,4 @@
-"""What flows round the circle, from prompt to scored group. numpy only: these values cross process boundaries."""
+"""Data types of a rollout, from prompt to scored group. Plain numpy: these values cross process boundaries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ F32 = npt.NDArray[np.float32]
 
 
 class Source(StrEnum):
-    """Who wrote a span of tokens. Only ``MODEL`` tokens are trained on."""
+    """Origin of a span of tokens. Only ``MODEL`` tokens are trained on."""
 
     PROMPT = "prompt"
     MODEL = "model"
@@ -26,7 +26,7 @@ class Source(StrEnum):
 
 
 class Status(StrEnum):
-    """How an episode ended."""
+    """Outcome of an episode."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -36,7 +36,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens ``[start, stop)`` of a sample: who wrote them and, for model tokens, under which weight version.
+    """Tokens ``[start, stop)`` of a sample with their source and, for model tokens, the weight version.
 
     Example: prompt of 3 and 4 sampled tokens, the last 2 after a push:
     ``(Span(0, 3, PROMPT, -1), Span(3, 5, MODEL, 6), Span(5, 7, MODEL, 7))``.
@@ -54,17 +54,19 @@ class Prompt:
 
     prompt_id: int  # index of the row in its dataset
     token_ids: I32  # [P]
-    text: str  # what the tokens say, for logs and rewards
+    text: str  # decoded tokens, for logs and rewards
     label: str | None
-    rm_type: str | None  # reward of this row, in place of the run's default
+    rm_type: str | None  # reward of this row, overriding the run's default
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     dataset: str = "train"
-    messages: tuple[Mapping[str, Any], ...] = ()  # chat messages of the row; ``text`` is rendered from those asked
+    messages: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # chat messages of the row; ``text`` is rendered from the prompt messages
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """``score`` drives the advantage; ``accuracy`` (0 or 1, where the task has a right answer) is what is reported.
+    """Reward of a sample. Advantages use ``score``; ``accuracy`` (0 or 1, if the task has a correct answer) is reported.
 
     ``parts`` are the scores of a composed reward's parts, before their weights.
     """
@@ -76,17 +78,17 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One episode: every token of it, in the order the engine saw them."""
+    """One episode: all its tokens, in the order the engine saw them."""
 
     group_id: int
     episode_id: int
     sample_id: int
     seed: int
     token_ids: I32  # [L]
-    logprobs: F32  # [L], nan where the token was not sampled
+    logprobs: F32  # [L], nan if the token was not sampled
     spans: tuple[Span, ...]  # contiguous, cover [0, L)
     status: Status
-    text: str = ""  # decoded model tokens, for the reward only: never tokenised again
+    text: str = ""  # decoded model tokens, for the reward only: never re-tokenised
     reward: Reward | None = None
     extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
 
@@ -99,26 +101,26 @@ class Sample:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Weight versions of the model spans, oldest first."""
+        """Return the weight versions of the model spans, oldest first."""
         return tuple(sorted(s.version for s in self.spans if s.source is Source.MODEL))
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the first model token."""
+        """Return the number of tokens before the first model token."""
         return next((s.start for s in self.spans if s.source is Source.MODEL), len(self.token_ids))
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens the model sampled."""
+        """Return the number of tokens sampled by the model."""
         return sum(s.stop - s.start for s in self.spans if s.source is Source.MODEL)
 
     @property
     def num_turns(self) -> int:
-        """How often the model took up writing; a change of weights within a turn does not end it."""
-        before = [None, *(span.source for span in self.spans)]
+        """Return the number of model turns; a weight update within a turn does not end it."""
+        previous_sources = [None, *(span.source for span in self.spans)]
         return sum(
-            span.source is Source.MODEL and last is not Source.MODEL
-            for last, span in zip(before, self.spans, strict=False)
+            span.source is Source.MODEL and previous is not Source.MODEL
+            for previous, span in zip(previous_sources, self.spans, strict=False)
         )
 
 
@@ -132,13 +134,13 @@ class SampleGroup:
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest token sampled for this group; -1 if none was sampled."""
+        """Return the lowest weight version of the sampled tokens; -1 if none was sampled."""
         return min((v for s in self.samples for v in s.versions), default=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What a trainer step reports: the version of the weights it made and its metrics."""
+    """Result of a trainer step: version of the new weights and metrics."""
 
     version: int
     metrics: tuple[Metric, ...]

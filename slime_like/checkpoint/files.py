@@ -1,14 +1,14 @@
-"""What checkpoints are on disk, and the order of writing that keeps the newest whole one named whatever dies. No torch.
+"""Files of checkpoints, and an order of writes that always leaves a complete checkpoint named. No torch.
 
-    latest_checkpointed_iteration.txt    names the newest whole iteration; replaced last; none until the first is whole
-    iter_0000004/                        megatron's files, and checkpoint.json: size and hash of each, of the rollout side's, and
-                                         the settings and inputs of the run that wrote them
+    latest_checkpointed_iteration.txt    names the newest complete iteration; replaced last; "none" until the first is complete
+    iter_0000004/                        megatron's files and checkpoint.json: size and hash of each file, also of the
+                                         rollout side, and the settings and inputs of the run that wrote them
     rollout/state_4.json                 the rollout side of the same instant;
-    rollout/leftover_4[_made_5].npz      groups of it; leftover_4_in_flight.npz: those that were begun
-    *.tmp                                not whole: of a save that is going on, or that died
+    rollout/leftover_4[_made_5].npz      its groups; leftover_4_in_flight.npz: unfinished groups
+    *.tmp                                incomplete: of a save that is in progress or died
 
-A folder gets its name when everything in it is on the disk; a file is replaced by a finished one. So at every instant
-the iteration that the latest file names is whole, as it was named.
+A folder gets its name when everything in it is on the disk; a file is replaced by a finished one. The iteration that
+the latest file names is therefore complete at every instant.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from slime_like.util.reading import InputFile, shown
 
 LATEST = "latest_checkpointed_iteration.txt"
 MANIFEST = "checkpoint.json"
-NONE_YET = "none"  # in the place of an iteration, from the beginning of a first save until it is whole
-RELEASE = "release"  # in the place of an iteration: megatron's word for converted weights
+NONE_YET = "none"  # instead of a number, from the start of the first save until it is complete
+RELEASE = "release"  # instead of a number: megatron's word for converted weights
 SCRATCH = ".tmp"
-CRITIC = "critic"  # folder of a critic's iterations, among those of its actor
+CRITIC = "critic"  # folder of a critic's iterations, inside its actor's folder
 ROLLOUT = "rollout"
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 def iteration_folder(folder: Path, iteration: int) -> Path:
-    """Where megatron keeps an iteration."""
+    """Return megatron's folder of an iteration."""
     return folder / f"iter_{iteration:07d}"
 
 
 def iterations(folder: Path) -> list[int]:
-    """The iterations that have a folder, oldest first."""
-    found = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for match in found if match)
+    """Return the iterations that have a folder, oldest first."""
+    matches = [re.fullmatch(r"iter_(\d{7,})", path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def latest_iteration(folder: Path) -> int:
-    """Return the iteration that ``folder``'s latest file names. Raises ``CheckpointError`` where it names none."""
+    """Return the iteration that ``folder``'s latest file names. Raises ``CheckpointError`` if it names none."""
     iteration = resumable_iteration(folder)
     if iteration is None:
         state = "no iteration was whole when its run ended" if (folder / LATEST).exists() else "missing"
@@ -52,9 +52,9 @@ def latest_iteration(folder: Path) -> int:
 
 
 def resumable_iteration(folder: Path) -> int | None:
-    """Return the iteration that a run in ``folder`` resumes from; None where the run has yet to complete its first save.
+    """Return the iteration that a run in ``folder`` resumes from; None before the first save is complete.
 
-    Raises ``CheckpointError`` where the latest file cannot be read, or is lost while iterations are there.
+    Raises ``CheckpointError`` if the latest file is unreadable, or missing although there are iterations.
     """
     path, present = folder / LATEST, iterations(folder)
     if not path.exists():
@@ -64,7 +64,7 @@ def resumable_iteration(folder: Path) -> int | None:
     file = InputFile(path, CheckpointError, f"write the number of an iter_* folder of {folder} into it")
     text = file.text().strip()
     if text == NONE_YET:
-        if len(present) > 1:  # a first save that was cut leaves one folder at most
+        if len(present) > 1:  # an interrupted first save leaves at most one folder
             raise _unnamed(folder, f"says {NONE_YET}", present)
         return None
     if not _NUMBER.fullmatch(text):
@@ -81,38 +81,38 @@ def _unnamed(folder: Path, state: str, present: list[int]) -> CheckpointError:
 
 
 def begin_first(folder: Path) -> None:
-    """Record that a first save begins, so that an iteration which is never named is not taken for a lost latest file."""
+    """Mark the start of the first save, to tell an unnamed iteration from a lost latest file."""
     if not (folder / LATEST).exists():
         write_text(folder / LATEST, NONE_YET)
 
 
 def megatron_folder(folder: Path) -> Path | None:
-    """The folder with megatron's files that ``folder`` means: itself, or the one its latest file names; None: neither."""
+    """Return the folder with megatron's files: ``folder`` itself, or the one its latest file names; None if neither."""
     if (folder / "metadata.json").is_file():
         return folder
     if not (folder / LATEST).is_file():
         return None
     released = InputFile(folder / LATEST, CheckpointError).text().strip() == RELEASE
-    found = folder / RELEASE if released else iteration_folder(folder, latest_iteration(folder))
-    return found if (found / "metadata.json").is_file() else None
+    iteration_path = folder / RELEASE if released else iteration_folder(folder, latest_iteration(folder))
+    return iteration_path if (iteration_path / "metadata.json").is_file() else None
 
 
 def name_latest(folder: Path, iteration: int) -> None:
-    """Make ``iteration``, which is whole, the one that a run resumes from."""
+    """Make the complete ``iteration`` the one that a run resumes from."""
     write_text(folder / LATEST, str(iteration))
 
 
 def other_iterations(folder: Path) -> str:
-    """Return the fix where ``folder``, an iteration, cannot be used: the iterations beside it."""
-    others = [k for k in iterations(folder.parent) if iteration_folder(folder.parent, k).name != folder.name]
-    if not others:
-        return "there is no other iteration beside it: start over with another run.dir"
-    return f"write an earlier iteration ({', '.join(map(str, others[-3:]))}) into {folder.parent / LATEST}"
+    """Return the fix for an unusable iteration ``folder``: the other iterations next to it."""
+    alternatives = [k for k in iterations(folder.parent) if iteration_folder(folder.parent, k).name != folder.name]
+    if not alternatives:
+        return "there is no other iteration next to it: start over with another run.dir"
+    return f"write an earlier iteration ({', '.join(map(str, alternatives[-3:]))}) into {folder.parent / LATEST}"
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 def write_text(path: Path, text: str) -> None:
-    """Replace the file by a finished one."""
+    """Replace the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + SCRATCH)
     with scratch.open("w", encoding="utf-8") as file:
@@ -133,16 +133,16 @@ def sync(path: Path) -> None:
 
 
 def publish(scratch: Path, target: Path) -> None:
-    """Give a finished folder its name, once its content is on the disk. What had the name before is removed after."""
+    """Give a finished folder its name, once its content is on the disk. A previous folder of that name is removed last."""
     for path in sorted(scratch.rglob("*")):
         sync(path)
     sync(scratch)
-    aside = target.with_name(f"{target.name}.replaced{SCRATCH}")
+    replaced = target.with_name(f"{target.name}.replaced{SCRATCH}")
     if target.exists():
-        target.rename(aside)
+        target.rename(replaced)
     scratch.rename(target)
     sync(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def side_files(folder: Path, iteration: int) -> list[str]:
@@ -152,34 +152,36 @@ def side_files(folder: Path, iteration: int) -> list[str]:
 
 # ---- removing --------------------------------------------------------------------------------------------------------
 def remove_scratch(folder: Path) -> None:
-    """Remove what saves that died left in ``folder`` and below. Only for a folder that no living run writes to."""
+    """Remove leftovers of interrupted saves below ``folder``. Only for a folder that no live run writes to."""
     for path in sorted(folder.rglob(f"*{SCRATCH}")) if folder.is_dir() else ():
         _remove(path)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` iterations, and never the one that the latest file names.
+    """Remove all but the newest ``keep`` iterations, but never the one that the latest file names.
 
-    The rollout side goes with its iteration; so does that of an iteration whose save failed.
+    Rollout files are removed with their iteration, and also if their iteration was never completed.
     """
     latest = latest_iteration(folder)
     old = [k for k in iterations(folder) if k <= latest][:-keep]
-    kept = set(iterations(folder)) - set(old)
+    remaining = set(iterations(folder)) - set(old)
     sides = [(path, side_of(path)) for path in (folder / ROLLOUT).glob("*")]
-    gone = [path for path, k in sides if k is not None and k <= latest and k not in kept]
+    removals = [path for path, k in sides if k is not None and k <= latest and k not in remaining]
     for iteration in old:
-        gone += folder.rglob(iteration_folder(folder, iteration).name)
-    for path in gone:
-        aside = path.with_name(path.name + SCRATCH)  # half removed, it must not have the name of a whole one
-        _remove(aside)  # of a removal that failed in part
-        path.rename(aside)
-        _remove(aside)
+        removals += folder.rglob(iteration_folder(folder, iteration).name)
+    for path in removals:
+        scratch = path.with_name(
+            path.name + SCRATCH
+        )  # a partly removed folder must not have the name of a complete one
+        _remove(scratch)  # left by an earlier removal that failed
+        path.rename(scratch)
+        _remove(scratch)
 
 
 def side_of(path: Path) -> int | None:
-    """The iteration that a file of ``rollout/`` belongs to: the first number of its name. None: not of a checkpoint."""
-    found = re.fullmatch(r"(?:state|leftover)_(\d+)(?:_made_\d+|_in_flight)?\.(?:json|npz)", path.name)
-    return None if found is None else int(found[1])
+    """Return the iteration of a file of ``rollout/``: the first number in its name. None: not part of a checkpoint."""
+    match = re.fullmatch(r"(?:state|leftover)_(\d+)(?:_made_\d+|_in_flight)?\.(?:json|npz)", path.name)
+    return None if match is None else int(match[1])
 
 
 def _remove(path: Path) -> None:

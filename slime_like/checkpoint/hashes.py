@@ -1,7 +1,7 @@
 """SHA-256 of a checkpoint's files, several files at a time. No torch.
 
-SHA-256, as megatron-core's own manifests and ``sha256sum``: where the processor has instructions for it (all servers of the
-last years) it is faster than BLAKE2. hashlib lets go of the interpreter's lock, so threads run side by side.
+megatron-core's manifests and ``sha256sum`` use SHA-256 too, and on processors with instructions for it (all recent
+servers) it is faster than BLAKE2. hashlib releases the GIL, so threads run in parallel.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ MAX_THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Size and hash of a file at the time it was written."""
+    """Recorded size and hash of a file."""
 
     size: Count
-    sha256: str | None = None  # None: written by a version that recorded sizes only
+    sha256: str | None = None  # None: written by a version that recorded only sizes
 
 
 def hash_files(paths: Sequence[Path]) -> list[str]:
-    """Return the SHA-256 of each file, in order. Ctrl-C ends it between two chunks. Raises ``OSError`` of the first failure."""
+    """Return the SHA-256 of each file, in order. Ctrl-C stops between two chunks. Raises the first ``OSError``."""
     stop = threading.Event()
 
     def digest(path: Path) -> str:
-        found = hashlib.sha256(usedforsecurity=False)
+        sha256 = hashlib.sha256(usedforsecurity=False)
         with path.open("rb", buffering=0) as file:
             while not stop.is_set() and (chunk := file.read(CHUNK)):
-                found.update(chunk)
-        return found.hexdigest()
+                sha256.update(chunk)
+        return sha256.hexdigest()
 
     threads = max(1, min(len(paths), len(os.sched_getaffinity(0)), MAX_THREADS))
     with ThreadPoolExecutor(threads, thread_name_prefix="sha256") as pool:
@@ -50,10 +50,10 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
 
 
 def changed_files(folder: Path, written: Mapping[str, Written]) -> list[Path]:
-    """Return the files of ``folder`` whose content is not what was ``written``, largest files hashed first."""
+    """Return the files of ``folder`` that differ from ``written``, hashing the largest files first."""
     names = sorted((name for name, file in written.items() if file.sha256), key=lambda name: -written[name].size)
     hashes = hash_files([folder / name for name in names])
-    return sorted(folder / name for name, found in zip(names, hashes, strict=True) if found != written[name].sha256)
+    return sorted(folder / name for name, digest in zip(names, hashes, strict=True) if digest != written[name].sha256)
 
 
 def text_hash(text: str) -> str:

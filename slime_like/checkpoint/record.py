@@ -1,7 +1,7 @@
-"""checkpoint.json of a checkpoint's folder: written with the files, compared with them when they are read. No torch.
+"""checkpoint.json of a checkpoint's folder: written with the files, verified when they are read. No torch.
 
 format, iteration, version, ...   fields of ``Manifest``
-files, rollout                    size and SHA-256 of every file of the folder, and of the rollout side's of this iteration
+files, rollout                    size and SHA-256 of every file of the folder, and of this iteration's rollout files
 run                               settings and inputs of the run (``cluster.identity``)
 sha256                            of all of the above
 """
@@ -30,14 +30,14 @@ from slime_like.errors import CheckpointError
 from slime_like.util.reading import Count, InputFile, reason, shown
 
 FORMAT = 2
-FORMATS = (1, FORMAT)  # 1: sizes without hashes, and nothing of the run
+FORMATS = (1, FORMAT)  # 1: sizes without hashes or run
 SEAL = "sha256"
 Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of a checkpoint. ``model`` and ``layout`` are compared key by key with those of the run that reads it."""
+    """Contents of a checkpoint. ``model`` and ``layout`` are compared key by key with the reading run."""
 
     iteration: Count
     version: Count
@@ -57,9 +57,9 @@ def write_manifest(
     hashes: Mapping[str, str] | None = None,
     rollout: Mapping[str, Written] | None = None,
 ) -> None:
-    """Describe ``folder``, whose other files are all there, and the files of the ``rollout`` side.
+    """Write checkpoint.json for the finished ``folder`` and the files of the ``rollout`` side.
 
-    ``hashes`` holds the SHA-256 of files that need not be read for it again.
+    ``hashes`` holds already known SHA-256 of files, which are not read again.
     """
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     files = written_files(folder, [name for name in names if name != MANIFEST], hashes or {})
@@ -75,17 +75,17 @@ def write_manifest(
 
 
 def add_run(folder: Path, run: Mapping[str, Any]) -> None:
-    """Add the settings and inputs of the run to the description of ``folder``."""
+    """Add the settings and inputs of the run to the checkpoint.json of ``folder``."""
     _, values = _read_values(folder / MANIFEST)
     _write_values(folder / MANIFEST, {**values, "run": run})
 
 
 def written_files(folder: Path, names: Sequence[str], hashes: Mapping[str, str] | None = None) -> dict[str, Written]:
-    """Return size and SHA-256 of files of ``folder``; those that ``hashes`` lacks are read."""
-    known = dict(hashes or {})
-    unknown = [name for name in names if name not in known]
-    known |= zip(unknown, hash_files([folder / name for name in unknown]), strict=True)
-    return {name: Written((folder / name).stat().st_size, known[name]) for name in names}
+    """Return size and SHA-256 of files of ``folder``; files missing from ``hashes`` are read."""
+    digests = dict(hashes or {})
+    unknown = [name for name in names if name not in digests]
+    digests |= zip(unknown, hash_files([folder / name for name in unknown]), strict=True)
+    return {name: Written((folder / name).stat().st_size, digests[name]) for name in names}
 
 
 def _write_values(path: Path, values: Mapping[str, Any]) -> None:
@@ -100,17 +100,17 @@ def _seal(values: Mapping[str, Any]) -> str:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
-    """The description of a checkpoint: a checkpoint.json."""
+    """Contents of a checkpoint.json."""
 
     manifest: Manifest
     files: Mapping[str, Written]
-    rollout: Mapping[str, Written]  # of the folder's ../rollout; empty where nothing recorded them
-    run: Mapping[str, Any] | None  # settings and inputs (cluster.identity); None where nothing recorded them
-    hashed: bool  # False: by a version that recorded sizes only
+    rollout: Mapping[str, Written]  # files of ../rollout; empty if not recorded
+    run: Mapping[str, Any] | None  # settings and inputs (cluster.identity); None if not recorded
+    hashed: bool  # False: written by a version that recorded only sizes
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files together."""
+        """Return the total size of all files."""
         return sum(file.size for file in (*self.files.values(), *self.rollout.values()))
 
 
@@ -120,9 +120,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_record(folder: Path) -> CheckpointRecord:
-    """Return the description of ``folder``, after a look at the size of each of its files.
+    """Return the record of ``folder`` after checking the size of each of its files.
 
-    Raises ``CheckpointError`` naming the folder or file that is missing, cut short, garbled or of another format.
+    Raises ``CheckpointError`` naming the folder or file that is missing, truncated, garbled or of another format.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -142,25 +142,25 @@ def read_record(folder: Path) -> CheckpointRecord:
 
 
 def check_content(folder: Path, record: CheckpointRecord, names: Iterable[str], *, rollout: bool) -> None:
-    """Read the files of ``folder`` that ``names`` lists, and those of the rollout side, and compare their hashes.
+    """Compare the hashes of the files of ``folder`` in ``names``, and with ``rollout`` of the rollout files.
 
-    Raises ``CheckpointError`` naming each file that is not as it was written.
+    Raises ``CheckpointError`` naming each file that was changed.
     """
     files = {name: record.files[name] for name in names}
     side = record.rollout if rollout else {}
-    beside = folder.parent / ROLLOUT
+    rollout_folder = folder.parent / ROLLOUT
     for name, file in side.items():
-        _check_size(beside / name, file.size, folder)
+        _check_size(rollout_folder / name, file.size, folder)
     try:
-        changed = changed_files(folder, files) + changed_files(beside, side)
+        changed = changed_files(folder, files) + changed_files(rollout_folder, side)
     except OSError as error:
         raise CheckpointError(
             f"{error.filename}: cannot be read ({error.strerror}); {other_iterations(folder)}"
         ) from error
     if changed:
-        more = f" (and so are {', '.join(path.name for path in changed[1:4])})" if changed[1:] else ""
+        further = f" (and so are {', '.join(path.name for path in changed[1:4])})" if changed[1:] else ""
         raise CheckpointError(
-            f"{changed[0]}: changed since it was written: its SHA-256 is not the one in {MANIFEST}{more}; {other_iterations(folder)}, or "
+            f"{changed[0]}: changed since it was written: its SHA-256 is not the one in {MANIFEST}{further}; {other_iterations(folder)}, or "
             "load it as it is with run.verify_checkpoint=size"
         )
 
@@ -168,18 +168,18 @@ def check_content(folder: Path, record: CheckpointRecord, names: Iterable[str], 
 def _read_values(path: Path) -> tuple[InputFile, dict[str, Any]]:
     file = InputFile(path, CheckpointError, other_iterations(path.parent))
     values = file.json_object()
-    if (found := values.get("format")) not in FORMATS:
+    if (version := values.get("format")) not in FORMATS:
         raise CheckpointError(
-            f"{path}: format {shown(found)}, this version reads {FORMAT}; resume with the version that wrote it"
+            f"{path}: format {shown(version)}, this version reads {FORMAT}; resume with the version that wrote it"
         )
-    if found == FORMAT and values.get(SEAL) != _seal(values):
+    if version == FORMAT and values.get(SEAL) != _seal(values):
         raise CheckpointError(f"{path}: changed since it was written; {file.fix}")
     return file, values
 
 
 def _record(file: InputFile, values: dict[str, Any]) -> CheckpointRecord:
-    rest = {name: value for name, value in values.items() if name not in ("format", "files", ROLLOUT, "run", SEAL)}
-    manifest = file.typed(rest, Manifest)
+    fields = {name: value for name, value in values.items() if name not in ("format", "files", ROLLOUT, "run", SEAL)}
+    manifest = file.typed(fields, Manifest)
     if values["format"] == 1:
         sizes = file.typed(values.get("files"), dict[str, Count])
         return CheckpointRecord(manifest, {name: Written(size) for name, size in sizes.items()}, {}, None, hashed=False)
@@ -190,15 +190,15 @@ def _record(file: InputFile, values: dict[str, Any]) -> CheckpointRecord:
 
 def _check_size(path: Path, size: int, folder: Path) -> None:
     try:
-        found = path.stat().st_size
-        if found == size:
+        actual = path.stat().st_size
+        if actual == size:
             path.open("rb").close()
     except (OSError, ValueError) as error:  # ValueError: a NUL in a damaged name
         raise CheckpointError(
             f"{path}: missing or not readable ({reason(error)}); {other_iterations(folder)}"
         ) from error
-    if found != size:
-        raise CheckpointError(f"{path}: torn, {found} bytes where {size} were written; {other_iterations(folder)}")
+    if actual != size:
+        raise CheckpointError(f"{path}: torn, {actual} bytes where {size} were written; {other_iterations(folder)}")
 
 
 def _not_ours(folder: Path) -> str:
@@ -211,20 +211,20 @@ def _not_ours(folder: Path) -> str:
 
 
 def critic_source(folder: Path) -> Path:
-    """The iteration of a critic that ``folder`` is, or the newest one that it holds.
+    """Return the critic's iteration folder: ``folder`` itself or the newest one in it.
 
-    Raises ``CheckpointError`` where there is none, or where it is not a critic's: an actor's has no value head.
+    Raises ``CheckpointError`` if there is none, or if it is an actor's, which has no value head.
     """
-    found = iterations(folder)
-    if not (folder / MANIFEST).is_file() and found:
-        newest = latest_iteration(folder) if (folder / LATEST).is_file() else found[-1]
+    present = iterations(folder)
+    if not (folder / MANIFEST).is_file() and present:
+        newest = latest_iteration(folder) if (folder / LATEST).is_file() else present[-1]
         folder = iteration_folder(folder, newest)
     check_value_head(folder, read_manifest(folder))
     return folder
 
 
 def check_value_head(folder: Path, manifest: Manifest) -> None:
-    """Raise ``CheckpointError`` unless ``folder`` is a critic's."""
+    """Raise ``CheckpointError`` unless ``folder`` is a checkpoint of a critic."""
     if manifest.model.get("head") != "value":
         raise CheckpointError(
             f"{folder}: holds no value head, as it is an actor's and not a critic's; give critic.load the {CRITIC} folder "

@@ -1,4 +1,4 @@
-"""A file of lines that a run appends to, whatever becomes of its disk or its name meanwhile."""
+"""An append-only file of lines that survives a full disk and removal of the file."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from slime_like.printable import visible
 
 
 class Appended:
-    """Lines reach the disk one by one; those that it refuses are kept, and written when it takes them.
+    """A log that writes line by line; lines are buffered while the disk refuses writes.
 
-    A file that is removed or replaced meanwhile is made again with all its lines: the open file still holds them. Both are said
-    on stderr, once until it is well again.
+    A file that was removed or replaced is restored with all its lines from the open descriptor. Each problem is reported
+    on stderr once until it is resolved.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = self._open(path)
-        self._left = b""  # what the disk has refused
-        self._lines = 0  # of these
+        self._pending = b""  # not yet accepted by the disk
+        self._num_pending = 0  # lines
 
     def write(self, line: str) -> None:
-        """Append ``line``, after those that are left over."""
-        self._left += line.encode()
-        self._lines += 1
+        """Append ``line`` after any pending lines."""
+        self._pending += line.encode()
+        self._num_pending += 1
         try:
             if not self._is_named():
-                self._make_again()
-            while self._left:
-                self._left = self._left[os.write(self._fd, self._left) :]
-            self._lines = 0
+                self._restore()
+            while self._pending:
+                self._pending = self._pending[os.write(self._fd, self._pending) :]
+            self._num_pending = 0
         except OSError as error:
-            if self._lines == 1:
+            if self._num_pending == 1:
                 _say(
                     f"{self._path}: {error.strerror}; its lines are kept until the disk takes them, and training goes on"
                 )
 
     def close(self) -> None:
-        """Close the file; say what never reached it."""
-        if self._lines:
-            _say(f"{self._path}: the disk has not taken its last {self._lines} lines: they are lost")
+        """Close the file; warn if pending lines are lost."""
+        if self._num_pending:
+            _say(f"{self._path}: the disk has not taken its last {self._num_pending} lines: they are lost")
         os.close(self._fd)
 
     @staticmethod
@@ -54,7 +54,7 @@ class Appended:
         except FileNotFoundError:
             return False
 
-    def _make_again(self) -> None:
+    def _restore(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_suffix(".partial")
         with os.fdopen(os.dup(self._fd), "rb") as removed:

@@ -1,6 +1,6 @@
-"""What every metric means. ``docs/metrics.md`` is made from this table; an end-to-end test refuses a metric without an entry.
+"""Meanings of all metrics. ``docs/metrics.md`` is generated from this table; an end-to-end test rejects undocumented metrics.
 
-An entry that says what is healthy has a line in ``remedies``: what to do where it is not.
+An entry with ``healthy`` has a line in ``remedies``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slime_like.metrics.remedies import REMEDIES
 
 @dataclass(frozen=True, slots=True)
 class MetricEntry:
-    """``name`` may hold ``<x>`` for a part that varies. ``healthy`` is what to expect of a run that goes well."""
+    """Description of one metric. ``name`` may contain ``<x>`` for a variable part; ``healthy`` is the expected range."""
 
     name: str
     meaning: str
@@ -23,11 +23,11 @@ class MetricEntry:
 
     @property
     def remedy(self) -> str:
-        """What to do where the metric is not as ``healthy`` says."""
+        """Return the remedy if the metric is outside ``healthy``."""
         return REMEDIES.get(self.name, "")
 
     def matches(self, name: str) -> bool:
-        """Whether ``name`` is this entry's metric."""
+        """Return True if ``name`` is this entry's metric."""
         return re.fullmatch(re.sub(r"<\w+>", "[^/]+", re.sub(r"([.+*?|()])", r"\\\1", self.name)), name) is not None
 
 

@@ -1,4 +1,4 @@
-"""Warnings about a growing difference between trainer and engine, where no gate ends the run."""
+"""Warnings about a growing difference between trainer and engine, if no tolerance ends the run."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 from statistics import median
 
 DRIFT = "train/train_rollout_logprob_abs_diff"
-ROUNDING = {"float32": 1e-5, "bfloat16": 0.02}  # largest mean difference that rounding alone is known to make
+ROUNDING = {"float32": 1e-5, "bfloat16": 0.02}  # upper bound on the mean difference caused by rounding alone
 
 
 @dataclass(slots=True)
 class DriftWatch:
-    """Compares the mean difference of each rollout with the median over the rollouts of this run before it.
+    """Compares the mean difference of each rollout with the median over earlier rollouts of this run.
 
-    A rollout drifts where its mean is above ``ceiling``, or above both ``rounding`` and ``factor`` times that median.
+    A rollout drifts if its mean is above ``ceiling``, or above both ``rounding`` and ``factor`` times that median.
     """
 
     rounding: float
-    ceiling: float  # worth a warning in the first rollout too
+    ceiling: float  # warn above it even in the first rollout
     factor: float | None  # None: never warn
     _means: list[float] = field(default_factory=list[float])
     _last_warnings: dict[str, float] = field(default_factory=dict[str, float])  # metric -> value of its last warning
 
     def warnings(self, metrics: Mapping[str, float]) -> list[str]:
-        """One line for each drift that begins, or has grown by ``factor`` since its last warning."""
+        """Return a line for each drift that is new or has grown by ``factor`` since its last warning."""
         if self.factor is None:
             return []
         baseline = median(self._means) if self._means else None
@@ -48,9 +48,9 @@ class DriftWatch:
             return None
         if math.isfinite(value):
             self._last_warnings[name] = value
-        before = f", the median of the rollouts before is {baseline:.2g}" if baseline is not None else ""
+        comparison = f", the median of the rollouts before is {baseline:.2g}" if baseline is not None else ""
         return (
-            f"{name} is {value:.2g}{before}: trainer and engine drift apart, and what is trained on is less and less what "
+            f"{name} is {value:.2g}{comparison}: trainer and engine drift apart, and what is trained on is less and less what "
             "was sampled; run.dump_rollouts=true and weights.probe_layers=true say where it comes from, algo.use_tis=true "
             "corrects for it (weights.drift_warning)"
         )

@@ -1,9 +1,9 @@
 """Floating-point operations of a decoder, from its config.json: dense, grouped-query, Gated DeltaNet and expert layers.
 
-Model FLOPs, as model-FLOPs utilisation counts them: two per multiply-add of what the mathematics needs, nothing for what is
-recomputed, masked or padded; norms, activations and rotations, which are linear in the width, are left out. Causal attention
-counts the pairs it looks at. The gated delta rule counts its recurrence, three products of the state with a vector per token
-(read, write, query), whatever a chunked kernel does besides. Source of the convention: Chowdhery et al., "PaLM", appendix B.
+Model FLOPs as in model-FLOPs utilisation: two per multiply-add that the mathematics requires, none for recomputed, masked
+or padded values; norms, activations and rotations, linear in the width, are not counted. Causal attention counts attended
+pairs. The gated delta rule counts its recurrence, three products of the state with a vector per token (read, write,
+query), not the additional work of chunked kernels. Source of the convention: Chowdhery et al., "PaLM", appendix B.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, cast
 
 from slime_like.config.rules.hf import GDNShape, gdn_shape, num_experts
 
-GATED_FAMILIES = ("qwen3_next", "qwen3_5")  # whose attention has an output gate as wide as its queries
-GDN_EVERY = 4  # Qwen3-Next, where config.json does not list its layers: each fourth one is attention
+GATED_FAMILIES = ("qwen3_next", "qwen3_5")  # attention has an output gate as wide as its queries
+GDN_EVERY = 4  # Qwen3-Next without layer_types in config.json: every fourth layer is attention
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What the count needs of a model. Widths are whole ones, before any parallel split."""
+    """Dimensions of a model for counting FLOPs. Widths are before any parallel split."""
 
     hidden: int
     vocab: int
@@ -42,7 +42,7 @@ class DecoderShape:
 
 
 def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
-    """The shape in a config.json, or in its text_config. Raises ``KeyError`` on one of no causal language model."""
+    """Return the shape from a config.json or its text_config. Raises ``KeyError`` unless it is a causal language model."""
     text = cast("Mapping[str, Any]", config.get("text_config") or config)
     layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
     gdn = gdn_shape(text)
@@ -71,7 +71,7 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
 
 
 def forward_flops(shape: DecoderShape, lengths: Iterable[int], *, logits: bool = True) -> int:
-    """One forward pass over sequences of these lengths, with the vocabulary projection of every token unless ``logits=False``."""
+    """Return the FLOPs of a forward pass over sequences of these lengths, with the output projection unless ``logits=False``."""
     sizes = list(lengths)
     tokens = sum(sizes)
     pairs = sum(length * (length + 1) // 2 for length in sizes)
@@ -83,12 +83,12 @@ def forward_flops(shape: DecoderShape, lengths: Iterable[int], *, logits: bool =
 
 
 def train_flops(shape: DecoderShape, lengths: Iterable[int]) -> int:
-    """Forward and backward, which costs two forwards: a product's gradient is a product for each factor."""
+    """Return the FLOPs of forward and backward; backward costs two forwards, one product per factor of a product."""
     return 3 * forward_flops(shape, lengths)
 
 
 def gdn_token_flops(shape: DecoderShape) -> int:
-    """A Gated DeltaNet layer, per token: projections in and out, convolution, recurrence. 0 where the model has none."""
+    """Return the FLOPs per token of a Gated DeltaNet layer: projections, convolution, recurrence. 0 if there is none."""
     gdn = shape.gdn
     if gdn is None:
         return 0
@@ -106,7 +106,7 @@ def _attention_projections(shape: DecoderShape) -> int:
 
 
 def _experts(shape: DecoderShape) -> int:
-    """An expert layer, per token: router, the experts that it chooses, the shared one with its gate."""
+    """Return the FLOPs per token of an expert layer: router, chosen experts, shared expert with its gate."""
     chosen = shape.active_experts * shape.expert_mlp + shape.shared_mlp
     return 2 * shape.hidden * (shape.experts + int(shape.shared_gate)) + 6 * shape.hidden * chosen
 
@@ -120,6 +120,6 @@ def _linear_layers(text: Mapping[str, Any], layers: int) -> int:
 
 
 def _dense_layers(text: Mapping[str, Any], layers: int) -> int:
-    """Layers with one MLP in a model that has experts."""
+    """Return the number of layers with a dense MLP in a model that has experts."""
     step, dense = int(text.get("decoder_sparse_step") or 1), cast("list[int]", text.get("mlp_only_layers") or [])
     return sum(1 for layer in range(layers) if layer in dense or (layer + 1) % step)

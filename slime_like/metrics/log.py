@@ -1,4 +1,4 @@
-"""metrics.jsonl, the one log of a run: a line per step, read back by a run that goes on and by its report."""
+"""metrics.jsonl, the log of a run: one line per step, read by a resumed run and by the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from slime_like.errors import ConfigError
 from slime_like.util.reading import InputFile, parse_json, reason, shown, typed
 
-DAMAGED = "metrics.damaged.jsonl"  # beside the log: lines that a run could not read when it went on
+DAMAGED = "metrics.damaged.jsonl"  # next to the log: lines that a resumed run could not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,38 +26,38 @@ class LogRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RetainedLines:
     """The lines of a log up to a step, and the lines that cannot be read."""
 
     lines: tuple[bytes, ...]
     damaged: tuple[bytes, ...]
-    note: str  # about both, for people; empty where nothing is missing
+    note: str  # describes missing and damaged lines to the user; empty if there are none
 
 
 def parse_row(line: bytes) -> LogRow:
-    """Return the row of one line. Raises ``ValueError`` saying which field cannot be used."""
+    """Return the row of one line. Raises ``ValueError`` naming a field that is unusable."""
     fields = typed(parse_json(line), dict[str, Any])
     step = _number(fields, "step")
     if not math.isfinite(step):
         raise ValueError(f"step is {step}")
-    at = _number(fields, "time") if "time" in fields else math.nan
+    timestamp = _number(fields, "time") if "time" in fields else math.nan
     spans = typed(fields.pop("spans", None) or {}, dict[str, tuple[float, float]])
     warnings = typed(fields.pop("warnings", None) or (), tuple[str, ...])
-    return LogRow(int(step), at, {name: _number(fields, name) for name in list(fields)}, spans, warnings)
+    return LogRow(int(step), timestamp, {name: _number(fields, name) for name in list(fields)}, spans, warnings)
 
 
-def keep(path: Path, last_step: int) -> Kept:
-    """Return the lines of ``path`` that a run which goes on after ``last_step`` keeps: those of the steps so far.
+def keep(path: Path, last_step: int) -> RetainedLines:
+    """Return the lines of ``path`` up to ``last_step``, which a run resumed from that step retains.
 
-    A torn last line is what a killed run leaves; any other line that cannot be read is damaged. Raises ``ConfigError``
-    where ``path`` is no file that can be read.
+    A killed run may leave a torn last line; any other unreadable line is damaged. Raises ``ConfigError`` if ``path``
+    is unreadable.
     """
     if not path.exists():
-        return Kept((), (), f"{path} is missing: its curves begin after step {last_step}")
+        return RetainedLines((), (), f"{path} is missing: its curves begin after step {last_step}")
     content = InputFile(path, ConfigError, "move it away, and the run begins another").data()
     lines: list[bytes] = []
     damaged: list[bytes] = []
-    why, steps = "", set[int]()
+    first_problem, steps = "", set[int]()
     pieces = content.split(b"\n")
     for number, line in enumerate(pieces, 1):
         if not line.strip():
@@ -67,24 +67,28 @@ def keep(path: Path, last_step: int) -> Kept:
         except ValueError as error:
             if number < len(pieces):
                 damaged.append(line)
-                why = why or f"line {number}: {reason(error)}"
+                first_problem = first_problem or f"line {number}: {reason(error)}"
             continue
         if step <= last_step:
             lines.append(line)
             steps.add(step)
     notes = (
-        [f"{len(damaged)} lines of {path} cannot be read ({why}); they now lie in {path.with_name(DAMAGED)}"]
+        [f"{len(damaged)} lines of {path} cannot be read ({first_problem}); they now lie in {path.with_name(DAMAGED)}"]
         if damaged
         else []
     )
-    if lost := [step for step in range(1, last_step + 1) if step not in steps]:
-        which = f"{lost[0]} to {lost[-1]}" if len(lost) == lost[-1] - lost[0] + 1 else ", ".join(map(str, lost[:5]))
-        notes.append(f"{path} has no line of the steps {which}, which were trained")
-    return Kept(tuple(lines), tuple(damaged), "; ".join(notes))
+    if missing := [step for step in range(1, last_step + 1) if step not in steps]:
+        steps_text = (
+            f"{missing[0]} to {missing[-1]}"
+            if len(missing) == missing[-1] - missing[0] + 1
+            else ", ".join(map(str, missing[:5]))
+        )
+        notes.append(f"{path} has no line of the steps {steps_text}, which were trained")
+    return RetainedLines(tuple(lines), tuple(damaged), "; ".join(notes))
 
 
 def _number(fields: dict[str, Any], name: str) -> float:
-    """Take field ``name`` out of a line."""
+    """Pop field ``name`` of a line as a number."""
     value = fields.pop(name, None)
     try:
         return typed(value, float)

@@ -1,4 +1,4 @@
-"""What to do where a metric is not as ``dictionary`` says it is in a run that goes well. Keyed by the entry's name."""
+"""Remedies for metrics outside the healthy range given in ``dictionary``. Keyed by entry name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where reduced metrics go: metrics.jsonl always; a terminal, tensorboard and wandb when asked for."""
+"""Sinks of reduced metrics: metrics.jsonl always; console, tensorboard and wandb if configured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
 from slime_like.metrics.appended import Appended
-from slime_like.metrics.log import DAMAGED, Kept, keep
+from slime_like.metrics.log import DAMAGED, RetainedLines, keep
 from slime_like.metrics.types import RunWarning
 from slime_like.metrics.view import LiveConsole, PlainConsole
 from slime_like.util.reading import InputFile, reason, shown
@@ -36,14 +36,14 @@ class Sink(Protocol):
 
 @runtime_checkable
 class KeepsWarnings(Protocol):
-    """A sink that shows the run's warnings to those who look at it later."""
+    """A sink that records the run's warnings."""
 
     def warn(self, step: int, warning: RunWarning) -> None: ...
 
 
 @runtime_checkable
 class Watched(Protocol):
-    """A sink that people watch while a run goes on."""
+    """A sink that displays notes during a run."""
 
     def note(self, text: str) -> None: ...
 
@@ -57,10 +57,10 @@ def open_sinks(
     settings: Mapping[str, Any] | None = None,
     console: TextIO | None = None,
 ) -> FanOut:
-    """All destinations that ``config`` names.
+    """Open all sinks of ``config``.
 
-    ``first_step`` is where a resumed run continues; ``settings`` is what tensorboard and wandb keep beside the curves,
-    without prompts. Raises ``ConfigError`` when a library that was asked for is not installed.
+    ``first_step`` is the step a resumed run continues from; ``settings`` are stored by wandb with the curves and contain
+    no prompts. Raises ``ConfigError`` if a required library is not installed.
     """
     stream = console or sys.stdout
     log = JsonlSink(run_dir / "metrics.jsonl", first_step)
@@ -84,29 +84,29 @@ def open_sinks(
 
 @dataclass(slots=True)
 class FanOut:
-    """Hands everything to every sink."""
+    """Forward everything to every sink."""
 
     sinks: Sequence[Sink]
 
     def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
-        """Log one step everywhere."""
+        """Log one step to every sink."""
         for sink in self.sinks:
             sink.log(step, values, spans)
 
     def note(self, text: str) -> None:
-        """A line for whoever watches; it is no metric, and is kept nowhere."""
+        """Display a line of text; it is not recorded."""
         for sink in self.sinks:
             if isinstance(sink, Watched):
                 sink.note(text)
 
     def warn(self, step: int, warning: RunWarning) -> None:
-        """Keep a warning in every sink that keeps any."""
+        """Record a warning in every sink that records them."""
         for sink in self.sinks:
             if isinstance(sink, KeepsWarnings):
                 sink.warn(step, warning)
 
     def close(self) -> None:
-        """Flush and close everything, each whatever becomes of the others."""
+        """Flush and close every sink, even if closing another one fails."""
         with ExitStack() as closing:
             for sink in self.sinks:
                 closing.callback(sink.close)
@@ -117,34 +117,34 @@ class JsonlSink:
     """One line per step: ``{"step", "time", <metric>: number, ..., "spans": {name: [start, stop]}}``.
 
     A step with warnings also has ``"warnings": [text, ...]``.
-    On resume, lines after ``first_step`` go to metrics_dropped.jsonl: their steps are taken again. Lines that cannot be read
-    are set aside in ``metrics.damaged.jsonl``, and ``damage`` says so.
+    On resume, lines after ``first_step`` move to metrics_dropped.jsonl: these steps are repeated. Unreadable lines move to
+    ``metrics.damaged.jsonl``; ``damage`` describes them.
     """
 
     path: Path
     first_step: int
     damage: str = field(init=False)
     _file: Appended = field(init=False)
-    _warnings: list[str] = field(default_factory=list[str], init=False)  # of the step to be logged next
+    _warnings: list[str] = field(default_factory=list[str], init=False)  # of the next step to log
 
     def __post_init__(self) -> None:
-        kept = keep(self.path, self.first_step) if self.first_step else Kept((), (), "")
-        self.damage = kept.note
+        retained = keep(self.path, self.first_step) if self.first_step else RetainedLines((), (), "")
+        self.damage = retained.note
         partial = self.path.with_suffix(".partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if kept.damaged:
+            if retained.damaged:
                 with self.path.with_name(DAMAGED).open("ab") as file:
-                    file.writelines(line + b"\n" for line in kept.damaged)
-            _set_aside(self.path, {*kept.lines, *kept.damaged})
-            partial.write_bytes(b"".join(line + b"\n" for line in kept.lines))
-            partial.replace(self.path)  # whole or as it was: the steps before are told nowhere else
+                    file.writelines(line + b"\n" for line in retained.damaged)
+            _set_aside(self.path, {*retained.lines, *retained.damaged})
+            partial.write_bytes(b"".join(line + b"\n" for line in retained.lines))
+            partial.replace(self.path)  # atomic: no other file records the earlier steps
             self._file = Appended(self.path)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written ({reason(error)}): move it away, or make room") from error
 
     def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
-        """Append one line at once: a killed run loses none."""
+        """Append one line and write it immediately, so that a killed run loses none."""
         row: dict[str, Any] = {
             "step": step,
             "time": time.time(),
@@ -156,7 +156,7 @@ class JsonlSink:
         self._file.write(json.dumps(row) + "\n")
 
     def warn(self, step: int, warning: RunWarning) -> None:
-        """Keep the warning for the step's line."""
+        """Add the warning to the line of the step."""
         del step
         self._warnings.append(str(warning))
 
@@ -165,10 +165,12 @@ class JsonlSink:
         self._file.close()
 
 
-def _set_aside(path: Path, kept: Set[bytes]) -> None:
-    """Append the lines of ``path`` that are not ``kept`` to metrics_dropped.jsonl: nothing that was logged is lost."""
+def _set_aside(path: Path, retained: Set[bytes]) -> None:
+    """Append the lines of ``path`` that are not ``retained`` to metrics_dropped.jsonl: no logged line is lost."""
     dropped = (
-        [line for line in path.read_bytes().split(b"\n") if line.strip() and line not in kept] if path.exists() else []
+        [line for line in path.read_bytes().split(b"\n") if line.strip() and line not in retained]
+        if path.exists()
+        else []
     )
     if dropped:
         with path.with_name("metrics_dropped.jsonl").open("ab") as file:
@@ -176,9 +178,9 @@ def _set_aside(path: Path, kept: Set[bytes]) -> None:
 
 
 class TensorboardSink:
-    """Scalars in tensorboard's event format, by its own writer: torch's would bring torch into every reader of metrics.
+    """Scalars in tensorboard's event format, by tensorboard's writer: torch's would import torch into the metrics package.
 
-    On resume it says from which step on it writes anew, and tensorboard drops what an earlier part wrote of those steps.
+    On resume it records its first step, and tensorboard drops earlier values of the repeated steps.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -189,7 +191,7 @@ class TensorboardSink:
             raise ConfigError(
                 "metrics.tensorboard=true, but tensorboard is not installed: pip install tensorboard"
             ) from error
-        events: Any = event_pb2  # protobuf makes their classes at import: a checker sees none
+        events: Any = event_pb2  # protobuf creates these classes at import: invisible to a type checker
         summaries: Any = summary_pb2
         self._event, self._summary = events.Event, summaries.Summary
         self._writer: Any = EventFileWriter(str(folder))
@@ -199,7 +201,7 @@ class TensorboardSink:
         )
 
     def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
-        """One scalar per metric."""
+        """Write one scalar per metric."""
         del spans
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=scalars)))
@@ -210,11 +212,11 @@ class TensorboardSink:
 
 
 class WandbSink:
-    """Curves and settings to wandb; offline when there is no key. Never a prompt or a response.
+    """Curves and settings to wandb; offline without an API key. Never sends prompts or responses.
 
-    The run's id lies in the run's folder (``WANDB_RUN_ID`` goes first), so that a run that is resumed goes on as the same
-    one. Its steps are a metric of their own, which wandb draws the others over: wandb drops rows whose own step it has
-    seen, and a resumed run takes the steps after its checkpoint again.
+    The run id is stored in the run folder (``WANDB_RUN_ID`` has precedence), so a resumed run continues the same wandb
+    run. Steps are logged as a metric and used as x axis: wandb drops rows whose internal step it has already seen, and a
+    resumed run repeats the steps after its checkpoint.
     """
 
     def __init__(self, config: MetricsConfig, run_dir: Path, settings: Mapping[str, Any], *, resumed: bool) -> None:
@@ -238,7 +240,7 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float], spans: Spans) -> None:
-        """One row of metrics."""
+        """Log one row of metrics."""
         del spans
         self._run.log({**values, "step": step})
 
@@ -252,11 +254,11 @@ class WandbSink:
 
 
 def _wandb_id(path: Path, *, resumed: bool) -> str:
-    """The id of this run: the user's, the one that its folder keeps, or a new one, which the folder keeps from now on."""
-    kept = InputFile(path, ConfigError, "remove it").text().strip() if resumed and path.is_file() else ""
-    if kept and not re.fullmatch(r"[\w-]{1,64}", kept):
-        raise ConfigError(f"{path} holds {shown(kept)}, which is no id of a wandb run: correct it, or remove it")
-    chosen = os.environ.get("WANDB_RUN_ID") or kept or secrets.token_hex(4)
+    """Return the wandb id of this run: the user's, the stored one, or a new one; store it in the run folder."""
+    stored = InputFile(path, ConfigError, "remove it").text().strip() if resumed and path.is_file() else ""
+    if stored and not re.fullmatch(r"[\w-]{1,64}", stored):
+        raise ConfigError(f"{path} holds {shown(stored)}, which is no id of a wandb run: correct it, or remove it")
+    chosen = os.environ.get("WANDB_RUN_ID") or stored or secrets.token_hex(4)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(chosen + "\n")
     return chosen

@@ -1,4 +1,4 @@
-"""When each phase ran, in unix seconds: comparable between the processes of a run, so that overlap can be read off."""
+"""Start and stop of each phase in unix seconds, comparable between the processes of a run to show overlap."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import contextmanager
 
 
 class Spans:
-    """Records phases until drained.
+    """Recorded phases since the last drain.
 
     Example: ``with spans("train"): ...`` then ``spans.drain()`` gives ``{"train": (start, stop)}``. A name recorded twice
     before a drain keeps its first start and its last stop.
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, tuple[float, float]] = {}
+        self._spans: dict[str, tuple[float, float]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def __call__(self, name: str) -> Generator[None]:
-        """Time a block, whether it succeeds or not."""
+        """Time a block, including one that raises."""
         start = time.time()
         try:
             yield
@@ -31,11 +31,11 @@ class Spans:
     def add(self, name: str, start: float, stop: float) -> None:
         """Record a phase that was timed elsewhere."""
         with self._lock:
-            before = self._found.get(name)
-            self._found[name] = (start, stop) if before is None else (before[0], max(stop, before[1]))
+            previous = self._spans.get(name)
+            self._spans[name] = (start, stop) if previous is None else (previous[0], max(stop, previous[1]))
 
     def drain(self) -> dict[str, tuple[float, float]]:
-        """Everything recorded since the last drain."""
+        """Return all phases recorded since the last drain."""
         with self._lock:
-            found, self._found = self._found, {}
-        return found
+            spans, self._spans = self._spans, {}
+        return spans

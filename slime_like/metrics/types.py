@@ -1,4 +1,4 @@
-"""Metrics say how they are reduced, and are reduced once, late.
+"""Typed metrics: the type determines the reduction, which happens once, in the driver.
 
 Example: two ranks report ``Mean("train/loss", 3.0, weight=2.0)`` and ``Mean("train/loss", 6.0, weight=1.0)``;
 ``reduce_metrics`` gives ``{"train/loss": 4.0}``.
@@ -31,7 +31,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """Largest value seen."""
+    """Maximum."""
 
     name: str
     value: float
@@ -39,7 +39,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Min:
-    """Smallest value seen."""
+    """Minimum."""
 
     name: str
     value: float
@@ -68,21 +68,21 @@ class RunWarning:
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
-    """One number per name. Raises ``ValueError`` when one name is reported with two reductions."""
+    """Reduce to one number per name. Raises ``ValueError`` if a name is reported with two reductions."""
     by_name: dict[str, list[Metric]] = {}
     for metric in metrics:
         by_name.setdefault(metric.name, []).append(metric)
-    return {name: _reduce(name, found) for name, found in by_name.items()}
+    return {name: _reduce(name, group) for name, group in by_name.items()}
 
 
-def _reduce(name: str, found: list[Metric]) -> float:
-    kinds = {type(m) for m in found}
+def _reduce(name: str, metrics: list[Metric]) -> float:
+    kinds = {type(m) for m in metrics}
     if len(kinds) > 1:
         raise ValueError(f"metric {name!r} is reported as {sorted(k.__name__ for k in kinds)}: choose one reduction")
-    values = np.array([m.value for m in found], dtype=np.float64)
-    match found[0]:
+    values = np.array([m.value for m in metrics], dtype=np.float64)
+    match metrics[0]:
         case Mean():
-            weights = np.array([m.weight for m in found if isinstance(m, Mean)], dtype=np.float64)
+            weights = np.array([m.weight for m in metrics if isinstance(m, Mean)], dtype=np.float64)
             total = float(weights.sum())
             return float((values * weights).sum() / total) if total > 0 else float("nan")
         case Sum():

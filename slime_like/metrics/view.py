@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live table on a terminal, a line per step elsewhere."""
+"""Console output of a run: a live table on a terminal, otherwise a line per step."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ COLUMNS = (
 
 
 def cells(values: Mapping[str, float]) -> list[str]:
-    """The table's columns for one step; ``-`` where a metric is missing."""
+    """Return the table row of one step; ``-`` for missing metrics."""
     return [form.format(values[name]) if name in values else "-" for _, name, form in COLUMNS]
 
 
 def evaluations(values: Mapping[str, float]) -> dict[str, float]:
-    """``eval/<dataset>`` figures of a step, without their qualifiers."""
-    found = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
+    """Return the ``eval/<dataset>`` scores of a step, without qualified ones."""
+    scores = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
     return {
         name: value
-        for name, value in found.items()
-        if not any(name.startswith((f"{other}-", f"{other}/")) for other in found)
+        for name, value in scores.items()
+        if not any(name.startswith((f"{dataset}-", f"{dataset}/")) for dataset in scores)
     }
 
 
 def time_split(values: Mapping[str, float]) -> str:
-    """Share of a step's time per phase."""
+    """Describe each phase's share of a step's time."""
     seconds = {phase: values.get(f"perf/{phase}_time", 0.0) for phase in PHASES}
     total = sum(seconds.values()) or 1.0
     return ", ".join(f"{phase} {100 * spent / total:.0f}%" for phase, spent in seconds.items() if spent)
@@ -61,26 +61,26 @@ class PlainConsole:
     def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None:
         """Print one line."""
         del spans
-        found = [f"{title} {cell}" for (title, _, _), cell in zip(COLUMNS, cells(values), strict=True) if cell != "-"]
-        if step == 0:  # nothing was trained yet: only what was evaluated is worth a line
-            found = []
-        found += [f"eval/{name} {value:.3f}" for name, value in evaluations(values).items()]
-        if not found:
+        parts = [f"{title} {cell}" for (title, _, _), cell in zip(COLUMNS, cells(values), strict=True) if cell != "-"]
+        if step == 0:  # before training, print evaluations only
+            parts = []
+        parts += [f"eval/{name} {value:.3f}" for name, value in evaluations(values).items()]
+        if not parts:
             return
-        self._stream.write(visible(f"[{step}/{self._num_steps}] {'  '.join(found)}\n"))
+        self._stream.write(visible(f"[{step}/{self._num_steps}] {'  '.join(parts)}\n"))
         self._stream.flush()
 
     def note(self, text: str) -> None:
-        """Print it on a line of its own."""
+        """Print ``text`` on a separate line."""
         self._stream.write(visible(f"{text}\n"))
         self._stream.flush()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 class LiveConsole:
-    """A table of the last steps, with the time split, what is left, and the last notes."""
+    """A live table of the last steps with time split, remaining time and the last notes."""
 
     def __init__(
         self, console: Console, first_step: int, num_steps: int, clock: Callable[[], float] = time.monotonic
@@ -134,12 +134,12 @@ class LiveConsole:
         ]
         if self._split:
             lines.append(self._split)
-        done = step - self._first
-        if done > 0 and self._started is not None:
-            left = (self._clock() - self._started) / done * (self._num_steps - step)
-            lines.append(f"about {left / 60:.1f} min left")
-        return Text(visible("\n".join([*lines, *self._notes])))  # no markup: names of sets and files are users'
+        steps = step - self._first
+        if steps > 0 and self._started is not None:
+            seconds = (self._clock() - self._started) / steps * (self._num_steps - step)
+            lines.append(f"about {seconds / 60:.1f} min left")
+        return Text(visible("\n".join([*lines, *self._notes])))  # no markup: dataset and file names come from users
 
     def close(self) -> None:
-        """Leave the last table on the screen."""
+        """Stop updating; the last table stays on the screen."""
         self._live.stop()

@@ -1,4 +1,4 @@
-"""Where the difference between the trainer's and the engine's log-probabilities comes from, as far as a run measured it."""
+"""Attribution of the difference between the trainer's and the engine's log-probabilities to its causes."""
 
 from __future__ import annotations
 
@@ -19,39 +19,38 @@ SLOPE_TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class DifferenceCause:
-    """One possible cause: what was measured of it, and how."""
+    """A possible cause with its measurement and the source of the measurement."""
 
     cause: str
-    found: str
-    how: str
+    measured: str
+    source: str
 
 
 def attribute(record: RunRecord, views: Sequence[TokenTable]) -> list[DifferenceCause]:
-    """Staleness, temperature, precision and kernel, each with its measure or with what would measure it."""
+    """Return staleness, temperature, precision and kernel, each with its measurement or the option that would measure it."""
     return [_overall(record), _staleness(record, views), _temperature(record, views), *_rounding(record)]
 
 
 def by_age(views: Sequence[TokenTable]) -> dict[int, tuple[float, int]]:
-    """Age of sampled tokens in versions -> mean |trainer - engine|, and how many they are."""
-    found: dict[int, list[float]] = {}
+    """Return age of sampled tokens in versions -> (mean |trainer - engine|, number of tokens)."""
+    gaps_by_age: dict[int, list[float]] = {}
     for view in views:
         gap = np.abs(view.trainer_logprobs - view.rollout_logprobs)
-        known = np.isfinite(gap) & (view.versions >= 0)
-        for age in np.unique(view.version - view.versions[known]):
-            found.setdefault(int(age), []).extend(gap[known & (view.versions == view.version - age)].tolist())
-    return {age: (float(np.mean(gaps)), len(gaps)) for age, gaps in sorted(found.items())}
+        valid = np.isfinite(gap) & (view.versions >= 0)
+        for age in np.unique(view.version - view.versions[valid]):
+            gaps_by_age.setdefault(int(age), []).extend(gap[valid & (view.versions == view.version - age)].tolist())
+    return {age: (float(np.mean(gaps)), len(gaps)) for age, gaps in sorted(gaps_by_age.items())}
 
 
 def slope(views: Sequence[TokenTable]) -> tuple[float, int] | None:
-    """Least-squares slope of the trainer's on the engine's log-probabilities of tokens of the trainer's own version.
+    """Return the least-squares slope of trainer on engine log-probabilities, for tokens of the trainer's version.
 
-    Both distributions at one temperature have slope 1; logits that one side divides by another temperature stretch it.
-    None where too few tokens say anything.
+    At equal temperatures the slope is 1; a different temperature on one side changes it. None with too few tokens.
     """
     pairs = [
-        (view.rollout_logprobs[known], view.trainer_logprobs[known])
+        (view.rollout_logprobs[valid], view.trainer_logprobs[valid])
         for view in views
-        for known in [(view.versions == view.version) & np.isfinite(view.rollout_logprobs + view.trainer_logprobs)]
+        for valid in [(view.versions == view.version) & np.isfinite(view.rollout_logprobs + view.trainer_logprobs)]
     ]
     x = np.concatenate([pair[0] for pair in pairs]).astype(np.float64) if pairs else np.zeros(0)
     y = np.concatenate([pair[1] for pair in pairs]).astype(np.float64) if pairs else np.zeros(0)
@@ -81,7 +80,7 @@ def _overall(record: RunRecord) -> DifferenceCause:
 def _staleness(record: RunRecord, views: Sequence[TokenTable]) -> DifferenceCause:
     share = _last(record, "train/off_policy_token_ratio") or 0.0
     ages = by_age(views)
-    old = {age: found for age, found in ages.items() if age > 0}
+    old = {age: gap for age, gap in ages.items() if age > 0}
     if not share and not old:
         return DifferenceCause(
             "staleness",
@@ -90,46 +89,46 @@ def _staleness(record: RunRecord, views: Sequence[TokenTable]) -> DifferenceCaus
         )
     text = f"{share:.1%} of the last step's tokens are of older versions"
     if old:
-        found = ", ".join(f"{age} old: {number(mean)} ({count} tokens)" for age, (mean, count) in ages.items())
+        listing = ", ".join(f"{age} old: {number(mean)} ({count} tokens)" for age, (mean, count) in ages.items())
         return DifferenceCause(
-            "staleness", f"{text}; mean |difference| by age in versions: {found}", "the dumped samples"
+            "staleness", f"{text}; mean |difference| by age in versions: {listing}", "the dumped samples"
         )
     return DifferenceCause("staleness", text, "run.dump_rollouts=true shows the difference by age")
 
 
 def _temperature(record: RunRecord, views: Sequence[TokenTable]) -> DifferenceCause:
     rollout = cast("Mapping[str, Any]", record.config.get("rollout") or {})
-    given = f"both compute at rollout.temperature={rollout.get('temperature', '?')}"
-    found = slope(views)
-    if found is None:
-        return DifferenceCause("temperature", given, "run.dump_rollouts=true checks it by samples")
-    verdict = "no sign of another" if abs(found[0] - 1) < SLOPE_TOLERANCE else "one side computes another distribution"
+    setting = f"both compute at rollout.temperature={rollout.get('temperature', '?')}"
+    fit = slope(views)
+    if fit is None:
+        return DifferenceCause("temperature", setting, "run.dump_rollouts=true checks it by samples")
+    verdict = "no sign of another" if abs(fit[0] - 1) < SLOPE_TOLERANCE else "one side computes another distribution"
     return DifferenceCause(
         "temperature",
-        f"{given}; slope of trainer on engine {found[0]:.5f}: {verdict}",
-        f"{found[1]} dumped tokens of the trainer's own version; 1 is the same temperature",
+        f"{setting}; slope of trainer on engine {fit[0]:.5f}: {verdict}",
+        f"{fit[1]} dumped tokens of the trainer's own version; 1 is the same temperature",
     )
 
 
 def _rounding(record: RunRecord) -> Iterator[DifferenceCause]:
-    whole, exact = _last(record, PROBE), _last(record, f"{PROBE}/all")
-    if whole is None:
+    total, exact = _last(record, PROBE), _last(record, f"{PROBE}/all")
+    if total is None:
         yield DifferenceCause(
             "precision, kernel", "not measured", "weights.probe_sequences=0 turned the probe off, or nothing was pushed"
         )
         return
     if exact is None:
-        text = f"together {number(whole)} nats after the last push, where versions and temperature are equal"
+        text = f"together {number(total)} nats after the last push, where versions and temperature are equal"
         yield DifferenceCause("precision, kernel", text, f"{PROBE}; weights.probe_layers=true tells them apart")
         return
     kinds = [
         name.rpartition("/")[2] for name in record.metrics if name.startswith(f"{PROBE}/") and not name.endswith("/all")
     ]
-    each = ", ".join(f"{number(_last(record, f'{PROBE}/{kind}') or 0.0)} with exact {kind}" for kind in kinds)
+    per_kind = ", ".join(f"{number(_last(record, f'{PROBE}/{kind}') or 0.0)} with exact {kind}" for kind in kinds)
     yield DifferenceCause(
         "precision",
-        f"of {number(whole)} nats the trainer's rounding makes {number(max(0.0, whole - exact))}"
-        + (f" ({each})" if each else ""),
+        f"of {number(total)} nats the trainer's rounding makes {number(max(0.0, total - exact))}"
+        + (f" ({per_kind})" if per_kind else ""),
         f"{PROBE} less what is left with the trainer's layers in float64",
     )
     yield DifferenceCause("kernel", f"{number(exact)} nats are the engine's own arithmetic", f"{PROBE}/all")

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: no script, no file beside it."""
+"""Line charts as inline SVG, without scripts or external files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from slime_like.report.page import html
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 420, 190, 58, 24, 12, 10
-MOST = 1000  # points of a line
-LARGEST = 1e300  # of what is drawn, so that ranges are finite too
+MAX_POINTS = 1000  # per line
+LARGEST = 1e300  # of drawn values, so that ranges are finite
 COLOURS = 8  # classes c0..c7 of the page's style
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: (x, y) in the order of x; a y that is not finite (or beyond 1e300) leaves a gap."""
+    """One line: (x, y) ordered by x; y values that are not finite or exceed 1e300 leave a gap."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -24,7 +24,7 @@ class Series:
 
 
 def chart(title: str, series: Sequence[Series], *, unit: str = "", note: str = "", mark: float | None = None) -> str:
-    """An SVG figure of ``series`` over steps, with a legend where there are several; ``mark`` is an x to point at."""
+    """Return an SVG figure of ``series`` over steps, with a legend if there are several; ``mark`` is an x to highlight."""
     shown = [line for line in series if any(_drawn(y) for _, y in line.points)]
     head = f"<figcaption>{html(title)}{f' <small>{html(unit)}</small>' if unit else ''}</figcaption>"
     if not shown:
@@ -39,19 +39,19 @@ def chart(title: str, series: Sequence[Series], *, unit: str = "", note: str = "
     )
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers over ``[low, high]``, at most ``most`` or so."""
+def ticks(low: float, high: float, max_ticks: int = 5) -> list[float]:
+    """Return about ``max_ticks`` round numbers in ``[low, high]``."""
     if not high > low:
         return [low]
-    raw = (high - low) / most
+    raw = (high - low) / max_ticks
     power = 10.0 ** math.floor(math.log10(raw)) if raw > 0 else 1.0
     step = next((factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw), raw)
     first = math.ceil(low / step)
-    return [index * step for index in range(first, first + most + 2) if index * step <= high + step * 1e-9]
+    return [index * step for index in range(first, first + max_ticks + 2) if index * step <= high + step * 1e-9]
 
 
 def number(value: float) -> str:
-    """A value for people: few digits, no long zeros."""
+    """Format a value with few digits."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:.4g}" if abs(value) < 1e6 else f"{value:.3e}"
@@ -94,15 +94,15 @@ def _lines(series: Sequence[Series], mark: float | None) -> Iterator[str]:
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most ``MOST`` points, the smallest and the largest of each stretch: no spike is lost."""
-    size = -(-len(points) // (MOST // 2))
+    """Return at most ``MAX_POINTS`` points, the minimum and maximum of each interval, so that no spike is lost."""
+    size = -(-len(points) // (MAX_POINTS // 2))
     if size <= 2:
         return list(points)
-    kept: list[tuple[float, float]] = []
-    for at in range(0, len(points), size):
-        stretch = [point for point in points[at : at + size] if _drawn(point[1])] or [points[at]]
-        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
-    return kept
+    thinned: list[tuple[float, float]] = []
+    for start in range(0, len(points), size):
+        interval = [point for point in points[start : start + size] if _drawn(point[1])] or [points[start]]
+        thinned += sorted({min(interval, key=lambda p: p[1]), max(interval, key=lambda p: p[1])})
+    return thinned
 
 
 def _pieces(points: Sequence[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:

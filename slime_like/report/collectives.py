@@ -1,4 +1,4 @@
-"""A run's collectives: what the ranks' wrapper counted of each op in each process group, summed over the run."""
+"""Collectives of a run: counters of the ranks' wrappers per op and process group, summed over the run."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ MIB = 2**20
 
 
 def collectives(record: RunRecord) -> Iterator[str]:
-    """The section of the page; of a run with one rank or ``guard=off`` that nothing was counted."""
+    """Yield the section of the page, or a note if nothing was counted (one rank or ``guard=off``)."""
     yield "<h2>Collectives</h2>"
     totals: dict[tuple[str, str], dict[str, float]] = {}
     for row in record.rows:
         for name, value in row.values.items():
-            group, _, rest = name.removeprefix(PREFIX).partition("/")
-            op, _, what = rest.rpartition("/")
-            if name.startswith(PREFIX) and what in COUNTED and math.isfinite(value):
-                found = totals.setdefault((group, op), dict.fromkeys(COUNTED, 0.0))
-                found[what] += value
+            group, _, op_counter = name.removeprefix(PREFIX).partition("/")
+            op, _, counter = op_counter.rpartition("/")
+            if name.startswith(PREFIX) and counter in COUNTED and math.isfinite(value):
+                counters = totals.setdefault((group, op), dict.fromkeys(COUNTED, 0.0))
+                counters[counter] += value
     if not totals:
         yield "<p class=note>none was counted: one trainer rank, or guard=off</p>"
         return
-    asked = sum(value for _, value in record.curve("guard/time"))
-    whole = sum(value for _, value in record.curve("perf/step_time"))
-    share = f", {asked / whole:.4%} of the steps" if whole > 0 else ""
-    yield f"<p>The memory guard took {asked * 1e3:.2f} ms in all{share}.</p>"
+    guard_seconds = sum(value for _, value in record.curve("guard/time"))
+    step_seconds = sum(value for _, value in record.curve("perf/step_time"))
+    share = f", {guard_seconds / step_seconds:.4%} of the steps" if step_seconds > 0 else ""
+    yield f"<p>The memory guard took {guard_seconds * 1e3:.2f} ms in all{share}.</p>"
     slowest = sorted(totals.items(), key=lambda item: -item[1]["time"])
-    yield table(COLUMNS, (_cells(*key, found) for key, found in slowest), numbers=tuple(range(2, len(COLUMNS))))
+    yield table(COLUMNS, (_cells(*key, counters) for key, counters in slowest), numbers=tuple(range(2, len(COLUMNS))))
 
 
-def _cells(group: str, op: str, found: dict[str, float]) -> tuple[str, ...]:
+def _cells(group: str, op: str, counters: dict[str, float]) -> tuple[str, ...]:
     return (
         group,
         op,
-        f"{found['calls']:.0f}",
-        f"{found['bytes'] / MIB:.2f}",
-        f"{found['time']:.3f}",
-        f"{found['checks']:.0f}",
-        f"{found['check_time'] * 1e3:.2f}",
-        f"{found['clears']:.0f}",
-        f"{found['freed_bytes'] / MIB:.1f}",
+        f"{counters['calls']:.0f}",
+        f"{counters['bytes'] / MIB:.2f}",
+        f"{counters['time']:.3f}",
+        f"{counters['checks']:.0f}",
+        f"{counters['check_time'] * 1e3:.2f}",
+        f"{counters['clears']:.0f}",
+        f"{counters['freed_bytes'] / MIB:.1f}",
     )

@@ -1,4 +1,4 @@
-"""Two runs beside one another: where each metric first differs, and which keys do."""
+"""Comparison of two runs: first divergence of each metric, and differing config keys."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ class Divergence:
     metric: str
     a: tuple[tuple[int, float], ...]
     b: tuple[tuple[int, float], ...]
-    common: int  # steps that both have
-    step: int | None  # the first of them at which they differ
-    largest: float  # largest |a - b| over them; nan where they have none in common
+    common: int  # number of common steps
+    step: int | None  # the first common step at which they differ
+    largest: float  # largest |a - b| over common steps; nan if there are none
 
     @property
     def at(self) -> tuple[float, float]:
-        """Both values at ``step``."""
+        """Return both values at ``step``."""
         return dict(self.a)[self.step or 0], dict(self.b)[self.step or 0]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between runs A and B."""
+    """Differences between runs A and B."""
 
     a: RunRecord
     b: RunRecord
     relative: float
     absolute: float
-    metrics: tuple[Divergence, ...]  # those that both have; earliest divergence first, equal ones last
-    only: tuple[tuple[str, ...], tuple[str, ...]]  # metrics that one run has alone
-    config: tuple[tuple[str, Any, Any], ...]  # key, A, B; ``MISSING`` where a run has no such key
+    metrics: tuple[Divergence, ...]  # common metrics; earliest divergence first, equal ones last
+    only: tuple[tuple[str, ...], tuple[str, ...]]  # metrics of only A, of only B
+    config: tuple[tuple[str, Any, Any], ...]  # key, A, B; ``MISSING`` if a run has no such key
 
     @property
     def first(self) -> Divergence | None:
-        """The metric that differs first."""
-        return next((found for found in self.metrics if found.step is not None), None)
+        """Return the metric that differs first."""
+        return next((metric for metric in self.metrics if metric.step is not None), None)
 
 
 class _Missing:
@@ -57,26 +57,26 @@ MISSING = _Missing()
 
 
 def is_time(metric: str) -> bool:
-    """Whether a metric is measured time, or a rate: no two runs agree on it."""
+    """Return True if a metric is a measured time or rate, which always differs between runs."""
     entry = next((entry for entry in dictionary.ENTRIES if entry.matches(metric)), None)
     return entry.unit in TIMES if entry is not None else metric.startswith("perf/")
 
 
 def compare(a: RunRecord, b: RunRecord, *, relative: float, absolute: float, times: bool = False) -> Comparison:
-    """Compare every metric of both runs at the steps that both have.
+    """Compare every metric of both runs at their common steps.
 
-    Two values differ where ``|a - b| > absolute + relative * max(|a|, |b|)``; nan equals nan only. Measured times are
-    left out unless ``times``.
+    Two values differ if ``|a - b| > absolute + relative * max(|a|, |b|)``; nan equals nan only. Measured times are
+    excluded unless ``times``.
     """
-    mine, theirs = ([name for name in run.metrics if times or not is_time(name)] for run in (a, b))
-    found = [_divergence(name, a, b, relative, absolute) for name in mine if name in set(theirs)]
-    found.sort(key=lambda item: math.inf if item.step is None else item.step)
-    only = (tuple(n for n in mine if n not in set(theirs)), tuple(n for n in theirs if n not in set(mine)))
-    return Comparison(a, b, relative, absolute, tuple(found), only, config_difference(a.config, b.config))
+    names_a, names_b = ([name for name in run.metrics if times or not is_time(name)] for run in (a, b))
+    divergences = [_divergence(name, a, b, relative, absolute) for name in names_a if name in set(names_b)]
+    divergences.sort(key=lambda item: math.inf if item.step is None else item.step)
+    only = (tuple(n for n in names_a if n not in set(names_b)), tuple(n for n in names_b if n not in set(names_a)))
+    return Comparison(a, b, relative, absolute, tuple(divergences), only, config_difference(a.config, b.config))
 
 
 def config_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
-    """Dotted keys whose values differ, with both values."""
+    """Return dotted keys whose values differ, with both values."""
     left, right = flat(a), flat(b)
     keys = [*left, *(key for key in right if key not in left)]
     pairs = ((key, left.get(key, MISSING), right.get(key, MISSING)) for key in keys)
@@ -84,7 +84,7 @@ def config_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple
 
 
 def differs(a: float, b: float, relative: float, absolute: float) -> bool:
-    """Whether two values are further apart than the tolerance; nan and infinities equal themselves only."""
+    """Return True if two values differ by more than the tolerance; nan and infinities equal themselves only."""
     if math.isfinite(a) and math.isfinite(b):
         return abs(a - b) > absolute + relative * max(abs(a), abs(b))
     return not (a == b or (math.isnan(a) and math.isnan(b)))

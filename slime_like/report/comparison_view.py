@@ -22,19 +22,21 @@ SPARK = 24
 
 
 def plain(text: str) -> str:
-    """Return text that rich shows as it is: neither markup nor control characters."""
+    """Escape markup and control characters for rich."""
     return escape(visible(text))
 
 
-def chosen(found: Comparison, patterns: Sequence[str]) -> list[Divergence]:
-    """The metrics that match one of ``patterns`` (shell patterns); all without any."""
-    return [m for m in found.metrics if not patterns or any(fnmatchcase(m.metric, pattern) for pattern in patterns)]
+def chosen(comparison: Comparison, patterns: Sequence[str]) -> list[Divergence]:
+    """Return the metrics that match one of ``patterns`` (shell patterns); all metrics if there are no patterns."""
+    return [
+        m for m in comparison.metrics if not patterns or any(fnmatchcase(m.metric, pattern) for pattern in patterns)
+    ]
 
 
 def spark(values: Sequence[float], low: float, high: float) -> str:
-    """A curve in one line of text, at most ``SPARK`` wide, on the scale ``[low, high]``."""
+    """Render a curve in one line of text, at most ``SPARK`` wide, on the scale ``[low, high]``."""
     width = min(SPARK, len(values))
-    picked = [values[at * (len(values) - 1) // max(1, width - 1)] for at in range(width)]
+    sampled = [values[index * (len(values) - 1) // max(1, width - 1)] for index in range(width)]
     span = high - low
 
     def bar(value: float) -> str:
@@ -42,58 +44,58 @@ def spark(values: Sequence[float], low: float, high: float) -> str:
             return "·"
         return BARS[round((value - low) / span * (len(BARS) - 1)) if span > 0 and math.isfinite(span) else 0]
 
-    return "".join(map(bar, picked))
+    return "".join(map(bar, sampled))
 
 
-def print_comparison(found: Comparison, patterns: Sequence[str], stream: TextIO) -> None:
-    """Curves, divergences and configuration differences on ``stream``."""
+def print_comparison(comparison: Comparison, patterns: Sequence[str], stream: TextIO) -> None:
+    """Print curves, divergences and configuration differences to ``stream``."""
     console = Console(file=stream, highlight=False)
-    for line in summary(found):
+    for line in summary(comparison):
         console.print(plain(line))
     curves = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("metric", "A", "", "B", "", "first difference", "largest"):
         curves.add_column(name, overflow="fold")
-    for metric in chosen(found, patterns):
+    for metric in chosen(comparison, patterns):
         curves.add_row(*(plain(cell) for cell in _cells(metric)))
     console.print(curves)
-    if found.config:
+    if comparison.config:
         keys = Table(box=None, pad_edge=False, header_style="dim")
         for name in ("key", "A", "B"):
             keys.add_column(name, overflow="fold")
-        for key, mine, theirs in found.config:
-            keys.add_row(plain(key), plain(repr(mine)), plain(repr(theirs)))
+        for key, value_a, value_b in comparison.config:
+            keys.add_row(plain(key), plain(repr(value_a)), plain(repr(value_b)))
         console.print()
         console.print(keys)
 
 
-def summary(found: Comparison) -> Iterator[str]:
-    """What a reader wants to know first."""
-    for letter, run in (("A", found.a), ("B", found.b)):
+def summary(comparison: Comparison) -> Iterator[str]:
+    """Yield the summary lines: runs, first difference, one-sided metrics, number of differing keys."""
+    for letter, run in (("A", comparison.a), ("B", comparison.b)):
         yield f"{letter}: {run.name} ({run.folder}), steps {run.rows[0].step} to {run.rows[-1].step}"
         yield from (f"   {note}" for note in run.notes)
-    tolerance = f"|a - b| <= {found.absolute:g} + {found.relative:g} * max(|a|, |b|)"
-    same = sum(metric.step is None and metric.common > 0 for metric in found.metrics)
-    if found.first is None:
+    tolerance = f"|a - b| <= {comparison.absolute:g} + {comparison.relative:g} * max(|a|, |b|)"
+    same = sum(metric.step is None and metric.common > 0 for metric in comparison.metrics)
+    if comparison.first is None:
         yield f"{same} metrics agree at every common step within {tolerance}"
     else:
-        names = [metric.metric for metric in found.metrics if metric.step == found.first.step]
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        yield f"first difference at step {found.first.step}: {', '.join(names[:4])}{more} (tolerance {tolerance}; {same} metrics agree)"
-    for letter, only in zip("AB", found.only, strict=True):
-        if only:
-            yield f"only {letter} has {', '.join(only)}"
-    yield f"{len(found.config)} configuration keys differ"
+        names = [metric.metric for metric in comparison.metrics if metric.step == comparison.first.step]
+        further = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        yield f"first difference at step {comparison.first.step}: {', '.join(names[:4])}{further} (tolerance {tolerance}; {same} metrics agree)"
+    for letter, one_sided in zip("AB", comparison.only, strict=True):
+        if one_sided:
+            yield f"only {letter} has {', '.join(one_sided)}"
+    yield f"{len(comparison.config)} configuration keys differ"
 
 
-def html_page(found: Comparison, patterns: Sequence[str]) -> str:
-    """A self-contained page: curves of both runs over one another, divergences, configuration differences."""
-    return page(f"{found.a.name} and {found.b.name}", _body(found, patterns))
+def html_page(comparison: Comparison, patterns: Sequence[str]) -> str:
+    """Return a self-contained page: overlaid curves of both runs, divergences, configuration differences."""
+    return page(f"{comparison.a.name} and {comparison.b.name}", _body(comparison, patterns))
 
 
-def _body(found: Comparison, patterns: Sequence[str]) -> Iterator[str]:
-    yield f"<h1>{html(found.a.name)} and {html(found.b.name)}</h1>"
-    yield from (f"<p>{html(line)}</p>" for line in summary(found))
-    metrics = chosen(found, patterns)
+def _body(comparison: Comparison, patterns: Sequence[str]) -> Iterator[str]:
+    yield f"<h1>{html(comparison.a.name)} and {html(comparison.b.name)}</h1>"
+    yield from (f"<p>{html(line)}</p>" for line in summary(comparison))
+    metrics = chosen(comparison, patterns)
     yield '<h2>Curves</h2><div class="grid-of-charts">'
     for metric in metrics:
         unit = next((entry.unit for entry in dictionary.ENTRIES if entry.matches(metric.metric)), "")
@@ -102,7 +104,7 @@ def _body(found: Comparison, patterns: Sequence[str]) -> Iterator[str]:
             if metric.step is None
             else f"first difference at step {metric.step}: {' and '.join(map(repr, metric.at))}"
         )
-        lines = [Series(f"A {found.a.name}", metric.a, 0), Series(f"B {found.b.name}", metric.b, 1)]
+        lines = [Series(f"A {comparison.a.name}", metric.a, 0), Series(f"B {comparison.b.name}", metric.b, 1)]
         yield chart(metric.metric, lines, unit=unit, note=note, mark=metric.step)
     yield "</div><h2>First differences</h2>"
     yield table(
@@ -120,12 +122,12 @@ def _body(found: Comparison, patterns: Sequence[str]) -> Iterator[str]:
         numbers=(1, 2, 3, 4, 5),
     )
     yield "<h2>Configuration</h2>"
-    yield table(("key", "A", "B"), ((key, repr(mine), repr(theirs)) for key, mine, theirs in found.config))
+    yield table(("key", "A", "B"), ((key, repr(value_a), repr(value_b)) for key, value_a, value_b in comparison.config))
 
 
 def _cells(metric: Divergence) -> Iterator[str]:
-    both = [y for _, y in (*metric.a, *metric.b) if math.isfinite(y)]
-    low, high = (min(both), max(both)) if both else (0.0, 0.0)
+    all_values = [y for _, y in (*metric.a, *metric.b) if math.isfinite(y)]
+    low, high = (min(all_values), max(all_values)) if all_values else (0.0, 0.0)
     yield metric.metric
     for points in (metric.a, metric.b):
         values = [y for _, y in points]

@@ -1,4 +1,4 @@
-"""A page of HTML that holds all it needs: its style inside, no script, and a policy that forbids loading anything."""
+"""Self-contained HTML pages: inline style, no script, and a policy that forbids loading anything."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'none'; form-ac
 
 
 def html(value: object) -> str:
-    """Return a value as text of a page, also within an attribute: nothing in it is markup or acts on the reader."""
+    """Escape a value for use as text or in an attribute: no markup, no control characters."""
     return escape(visible(str(value)), quote=True)
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """The whole document. ``body`` is HTML whose values have gone through ``html``."""
+    """Return the complete document. ``body`` is HTML whose values were escaped by ``html``."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY, quote=True)}">'
@@ -59,11 +59,11 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[int] = ()) -> str:
-    """A table of plain text; every cell is escaped. ``numbers`` are columns set to the right."""
+    """Return a table of plain text; every cell is escaped. ``numbers`` are right-aligned columns."""
 
     def cells(tag: str, row: Sequence[object]) -> str:
         return "".join(
-            f"<{tag}{' class=n' if at in numbers else ''}>{html(cell)}</{tag}>" for at, cell in enumerate(row)
+            f"<{tag}{' class=n' if column in numbers else ''}>{html(cell)}</{tag}>" for column, cell in enumerate(row)
         )
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)

@@ -1,4 +1,4 @@
-"""A run's folder read back: its configuration and its metrics."""
+"""Reads configuration and metrics from a run's folder."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as its folder tells it."""
+    """Configuration and metrics of a run."""
 
     folder: Path
-    config: Mapping[str, Any]  # the resolved configuration as a tree; empty where the folder has none
+    config: Mapping[str, Any]  # the resolved configuration as a tree; empty if the folder has none
     rows: tuple[LogRow, ...]  # by step
-    notes: tuple[str, ...]  # what could not be read, and was left out
+    notes: tuple[str, ...]  # describe unreadable parts that were skipped
 
     @property
     def name(self) -> str:
-        """``run.name``, or the folder's."""
+        """Return ``run.name``, or the name of the folder."""
         return str(cast("dict[str, Any]", self.config.get("run") or {}).get("name") or self.folder.name)
 
     @property
     def metrics(self) -> list[str]:
-        """Every metric that some row has, in the order of their first appearance."""
+        """Return all metric names in order of first appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row.values))
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
-        """(step, value) of the rows that have ``metric``."""
+        """Return (step, value) of the rows that have ``metric``."""
         return [(row.step, row.values[metric]) for row in self.rows if metric in row.values]
 
 
 def read_record(folder: Path) -> RunRecord:
-    """Read a run's folder. A torn last line, as a killed run leaves it, is noted and left out.
+    """Read a run's folder. A torn last line of a killed run is noted and skipped.
 
-    Raises ``DataError`` naming the file, and the line where one cannot be read.
+    Raises ``DataError`` naming the file and any unreadable line.
     """
     path = folder / METRICS
     if not folder.is_dir():
@@ -56,14 +56,14 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree as dotted key -> value."""
-    found: dict[str, Any] = {}
+    """Flatten a tree to dotted key -> value."""
+    values: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            found |= flat(cast("dict[str, Any]", value), f"{prefix}{name}.")
+            values |= flat(cast("dict[str, Any]", value), f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            values[f"{prefix}{name}"] = value
+    return values
 
 
 def _rows(path: Path, notes: list[str]) -> Iterator[LogRow]:

@@ -1,4 +1,4 @@
-"""One run as one page: curves, the difference between trainer and engine, where time and memory went, sampled tokens."""
+"""The page of a run: curves, difference between trainer and engine, time and memory, sampled tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CHARTS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("staleness", ("rollout/staleness_max", "rollout/staleness_mean")),
     ),
 }
-PHASES = ("train_wait", "train", "update_weights", "eval", "save")  # of the loop, one after another
+PHASES = ("train_wait", "train", "update_weights", "eval", "save")  # consecutive phases of the loop
 INSIDE = ("rollout", "actor_train", "log_probs", "ref_log_probs", "values", "critic_train", "teacher_log_probs", "dump")
 MEMORY = "memory/"
 MAX_WARNINGS = 50
@@ -58,7 +58,7 @@ GIB = 2**30
 
 
 def run_page(record: RunRecord, sampled: Sequence[SampledRollout], decode: Decode) -> str:
-    """The page of a run; ``sampled`` are the rollouts whose tokens are shown."""
+    """Return the page of a run; ``sampled`` are the rollouts whose tokens are shown."""
     return page(record.name, _body(record, sampled, decode))
 
 
@@ -67,13 +67,13 @@ def _body(record: RunRecord, sampled: Sequence[SampledRollout], decode: Decode) 
     for title, charts in CHARTS.items():
         if title == "Trainer and engine":
             yield from _evaluation(record)
-        found = [_chart(record, name, metrics) for name, metrics in charts]
-        if shown := [text for text in found if text]:
+        rendered = [_chart(record, name, metrics) for name, metrics in charts]
+        if shown := [text for text in rendered if text]:
             yield f'<h2>{title}</h2><div class="grid-of-charts">{"".join(shown)}</div>'
     views = [rollout.view for rollout in sampled if rollout.view is not None]
     parts = attribute(record, views)
     yield "<h3>Where the difference comes from</h3>"
-    yield table(("cause", "measured", "by"), ((part.cause, part.found, part.how) for part in parts))
+    yield table(("cause", "measured", "by"), ((part.cause, part.measured, part.source) for part in parts))
     yield from _time(record)
     yield from _memory(record)
     yield from collectives(record)
@@ -89,13 +89,13 @@ def _head(record: RunRecord) -> Iterator[str]:
     rows, config = record.rows, flat(record.config)
     last = rows[-1].step
     seconds = rows[-1].time - rows[0].time
-    took = f", {seconds:.0f} s from its first line to its last" if len(rows) > 1 and math.isfinite(seconds) else ""
+    duration = f", {seconds:.0f} s from its first line to its last" if len(rows) > 1 and math.isfinite(seconds) else ""
     planned = config.get("loop.num_rollout")
-    of = f" of {html(str(planned))}" if planned is not None else ""
+    total = f" of {html(str(planned))}" if planned is not None else ""
     trained = sum(row.values.get("train/num_tokens", 0.0) > 0 for row in rows)
     counted = "" if config.get("run.mode") == "rollout_only" else f", {trained} of them trained on"
     yield f"<h1>{html(record.name)}</h1>"
-    yield f"<p class=dim>{html(str(record.folder))}; {last}{of} rollouts{counted}{took}</p>"
+    yield f"<p class=dim>{html(str(record.folder))}; {last}{total} rollouts{counted}{duration}</p>"
     facts = [
         f"{key}={config[key]}"
         for key in (
@@ -130,13 +130,15 @@ def _chart(record: RunRecord, title: str, metrics: Sequence[str]) -> str:
     if title == ENTROPY and not any(record.curve(name) for name in metrics):
         return _estimated_entropy(record)
     lines = [
-        Series(name.partition("/")[2], record.curve(name), at) for at, name in enumerate(metrics) if record.curve(name)
+        Series(name.partition("/")[2], record.curve(name), colour)
+        for colour, name in enumerate(metrics)
+        if record.curve(name)
     ]
     return chart(title, lines, unit=_unit(metrics[0])) if lines else ""
 
 
 def _estimated_entropy(record: RunRecord) -> str:
-    """Where no loss asks for the entropy: tokens are sampled from the policy, so that -log p of them has it as its mean."""
+    """Chart -log p of sampled tokens, whose mean is the entropy, for a run whose loss does not compute the entropy."""
     curve = [(step, -value) for step, value in record.curve("rollout/log_probs")]
     note = "estimated: minus the log-probability of sampled tokens, whose mean over samples it is"
     return chart(ENTROPY, [Series("entropy", curve)], unit="nats", note=note) if curve else ""
@@ -144,7 +146,7 @@ def _estimated_entropy(record: RunRecord) -> str:
 
 def _evaluation(record: RunRecord) -> Iterator[str]:
     names = [name for name in record.metrics if name.startswith("eval/")]
-    sets = [name for name in names if not any(name.startswith(f"{other}-") for other in names)]
+    sets = [name for name in names if not any(name.startswith(f"{dataset}-") for dataset in names)]
     if sets:
         yield '<h2>Evaluation</h2><div class="grid-of-charts">'
         yield from (_chart(record, name.removeprefix("eval/"), (name,)) for name in sets)
@@ -160,15 +162,15 @@ def _seconds(row: LogRow, phase: str) -> float:
 def _time(record: RunRecord) -> Iterator[str]:
     rows = [row for row in record.rows if row.step > 0] or list(record.rows)
     totals = {phase: sum(_seconds(row, phase) for row in rows) for phase in PHASES}
-    whole = sum(totals.values())
+    total = sum(totals.values())
     yield "<h2>Time</h2>"
-    if not whole > 0:
+    if not total > 0:
         yield "<p class=note>no phase was timed</p>"
         return
-    yield _bar(totals, whole)
+    yield _bar(totals, total)
     inside = {phase: sum(_seconds(row, phase) for row in rows) for phase in INSIDE}
-    cells = [(phase, "phase of the loop", spent, spent / whole) for phase, spent in totals.items() if spent]
-    cells += [(phase, "beside or within a phase", spent, spent / whole) for phase, spent in inside.items() if spent]
+    cells = [(phase, "phase of the loop", spent, spent / total) for phase, spent in totals.items() if spent]
+    cells += [(phase, "beside or within a phase", spent, spent / total) for phase, spent in inside.items() if spent]
     yield table(
         ("", "", "s", "s per step", "share of the loop"),
         (
@@ -177,23 +179,29 @@ def _time(record: RunRecord) -> Iterator[str]:
         ),
         numbers=(2, 3, 4),
     )
-    lines = [Series(phase, record.curve(f"perf/{phase}_time"), at) for at, phase in enumerate(PHASES) if totals[phase]]
+    lines = [
+        Series(phase, record.curve(f"perf/{phase}_time"), colour)
+        for colour, phase in enumerate(PHASES)
+        if totals[phase]
+    ]
     rate = _chart(record, "sampled tokens per second and engine rank", ("perf/tokens_per_gpu_per_sec",))
     yield f'<div class="grid-of-charts">{chart("time of each phase", lines, unit="s")}{rate}</div>'
 
 
-def _bar(totals: Mapping[str, float], whole: float) -> str:
+def _bar(totals: Mapping[str, float], total: float) -> str:
     pieces: list[str] = []
-    left = 0.0
-    for at, (phase, spent) in enumerate(totals.items()):
-        width = 1000 * spent / whole
-        title = html(f"{phase}: {spent / whole:.1%}")
+    x = 0.0
+    for colour, (phase, spent) in enumerate(totals.items()):
+        width = 1000 * spent / total
+        title = html(f"{phase}: {spent / total:.1%}")
         pieces.append(
-            f'<rect class="c{at}" x="{left:.1f}" y="0" width="{width:.1f}" height="22"><title>{title}</title></rect>'
+            f'<rect class="c{colour}" x="{x:.1f}" y="0" width="{width:.1f}" height="22"><title>{title}</title></rect>'
         )
-        left += width
+        x += width
     keys = "".join(
-        f'<span class="key c{at}">{html(p)} {s / whole:.0%}</span>' for at, (p, s) in enumerate(totals.items()) if s
+        f'<span class="key c{colour}">{html(p)} {s / total:.0%}</span>'
+        for colour, (p, s) in enumerate(totals.items())
+        if s
     )
     bar = f'<svg viewBox="0 0 1000 22" role="img" aria-label="share of time of each phase">{"".join(pieces)}</svg>'
     return f"<figure>{bar}<p class=legend>{keys}</p></figure>"
@@ -206,8 +214,8 @@ def _memory(record: RunRecord) -> Iterator[str]:
         yield "<p class=note>the run recorded none</p>"
         return
     lines = [
-        Series(name.removeprefix(MEMORY), [(step, value / GIB) for step, value in record.curve(name)], at)
-        for at, name in enumerate(names)
+        Series(name.removeprefix(MEMORY), [(step, value / GIB) for step, value in record.curve(name)], colour)
+        for colour, name in enumerate(names)
     ]
     free = [(step, value / GIB) for step, value in record.curve("guard/free_bytes")]
     yield f'<div class="grid-of-charts">{chart("peak of the reporting trainer rank by phase", lines, unit="GiB") if lines else ""}'
@@ -218,10 +226,10 @@ def _memory(record: RunRecord) -> Iterator[str]:
 
 
 def _faults(record: RunRecord) -> Iterator[str]:
-    """Nothing where nothing happened."""
-    if found := faults.outcomes(*faults.read(record.folder)):
+    """Yield the table of faults, if there were any."""
+    if outcomes := faults.outcomes(*faults.read(record.folder)):
         yield "<h2>Faults</h2>"
-        yield table(("what", "where", "what came of it"), ((f.what, f.where, f.found) for f in found))
+        yield table(("what", "where", "what came of it"), ((f.what, f.where, f.found) for f in outcomes))
 
 
 def _samples(sampled: Sequence[SampledRollout], decode: Decode) -> Iterator[str]:
@@ -252,7 +260,7 @@ def _metrics(record: RunRecord) -> Iterator[str]:
 
 
 def tokenizer_folder(record: RunRecord) -> str | None:
-    """Where the run's tokenizer lies, as far as its configuration says."""
+    """Return the folder of the run's tokenizer, if its configuration names one."""
     model = cast("Mapping[str, Any]", record.config.get("model") or {})
     folder = model.get("hf_checkpoint")
     return folder if isinstance(folder, str) else None

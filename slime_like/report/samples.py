@@ -1,4 +1,4 @@
-"""The dumped rollouts of a run that a report shows: the first, one in the middle, the last."""
+"""Dumped rollouts shown in a report: the first, the middle and the last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_like.data.dump import load_groups, rollout_path
 from slime_like.data.token_view import TokenTable, load_view, view_path
 from slime_like.types import SampleGroup
 
-GROUPS = 4  # of a rollout
+GROUPS = 4  # per rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +22,17 @@ class SampledRollout:
     view: TokenTable | None
 
 
-def sampled_rollouts(folder: Path, most: int = 3) -> list[SampledRollout]:
-    """``most`` dumped rollouts of a run's ``rollouts`` folder, evenly over the run; none where it dumped none.
+def sampled_rollouts(folder: Path, max_rollouts: int = 3) -> list[SampledRollout]:
+    """Load up to ``max_rollouts`` rollouts of a run's ``rollouts`` folder, evenly spaced.
 
-    Raises ``DataError`` naming a file that cannot be read.
+    Raises ``DataError`` naming an unreadable file.
     """
-    found = (re.fullmatch(r"rollout_(\d+)\.npz", path.name) for path in sorted(folder.glob("rollout_*.npz")))
-    ids = [int(match[1]) for match in found if match is not None]
-    places = sorted({at * (len(ids) - 1) // max(1, most - 1) for at in range(most)}) if ids else []
-    return [_load(folder, ids[at]) for at in places]
+    matches = (re.fullmatch(r"rollout_(\d+)\.npz", path.name) for path in sorted(folder.glob("rollout_*.npz")))
+    ids = [int(match[1]) for match in matches if match is not None]
+    indices = (
+        sorted({index * (len(ids) - 1) // max(1, max_rollouts - 1) for index in range(max_rollouts)}) if ids else []
+    )
+    return [_load(folder, ids[index]) for index in indices]
 
 
 def _load(folder: Path, rollout_id: int) -> SampledRollout:

@@ -1,4 +1,4 @@
-"""Sampled responses, token by token, as HTML. Every piece of text comes from a model or a data set and is escaped."""
+"""Sampled responses, token by token, as HTML. All text comes from models or datasets and is escaped."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from slime_like.report.chart import number
 from slime_like.report.page import html, table
 from slime_like.types import Sample, SampleGroup, Source
 
-MAX_TOKENS = 1500  # of one sample that are shown
-LEVELS = (0.01, 0.1, 0.5)  # nats of |trainer - engine| from which a token is coloured
+MAX_TOKENS = 1500  # shown per sample
+LEVELS = (0.01, 0.1, 0.5)  # nats of |trainer - engine|: thresholds of the colours
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Everything that is known of one token; nan where it is not."""
+    """Data of one token; nan if unknown."""
 
     text: str
     rollout: float
@@ -34,11 +34,11 @@ class Token:
 
     @property
     def difference(self) -> float:
-        """trainer - engine."""
+        """Return trainer - engine."""
         return self.trainer - self.rollout
 
     def cells(self) -> tuple[str, ...]:
-        """Its columns, for people."""
+        """Return the formatted columns."""
         version = "" if self.version < 0 else str(self.version)
         values = (self.rollout, self.trainer, self.difference, self.advantage, self.weight)
         return (*("" if math.isnan(value) else number(value) for value in values), version, self.source.value)
@@ -48,24 +48,24 @@ COLUMNS = ("engine", "trainer", "difference", "advantage", "weight", "version", 
 
 
 def tokens_of(sample: Sample, view: TokenTable | None, decode: Decode) -> list[Token]:
-    """The tokens of a sample, with the trainer's columns where ``view`` has the sample."""
-    at = _place(sample, view)
-    found: list[Token] = []
+    """Return the tokens of a sample, with the trainer's columns if ``view`` has the sample."""
+    first_row = _first_row(sample, view)
+    tokens: list[Token] = []
     for span in sample.spans:
         for index in range(span.start, span.stop):
             text = visible(decode([int(sample.token_ids[index])]))
             logprob = float(sample.logprobs[index]) if span.source is Source.MODEL else math.nan
             extra = (math.nan, math.nan, math.nan)
-            if view is not None and at is not None:
-                row = at + index
+            if view is not None and first_row is not None:
+                row = first_row + index
                 extra = tuple(float(c[row]) for c in (view.trainer_logprobs, view.advantages, view.loss_weight))
-            found.append(Token(text, logprob, extra[0], extra[1], extra[2], span.version, span.source))
-    return found
+            tokens.append(Token(text, logprob, extra[0], extra[1], extra[2], span.version, span.source))
+    return tokens
 
 
 def group_html(group: SampleGroup, view: TokenTable | None, decode: Decode, rollout_id: int) -> Iterator[str]:
-    """The samples of a group that the view has; all of a group's where there is no view."""
-    shown = [s for s in group.samples if view is None or _place(s, view) is not None]
+    """Yield the HTML of a group's samples that are in the view; of all samples without a view."""
+    shown = [s for s in group.samples if view is None or _first_row(s, view) is not None]
     for sample in shown:
         reward = "not scored" if sample.reward is None else f"reward {number(sample.reward.score)}"
         label = "" if group.prompt.label is None else f", label {visible(group.prompt.label)}"
@@ -76,14 +76,14 @@ def group_html(group: SampleGroup, view: TokenTable | None, decode: Decode, roll
         if len(tokens) > MAX_TOKENS:
             yield f"<p class=note>{len(tokens) - MAX_TOKENS} more tokens are not shown</p>"
         yield "<details><summary>every token</summary>"
-        rows = ((at, repr(token.text), *token.cells()) for at, token in enumerate(tokens[:MAX_TOKENS]))
+        rows = ((index, repr(token.text), *token.cells()) for index, token in enumerate(tokens[:MAX_TOKENS]))
         yield table(("", "token", *COLUMNS), rows, numbers=(0, 2, 3, 4, 5, 6, 7))
         yield "</details></details>"
 
 
 def legend() -> str:
-    """What colours mean."""
-    keys = [f'<span class="t d{at + 1}">from {level:g}</span>' for at, level in enumerate(LEVELS)]
+    """Return the legend of colours."""
+    keys = [f'<span class="t d{index + 1}">from {level:g}</span>' for index, level in enumerate(LEVELS)]
     return (
         f"<p class=note>|trainer - engine| log-probability of a sampled token: {', '.join(keys)} nats. Grey: prompt; "
         "dotted: a tool's. Pointing at a token shows its numbers.</p>"
@@ -95,14 +95,14 @@ def _facts(sample: Sample) -> str:
     return f"{sample.status.value}, {sample.num_response_tokens} sampled tokens, weights of version {versions}"
 
 
-def _place(sample: Sample, view: TokenTable | None) -> int | None:
-    """Where a sample's tokens begin in the view."""
+def _first_row(sample: Sample, view: TokenTable | None) -> int | None:
+    """Return the index of a sample's first token in the view, None if it is missing."""
     if view is None:
         return None
     for index in np.flatnonzero(view.sample_ids == sample.sample_id):
-        where = view.sequence(int(index))
-        if np.array_equal(view.token_ids[where], sample.token_ids):
-            return where.start
+        span = view.sequence(int(index))
+        if np.array_equal(view.token_ids[span], sample.token_ids):
+            return span.start
     return None
 
 
@@ -110,5 +110,5 @@ def _span(token: Token) -> str:
     values = zip(COLUMNS, token.cells(), strict=True)
     title = "; ".join([repr(token.text), *(f"{name} {cell}" for name, cell in values if cell)])
     gap = abs(token.difference)
-    level = 0 if math.isnan(gap) else sum(gap >= least for least in LEVELS)
+    level = 0 if math.isnan(gap) else sum(gap >= threshold for threshold in LEVELS)
     return f'<span class="t {token.source.value} d{level}" title="{html(title)}">{html(token.text)}</span>'

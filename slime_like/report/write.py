@@ -1,4 +1,4 @@
-"""``report.html`` in a run's folder, at its end or while it goes on."""
+"""Writes ``report.html`` into a run's folder, during or after the run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ REPORT = "report.html"
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write the report of a run's folder, whole or not at all; returns its path.
+    """Write the report of a run's folder atomically and return its path.
 
-    Raises ``DataError`` where the folder is not a run's, or holds what cannot be read.
+    Raises ``DataError`` if the folder is not a run's or has unreadable files.
     """
     record = read_record(run_dir)
     sampled = sampled_rollouts(run_dir / "rollouts")
@@ -30,13 +30,13 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def decoder(record: RunRecord) -> Callable[[Sequence[int]], str]:
-    """Token ids -> text by the run's tokenizer; their numbers where it is no longer there."""
+    """Return the decode function of the run's tokenizer, or a fallback that prints token ids if it is missing."""
     folder = tokenizer_folder(record)
     if folder is None or not Path(folder).is_dir():
         return _numbers
     try:
         return open_tokenizer(folder).decode
-    except (OSError, ValueError, KeyError):  # a tokenizer that cannot be opened any more costs the text, not the report
+    except (OSError, ValueError, KeyError):  # an unreadable tokenizer must not prevent the report
         return _numbers
 
 

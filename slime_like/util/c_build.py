@@ -1,7 +1,7 @@
 """Compiles C sources with the machine's compiler into a cache of this user.
 
-Objects are made for the very CPU they run on, so they are never shipped: their name holds a hash of source, flags,
-compiler and CPU. The folder is private, since what lies in it is executed.
+Objects are built for the current CPU, so they are never shipped: their name is a hash of source, flags, compiler and
+CPU. The folder is private, since its contents are executed.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ SECONDS = 300
 
 
 class BuildError(Exception):
-    """Why there is no object, and what to do about it."""
+    """A failed build; the message names the cause and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is compiled: ``main``, which may include what lies beside it."""
+    """A source to compile: ``main``, which may include files of its folder."""
 
     main: Path
     flags: tuple[str, ...]
-    extra: tuple[tuple[str, ...], ...] = ((),)  # flags of which the first that the compiler takes are used
+    extra: tuple[tuple[str, ...], ...] = ((),)  # alternatives: the first that the compiler accepts is used
     what: str = "source"  # in messages
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A shared object and how it came to be."""
+    """A shared object and its compiler."""
 
     path: Path
     compiler: str
 
 
 def find_compiler() -> str:
-    """Path of the C compiler: ``$CC``, else the first of ``COMPILERS``. Raises ``BuildError``."""
-    wanted = os.environ.get("CC", "").split()[:1] or COMPILERS
-    for name in wanted:
+    """Return the path of the C compiler: ``$CC``, else the first of ``COMPILERS``. Raises ``BuildError``."""
+    candidates = os.environ.get("CC", "").split()[:1] or COMPILERS
+    for name in candidates:
         if path := shutil.which(name):
             return path
-    raise BuildError(f"no C compiler ({', '.join(wanted)}) on PATH: apt-get install gcc")
+    raise BuildError(f"no C compiler ({', '.join(candidates)}) on PATH: apt-get install gcc")
 
 
 def cache_folder() -> Path:
-    """Return the private folder that objects are kept in, made when it is not there. Raises ``BuildError``."""
+    """Return the private folder of objects, created if missing. Raises ``BuildError``."""
     try:
         return caches.cache_folder("cpu_kernels")
     except (OSError, SlimeLikeError) as error:
@@ -64,7 +64,7 @@ def cache_folder() -> Path:
 
 
 def cpu_identity() -> str:
-    """What ``-march=native`` depends on."""
+    """Return the CPU properties that ``-march=native`` depends on."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -76,7 +76,7 @@ def cpu_identity() -> str:
 
 
 def object_name(compiler: str, recipe: Recipe) -> str:
-    """File name of the object that source, flags, compiler and CPU give."""
+    """Return the file name of the object: a hash of source, flags, compiler and CPU."""
     digest = hashlib.sha256()
     for file in sorted(recipe.main.parent.iterdir()):
         if file.is_file():
@@ -102,17 +102,17 @@ def run_compiler(compiler: str, target: Path, recipe: Recipe) -> None:
     for extra in recipe.extra:
         command = [compiler, *recipe.flags, *extra, str(recipe.main), "-o", str(target), "-lm"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+            result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BuildError(f"{compiler} could not be run: {error}") from error
-        if done.returncode == 0:
+        if result.returncode == 0:
             return
-        message = message or done.stderr.strip()[-500:]
+        message = message or result.stderr.strip()[-500:]
     raise BuildError(f"{compiler} refused the {recipe.what}: {message}")
 
 
 def build(recipe: Recipe) -> Built:
-    """The object of ``recipe`` for this machine, compiled now unless it was before; it appears whole or not at all."""
+    """Return the object of ``recipe`` for this machine, compiled if not cached; the file is created atomically."""
     compiler, folder = find_compiler(), cache_folder()
     path = folder / object_name(compiler, recipe)
     if path.is_file() and is_private(path):

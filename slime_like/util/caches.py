@@ -1,4 +1,4 @@
-"""Folders of compiled code, which is executed: of this user alone, all the way up, and there without a writable home."""
+"""Cache folders of compiled code. It is executed, so they are private with all parents, and work without a writable home."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 from slime_like.errors import SlimeLikeError
 from slime_like.util.private import temporary_folder
 
-WRITABLE = 0o022  # by others than the owner
-SHORT = "/tmp"  # not TMPDIR: that of an engine ends with it
+WRITABLE = 0o022  # by users other than the owner
+SHORT = "/tmp"  # not TMPDIR: an engine removes its own at exit
 
 
 def cache_folder(name: str) -> Path:
-    """Make or take the cache ``name`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, else among temporary files.
+    """Create or reuse the cache ``name`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, else among temporary files.
 
-    It lies among temporary files where the other place cannot be written to, or where somebody else could replace a folder
-    above. Raises ``SlimeLikeError`` where the folder itself is not this user's alone, ``OSError`` where there is no place.
+    Temporary files are used if the first location is not writable or another user could replace one of its parents.
+    Raises ``SlimeLikeError`` if the folder itself is not private, ``OSError`` if no location is usable.
     """
     base = _base()
     if base is not None and not replaceable(base):
         folder = base / "slime_like" / name
         try:
-            for part in (folder.parent, folder):  # who may write to the first could put another in place of the second
+            for part in (folder.parent, folder):  # write access to the first allows replacing the second
                 part.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             pass
@@ -37,13 +37,13 @@ def cache_folder(name: str) -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """Return whether only this user can change what ``path`` itself is: no link, its own, not writable by others."""
+    """Return True if only this user can change ``path``: not a link, owned by the user, not writable by others."""
     state = path.lstat()
     return state.st_uid == os.geteuid() and not state.st_mode & WRITABLE and not path.is_symlink()
 
 
 def replaceable(path: Path) -> bool:
-    """Return whether another user could put a folder in place of ``path`` or of one above it."""
+    """Return True if another user could replace ``path`` or one of its parents."""
     real = path.resolve()
     for part in (real, *real.parents):
         if part.exists():
@@ -55,15 +55,15 @@ def replaceable(path: Path) -> bool:
 
 
 def keep_caches_private() -> None:
-    """Point libraries of this process, and of those it starts, that compile code to folders of this user alone.
+    """Point libraries that compile code, in this process and its children, to private folders.
 
-    torch's own is ``/tmp/torchinductor_<user>``, which anybody can make first. A home that cannot be written to, which Triton,
-    FlashInfer, SGLang and CUDA would keep theirs in, is replaced; what was downloaded to it is still found.
+    torch's default is ``/tmp/torchinductor_<user>``, which anybody can create first. A read-only home, which Triton,
+    FlashInfer, SGLang and CUDA would cache in, is replaced; models already downloaded to it stay available.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("inductor")))
     home = Path(os.path.expanduser("~"))
     try:
-        tempfile.TemporaryFile(dir=home).close()  # what permissions say is not so for root, and over a network
+        tempfile.TemporaryFile(dir=home).close()  # permission bits are not reliable for root and network file systems
     except OSError:
         pass
     else:

@@ -1,4 +1,4 @@
-"""Every wait has an owner and a limit, and says who waited for whom when the limit passes."""
+"""Deadlines. Each wait has an owner and a limit; its error names the waiting and the awaited process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FACTOR_VARIABLE = "SLIME_LIKE_DEADLINE_FACTOR"
 
 
 def scale() -> float:
-    """Return the factor on every limit: raise ``SLIME_LIKE_DEADLINE_FACTOR`` on a slow or shared machine.
+    """Return the factor applied to every limit: raise ``SLIME_LIKE_DEADLINE_FACTOR`` on a slow or shared machine.
 
-    Raises ``ConfigError`` where it is not a positive number.
+    Raises ``ConfigError`` if it is not a positive number.
     """
     text = os.environ.get(FACTOR_VARIABLE, "1")
     try:
@@ -29,7 +29,7 @@ def scale() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A limit that starts when it is made.
+    """A time limit that starts at construction.
 
     Example: ``Deadline("rollout manager", "collect", 600).remaining("engine 0")`` is the number of seconds left,
     or ``DeadlineExceeded: rollout manager waited 600 s for engine 0 in collect ...``.
@@ -42,22 +42,22 @@ class Deadline:
 
     @property
     def limit(self) -> float:
-        """Seconds allowed in all, after scaling."""
+        """Return the total number of seconds allowed, after scaling."""
         return self.seconds * scale()
 
     def elapsed(self) -> float:
-        """Seconds since the deadline was made."""
+        """Return the seconds since construction."""
         return time.monotonic() - self.started
 
     def remaining(self, waits_for: str) -> float:
-        """Seconds left. Raises ``DeadlineExceeded`` when there are none."""
-        left = self.limit - self.elapsed()
-        if left <= 0:
+        """Return the seconds left. Raises ``DeadlineExceeded`` if none are."""
+        seconds = self.limit - self.elapsed()
+        if seconds <= 0:
             raise self.exceeded(waits_for)
-        return left
+        return seconds
 
     def exceeded(self, waits_for: str) -> DeadlineExceeded:
-        """The error to raise when ``waits_for`` did not answer in time."""
+        """Return the error to raise if ``waits_for`` did not answer in time."""
         return DeadlineExceeded(
             f"{self.owner} waited {self.elapsed():.0f} s for {waits_for} in phase '{self.phase}' (limit {self.limit:.0f} s; "
             f"set {FACTOR_VARIABLE} above {scale():g} if this machine is only slow)"

@@ -1,10 +1,9 @@
-"""Arithmetic whose bits do not depend on what stands beside a row: for engine and trainer alike, on a CPU.
+"""Batch-invariant arithmetic on a CPU, shared by engine and trainer: the bits of a row do not depend on other rows.
 
-A matrix product in float32 by MKL gives a row the same bits whatever the other rows are, as long as there are at
-least ``ROWS`` rows, ``COLUMNS`` columns and one thread: below that, and on several threads, other kernels sum in
-another order. So products are padded to those sizes, and attention sums over keys in blocks of fixed size at fixed
-positions. float64 products do not have the property, whatever the shape. None of this is promised by MKL:
-``check_machine`` looks whether it holds here.
+MKL's float32 matrix products have this property with at least ``ROWS`` rows, ``COLUMNS`` columns and one thread;
+smaller or multi-threaded products use kernels with another order of summation. Products are therefore padded to these
+sizes, and attention sums over keys in blocks of fixed size at fixed positions. float64 products lack the property at
+any shape. MKL does not guarantee any of this: ``check_machine`` tests it on the current machine.
 
 Axes: b batch, K KV heads, R query rows (all query heads of a KV head, all positions), L keys, D head dimension.
 """
@@ -20,39 +19,39 @@ from torch import Tensor
 ROWS = 4
 COLUMNS = 16
 BLOCK = 64  # keys summed by one matrix product
-SCORES = 1 << 22  # attention scores held at once
-CHECKED = 4_096  # columns of a product that ``check_machine`` looks at
+SCORES = 1 << 22  # attention scores in memory at a time
+CHECKED = 4_096  # columns of a product that ``check_machine`` tests
 
 
 def padded_rows(x_TI: Tensor) -> Tensor:
-    """``x`` with its last row repeated up to ``ROWS`` rows; what comes of the copies is to be cut off."""
+    """Return ``x`` padded to ``ROWS`` rows by repeating the last row; the caller drops the results of the copies."""
     missing = ROWS - x_TI.shape[0]
     return x_TI if missing <= 0 or x_TI.shape[0] == 0 else torch.cat([x_TI, x_TI[-1:].expand(missing, -1)])
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """``x @ weight.T`` [T, O], each row independent of the others."""
+    """Return ``x @ weight.T`` [T, O], each row independent of the others."""
     return (padded_rows(x_TI) @ weight_OI.T)[: x_TI.shape[0]]
 
 
 def attention(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tensor, scale: float) -> Tensor:
-    """Softmax attention [b, K, R, D] over the keys that ``visible`` shows; each row sees the first key at least.
+    """Return softmax attention [b, K, R, D] over the keys that ``visible`` selects; each row sees at least the first key.
 
-    Each row's bits follow from its query and its visible keys and their positions alone: masked keys add exact zeros,
+    The bits of a row depend only on its query, its visible keys and their positions: masked keys add exact zeros,
     and the products of the blocks are added in float64, in order.
     """
     rows, length = q_bKRD.shape[2], k_bKLD.shape[2]
-    more = -length % BLOCK
-    k_bKLD, v_bKLD = F.pad(k_bKLD, (0, 0, 0, more)).contiguous(), F.pad(v_bKLD, (0, 0, 0, more)).contiguous()
-    visible_bRL = F.pad(visible_bRL, (0, more), value=False)
+    padding = -length % BLOCK
+    k_bKLD, v_bKLD = F.pad(k_bKLD, (0, 0, 0, padding)).contiguous(), F.pad(v_bKLD, (0, 0, 0, padding)).contiguous()
+    visible_bRL = F.pad(visible_bRL, (0, padding), value=False)
     missing = max(0, ROWS - rows)
     if missing:
         q_bKRD = torch.cat([q_bKRD, q_bKRD[:, :, -1:].expand(-1, -1, missing, -1)], 2)
         if visible_bRL.shape[1] > 1:
             visible_bRL = torch.cat([visible_bRL, visible_bRL[:, -1:].expand(-1, missing, -1)], 1)
-    at_once = max(ROWS, SCORES // (q_bKRD.shape[0] * q_bKRD.shape[1] * k_bKLD.shape[2]))
+    chunk = max(ROWS, SCORES // (q_bKRD.shape[0] * q_bKRD.shape[1] * k_bKLD.shape[2]))
     parts: list[Tensor] = []
-    for start, stop in _spans(q_bKRD.shape[2], at_once):
+    for start, stop in _spans(q_bKRD.shape[2], chunk):
         shown = visible_bRL if visible_bRL.shape[1] == 1 else visible_bRL[:, start:stop]
         parts.append(_attend(q_bKRD[:, :, start:stop].contiguous(), k_bKLD, v_bKLD, shown, scale))
     return torch.cat(parts, 2)[:, :, :rows]
@@ -74,28 +73,28 @@ def _attend(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tensor,
     return (out / total[..., None]).to(v_bKLD.dtype)
 
 
-def _spans(count: int, at_once: int) -> Iterable[tuple[int, int]]:
-    """Cuts of ``range(count)`` into parts of ``at_once``, the last one no shorter than ``ROWS``."""
-    starts = list(range(0, count, at_once))
+def _spans(count: int, chunk: int) -> Iterable[tuple[int, int]]:
+    """Split ``range(count)`` into parts of ``chunk``, the last one no shorter than ``ROWS``."""
+    starts = list(range(0, count, chunk))
     if len(starts) > 1 and count - starts[-1] < ROWS:
         starts.pop()
     return zip(starts, [*starts[1:], count], strict=True)
 
 
 def log_softmax(logits_NV: Tensor, temperature_N1: Tensor) -> Tensor:
-    """Log-probabilities [N, V] at a temperature: the one formula of engine and trainer."""
+    """Return log-probabilities [N, V] at a temperature, by the same formula in engine and trainer."""
     return torch.log_softmax(logits_NV.float() / temperature_N1, dim=-1)
 
 
 def check_machine(shapes: Iterable[tuple[int, int]]) -> str | None:
-    """Why products of these (output, input) sizes depend on their other rows on this machine; None when they do not."""
+    """Return a message if products of these (output, input) sizes depend on their other rows on this machine, else None."""
     generator = torch.Generator().manual_seed(0)
     for outputs, inputs in sorted({(min(outputs, CHECKED), inputs) for outputs, inputs in shapes}):
         weight = torch.randn(outputs, inputs, generator=generator)
         x = torch.randn(67, inputs, generator=generator)
-        whole = linear(x, weight)
+        expected = linear(x, weight)
         for rows in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 33, 64):
-            if not torch.equal(linear(x[-rows:], weight), whole[-rows:]):
+            if not torch.equal(linear(x[-rows:], weight), expected[-rows:]):
                 return (
                     f"a product of {rows} rows with a [{outputs}, {inputs}] matrix differs from the same rows among 67 "
                     f"({torch.get_num_threads()} threads): the BLAS of this machine does not keep rows apart"

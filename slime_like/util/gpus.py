@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine, asked of the driver without torch."""
+"""Queries the driver for the NVIDIA GPUs of this machine, without torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ GPU_QUERY_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU; ``capability`` such as (9, 0), None where only its name could be read."""
+    """One GPU; ``capability`` is e.g. (9, 0), None if only the name could be read."""
 
     name: str
     capability: tuple[int, int] | None = None
 
 
 def installed_gpus() -> tuple[Gpu, ...]:
-    """Every GPU of the machine, by nvidia-smi or, where that is missing, by the driver's /proc entries."""
+    """Return all GPUs of the machine, from nvidia-smi or, if that is missing, from the driver's /proc entries."""
     try:
         limit = Deadline("driver", "GPU query", GPU_QUERY_SECONDS).remaining("nvidia-smi")
         answer = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=limit, check=True)
@@ -33,12 +33,12 @@ def installed_gpus() -> tuple[Gpu, ...]:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves of them."""
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` allows."""
     return visible(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def parse(line: str) -> Gpu:
-    """``NVIDIA H100 80GB HBM3, 9.0`` of nvidia-smi."""
+    """Parse a line of nvidia-smi such as ``NVIDIA H100 80GB HBM3, 9.0``."""
     name, _, capability = line.rpartition(",")
     major, dot, minor = capability.strip().partition(".")
     if not (name and dot and major.isdigit() and minor.isdigit()):
@@ -47,7 +47,7 @@ def parse(line: str) -> Gpu:
 
 
 def visible[T](items: tuple[T, ...], variable: str | None) -> tuple[T, ...]:
-    """What ``CUDA_VISIBLE_DEVICES=variable`` leaves of ``items``; CUDA stops at the first entry that names none."""
+    """Return the ``items`` that ``CUDA_VISIBLE_DEVICES=variable`` allows; CUDA stops at the first invalid entry."""
     if variable is None:
         return items
     chosen: list[T] = []

@@ -1,4 +1,4 @@
-"""Importing large libraries faster: what a process that is about to import torch, SGLang or megatron does first."""
+"""Faster imports of large libraries, for processes about to import torch, SGLang or megatron."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 
 @contextmanager
 def heavy_imports() -> Generator[None]:
-    """Import inside without two costs that together are a third of SGLang's import (measured: docs/measurements/startup.md).
+    """Avoid two costs that make up a third of SGLang's import time (measured: docs/measurements/startup.md).
 
-    The garbage collector scans a heap that only grows, again and again: it is off meanwhile, and what was imported is
-    then set aside for good, which also shortens every later collection. And transformers asks which distribution brings
-    which module by reading the file list of every installed package: answered here for the few names it asks about.
+    The garbage collector repeatedly scans a heap that only grows: it is disabled during the import, and the imported
+    objects are then frozen, which also shortens later collections. And transformers maps modules to distributions by
+    reading the file list of every installed package: here the few names it needs are looked up directly.
     """
-    collecting, whole = gc.isenabled(), importlib.metadata.packages_distributions
+    collecting, original = gc.isenabled(), importlib.metadata.packages_distributions
     gc.disable()
-    importlib.metadata.packages_distributions = lambda: Distributions(whole)
+    importlib.metadata.packages_distributions = lambda: Distributions(original)
     try:
         yield
     finally:
-        importlib.metadata.packages_distributions = whole
+        importlib.metadata.packages_distributions = original
         gc.freeze()
         if collecting:
             gc.enable()
@@ -36,15 +36,15 @@ MODEL_CLASSES = "transformers.models.auto.modeling_auto"
 
 @contextmanager
 def without_model_classes() -> Generator[None]:
-    """Read a config with transformers and leave its model classes alone, which bring generation and torch's compiler: 1.3 s.
+    """Read a config with transformers without importing model classes, generation and torch's compiler: saves 1.3 s.
 
-    transformers writes the docstring of each config class when it is imported, and looks into every model class for it;
-    where those cannot be imported it goes without. Until an ``AutoConfig`` no longer imports ``modeling_auto``.
+    transformers builds the docstring of a config class at import from all model classes, and skips it if they cannot be
+    imported. Needed until ``AutoConfig`` no longer imports ``modeling_auto``.
     """
     if MODEL_CLASSES in sys.modules:
         yield
         return
-    modules: dict[str, ModuleType | None] = sys.modules  # pyright: ignore[reportAssignmentType]  None: not to be imported
+    modules: dict[str, ModuleType | None] = sys.modules  # pyright: ignore[reportAssignmentType]  None blocks an import
     modules[MODEL_CLASSES] = None
     try:
         yield
@@ -53,7 +53,7 @@ def without_model_classes() -> Generator[None]:
 
 
 class Distributions(dict[str, list[str]]):
-    """``importlib.metadata.packages_distributions()`` looked up by name; read whole once a name is not its own distribution."""
+    """Lazy ``importlib.metadata.packages_distributions()``; read in full once a name differs from its distribution."""
 
     def __init__(self, read_all: Callable[[], Mapping[str, list[str]]]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Distributions(dict[str, list[str]]):
         self._all: Mapping[str, list[str]] | None = None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Distributions that bring module ``key``."""
+        """Return the distributions that provide module ``key``."""
         try:
             return self[key]
         except KeyError:

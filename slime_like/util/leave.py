@@ -1,4 +1,4 @@
-"""The end of a process that was in a world of gloo."""
+"""Exit of a process that used gloo."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NoReturn
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with ``code`` at once, what it has said being flushed; nothing registered for its exit runs.
+    """Flush stdout and stderr and exit with ``code`` immediately, without running exit handlers.
 
-    A thread of gloo that still lets go of a tensor asks for the GIL, and CPython before 3.14 ends such a thread while it
-    finalizes, which aborts the process ("terminate called without an active exception").
+    A gloo thread that is still releasing a tensor takes the GIL, and CPython before 3.14 ends such a thread during
+    finalization, which aborts the process ("terminate called without an active exception").
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Ports and interfaces: a listener at one address only, free ports for servers that bind a moment later."""
+"""Ports and interfaces: listeners at a single address, free ports for servers that bind later."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import psutil
 
 from slime_like.errors import SlimeLikeError
 
-BACKLOG = 2048  # ranks that connect at once
+BACKLOG = 2048  # ranks that connect simultaneously
 INTERFACES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
-PORTS = range(15_000, 32_000)  # below Linux's ephemeral range, where any outgoing connection could take one meanwhile
+PORTS = range(15_000, 32_000)  # below Linux's ephemeral range, from which any outgoing connection could take a port
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The address at which the ranks of a process group meet. Rank 0 may bring the socket that listens there already."""
+    """Rendezvous address of a process group. On rank 0 it may carry a socket that already listens there."""
 
     host: str
     port: int
@@ -28,9 +28,9 @@ class Meeting:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens at ``host`` and at no other address; port 0 is one of the kernel's choice.
+    """Return a socket that listens at ``host`` and at no other address; with port 0 the kernel chooses one.
 
-    Raises ``SlimeLikeError`` where it cannot: the port is taken, or the address is none of this machine.
+    Raises ``SlimeLikeError`` if the port is taken or the address does not belong to this machine.
     """
     try:
         return socket.create_server((host, port), backlog=BACKLOG)
@@ -39,33 +39,35 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def meeting_at(host: str) -> Meeting:
-    """Listen at ``host``, for rank 0 of a process group; nobody else can have the port meanwhile."""
+    """Listen at ``host`` for rank 0 of a process group, which reserves the port."""
     listener = listen(host)
     return Meeting(host, listener.getsockname()[1], listener)
 
 
 def interface_towards(host: str) -> str:
-    """Return the name of the interface that packets to ``host`` leave by, ``lo`` for loopback; empty where none does.
+    """Return the name of the interface that routes to ``host``, ``lo`` for loopback; empty if there is none.
 
-    An address of this machine gives the interface that has it.
+    For an address of this machine, return the interface that has it.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing
-            own = probe.getsockname()[0]
+            local_address = probe.getsockname()[0]
     except OSError:
         return ""
     for name, addresses in psutil.net_if_addrs().items():
-        if own in {entry.address.partition("%")[0] for entry in addresses}:  # a link-local one ends with its interface
+        if local_address in {
+            entry.address.partition("%")[0] for entry in addresses
+        }:  # link-local addresses end with %interface
             return name
     return ""
 
 
 def interface_environment(host: str) -> Mapping[str, str]:
-    """Return the variables that keep gloo and NCCL to the interface towards ``host``; none if the user has set them.
+    """Return the variables that bind gloo and NCCL to the interface towards ``host``; none if the user has set them.
 
-    By themselves gloo listens at whatever address the host name stands for, NCCL on the first interface but loopback.
+    By default gloo listens at the address that the host name resolves to, NCCL on the first non-loopback interface.
     Raises ``SlimeLikeError`` if no interface is known to lead to ``host``.
     """
     if os.environ.keys() >= INTERFACES:
@@ -79,11 +81,11 @@ def interface_environment(host: str) -> Mapping[str, str]:
 
 
 class PortLease:
-    """A TCP port nobody listens on, kept from other processes of this project on this machine until released.
+    """A free TCP port, reserved among processes of this project on this machine until released.
 
     Between choosing a port and the server's bind, seconds later, another process could choose it too. An abstract unix
-    socket named after the port is held meanwhile; the kernel drops it with the process. Raises ``SlimeLikeError`` when
-    there is no port.
+    socket named after the port is bound until then; the kernel closes it with the process. Raises ``SlimeLikeError`` if
+    no port is free.
     """
 
     def __init__(self, host: str) -> None:
@@ -101,11 +103,11 @@ class PortLease:
         raise SlimeLikeError(f"no free TCP port on {host} in {PORTS.start}-{PORTS.stop - 1}: leaked listeners?")
 
     def release(self) -> None:
-        """Let others have the port."""
+        """Release the port."""
         self._holder.close()
 
     def __enter__(self) -> int:
-        """The port."""
+        """Return the port."""
         return self.port
 
     def __exit__(

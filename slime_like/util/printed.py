@@ -1,4 +1,4 @@
-"""Output of user code: passed on to the process's own log, and its end kept for the message of an error."""
+"""Records the output of user code: forwarded to the log of the process, its tail kept for error messages."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TextIO
 
-MAX_KEPT = 2000  # characters of the end of an output
+MAX_TAIL = 2000  # characters
 
 
 class Recording:
-    """The end of the text that one piece of user code has printed."""
+    """Tail of the text that a piece of user code has printed."""
 
     def __init__(self) -> None:
         self._text = ""
 
     def add(self, text: str) -> None:
-        """Append ``text``, of which the end is kept."""
-        self._text = (self._text + text)[-MAX_KEPT:]
+        """Append ``text``; only the tail is kept."""
+        self._text = (self._text + text)[-MAX_TAIL:]
 
     def clause(self) -> str:
         """Return the output as part of a message; empty when nothing was printed."""
@@ -31,7 +31,7 @@ _current: ContextVar[Recording | None] = ContextVar("_current", default=None)
 
 
 class _Tee(io.TextIOBase):
-    """A stream that passes everything on, and records it for the task or thread that prints."""
+    """A stream that forwards everything and records it for the printing task or thread."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -53,7 +53,7 @@ class _Tee(io.TextIOBase):
 
 
 def record_streams() -> None:
-    """Put recording streams in the place of this process's ``sys.stdout`` and ``sys.stderr``. Idempotent."""
+    """Replace this process's ``sys.stdout`` and ``sys.stderr`` by recording streams. Idempotent."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, _Tee):
@@ -62,7 +62,7 @@ def record_streams() -> None:
 
 @contextmanager
 def recorded() -> Generator[Recording]:
-    """Record what is printed inside, by the tasks that begin inside as well, once ``record_streams`` was called."""
+    """Record output printed in the block and in tasks started in it. Needs ``record_streams``."""
     recording = Recording()
     token = _current.set(recording)
     try:

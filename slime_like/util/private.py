@@ -1,4 +1,4 @@
-"""Files and folders of this user alone, in places where every user of the machine may write."""
+"""Private files and folders of this user in world-writable locations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ OTHERS = 0o077  # permission bits of everybody but the owner
 
 
 def private_folder(path: Path) -> Path:
-    """Make ``path``, with its parents, or take it where it is a folder that only this user can enter.
+    """Create ``path`` with its parents, or reuse it if it is a folder that only this user can enter.
 
-    Raises ``SlimeLikeError`` where it is a link, somebody else's, or open to others: what lies in it may be theirs.
+    Raises ``SlimeLikeError`` if it is a link, owned by another user or open to others, who may have written to it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -29,27 +29,27 @@ def private_folder(path: Path) -> Path:
 
 
 def temporary_folder(name: str, place: str | None = None) -> Path:
-    """Make or take this user's own folder ``name`` among temporary files, the same one in each process.
+    """Create or reuse this user's private temporary folder ``name``, the same one in each process.
 
-    Raises ``SlimeLikeError`` where somebody else has taken its place, ``OSError`` where it cannot be written to.
+    Raises ``SlimeLikeError`` if another user has taken the path, ``OSError`` if it cannot be written to.
     """
     root = private_folder(Path(place or tempfile.gettempdir()) / f"slime_like-{os.geteuid()}")
     return private_folder(root / name)
 
 
 def create_private(path: Path) -> IO[bytes]:
-    """Create ``path`` for this user alone, open for reading and writing; what had its name is gone.
+    """Create ``path`` for this user only, open for reading and writing; an existing file is removed.
 
-    Raises ``OSError`` where somebody else was faster: an existing file is never opened, a link never followed.
+    Raises ``OSError`` if another user creates the path first: existing files are never opened, links never followed.
     """
     path.unlink(missing_ok=True)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w+b")
 
 
 def open_lock(path: Path) -> IO[bytes]:
-    """Open a file to lock, creating it for this user alone. Nothing is written to it.
+    """Open a lock file, creating it for this user only. Nothing is written to it.
 
-    Raises ``OSError`` where it is a link or no file: another user could make us lock, and seem to hold, what is not ours.
+    Raises ``OSError`` if it is a link or not a regular file: another user could direct the lock to a foreign file.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     state = os.fstat(fd)
@@ -57,17 +57,17 @@ def open_lock(path: Path) -> IO[bytes]:
         os.close(fd)
         raise OSError(f"{path} is not a plain file: remove it")
     if state.st_uid == os.geteuid():
-        os.fchmod(fd, 0o600)  # who may open it may lock it, and keep every run out
+        os.fchmod(fd, 0o600)  # anyone who can open it can lock it and block every run
     return os.fdopen(fd, "r+b", buffering=0)
 
 
 def planted_by_another(path: Path) -> Path | None:
-    """Return the part of ``path`` that another user made where others may make folders, as in /tmp; None without one."""
+    """Return the part of ``path`` that another user created in a world-writable folder such as /tmp, or None."""
     for part in (path, *path.parents):
         try:
-            state, above = part.lstat(), part.parent.lstat()
+            state, parent_state = part.lstat(), part.parent.lstat()
         except OSError:  # not there yet
             continue
-        if above.st_mode & stat.S_IWOTH and state.st_uid not in (0, os.geteuid()):
+        if parent_state.st_mode & stat.S_IWOTH and state.st_uid not in (0, os.geteuid()):
             return part
     return None

@@ -1,4 +1,4 @@
-"""Files that a run reads. Whatever is wrong with one, its reader raises one error that names file, field and fix."""
+"""Input files of a run. Any damage raises one error that names file, field and fix."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slime_like.errors import DataError, SlimeLikeError
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-LONGEST = 300  # characters of a parser's message
-# PyYAML's own errors, and those that its constructors let through.
+MAX_MESSAGE = 300  # characters of a parser's message
+# PyYAML's own errors, and errors that its constructors do not convert.
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file, the class of the error that refuses it, and the fix with which every message ends.
+    """A file, the error class to raise for it, and the fix that ends every message.
 
     Example: ``InputFile(path, CheckpointError, "download it again", key="model.hf_checkpoint").json_object()``.
     """
@@ -31,15 +31,15 @@ class InputFile:
     path: Path
     error: type[SlimeLikeError] = DataError
     fix: str = "copy it again"
-    key: str = ""  # the config key that named the file or its folder
+    key: str = ""  # the config key that names the file or its folder
 
     def refused(self, problem: str) -> SlimeLikeError:
-        """Return the error that says ``problem`` of this file, on one line."""
+        """Return the error that reports ``problem`` with this file, on one line."""
         start = f"{self.key}: {self.path}" if self.key else f"{self.path}"
         return self.error(f"{start} {one_line(problem)}; {self.fix}")
 
     def check_regular(self) -> None:
-        """Refuse what is missing, a folder, or a pipe, which would never end."""
+        """Raise unless the path is a regular file; reading a pipe might never end."""
         try:
             mode = self.path.stat().st_mode
         except FileNotFoundError as error:
@@ -88,7 +88,7 @@ class InputFile:
             raise self.refused(f"cannot be read as YAML ({reason(error)})") from error
 
     def arrays(self) -> dict[str, Any]:
-        """Return the arrays of an ``.npz`` file by name; one that holds Python objects is refused."""
+        """Return the arrays of an ``.npz`` file by name; reject Python objects."""
         import numpy as np
 
         self.check_regular()
@@ -100,7 +100,7 @@ class InputFile:
             raise self.refused(f"is not a readable .npz file ({reason(error)})") from error
 
     def typed[T](self, values: object, kind: type[T]) -> T:
-        """Return ``values``, which this file holds, as a ``kind``; see ``typed``."""
+        """Return ``values`` read from this file as a ``kind``; see ``typed``."""
         try:
             return typed(values, kind)
         except ValueError as error:
@@ -108,7 +108,7 @@ class InputFile:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raises ``ValueError``, also where it is nested too deeply or not UTF-8."""
+    """Return the value of a JSON text. Raises ``ValueError``, also if it is nested too deeply or not UTF-8."""
     try:
         return json.loads(text.decode() if isinstance(text, bytes) else text)
     except RecursionError as error:
@@ -128,32 +128,32 @@ def parse_strict_json(text: str) -> Any:
 
 
 def typed[T](values: object, kind: type[T]) -> T:
-    """Return parsed JSON or YAML as a ``kind``: a dataclass, or any other type that ``msgspec`` converts to.
+    """Return parsed JSON or YAML as a ``kind``: a dataclass or any other type that ``msgspec`` supports.
 
     Raises ``ValueError`` naming the field that is missing, unknown, of another type or out of range.
     """
     if is_dataclass(kind) and isinstance(values, Mapping):
-        known = {item.name for item in fields(kind)}
-        given = cast("Mapping[object, object]", values)
-        if unknown := next((name for name in given if name not in known), None):
+        field_names = {item.name for item in fields(kind)}
+        mapping = cast("Mapping[object, object]", values)
+        if unknown := next((name for name in mapping if name not in field_names), None):
             raise ValueError(f"unknown field {shown(unknown)}")
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        problem, _, where = str(error).partition(" - at `$")
-        raise ValueError(f"{where.rstrip('`').lstrip('.')}: {problem}" if where else problem) from error
+        problem, _, location = str(error).partition(" - at `$")
+        raise ValueError(f"{location.rstrip('`').lstrip('.')}: {problem}" if location else problem) from error
     except (OverflowError, RecursionError) as error:
         raise ValueError(reason(error)) from error
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` on one printable line, cut short where it is very long."""
+    """Return ``text`` on one printable line, truncated to ``MAX_MESSAGE`` characters."""
     line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-    return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
 
 
 def shown(value: object) -> str:
-    """Return a value as a message shows it, cut short."""
+    """Return a value as shown in messages, truncated."""
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

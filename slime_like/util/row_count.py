@@ -1,4 +1,4 @@
-"""Rows of a dataset, counted without reading them: the name of a file with an optional slice, ``path@[a:b]``."""
+"""Row counts of datasets: the name of a file with an optional slice, ``path@[a:b]``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\]$")
 
 
 def count_rows(path: Path) -> int:
-    """Lines of a jsonl that are not blank, or rows of a parquet file. Raises ``DataError`` where it is not readable."""
+    """Return the number of non-blank lines of a jsonl or rows of a parquet file. Raises ``DataError`` if unreadable."""
     if path.suffix == ".jsonl":
         InputFile(path).check_regular()
         try:
@@ -28,15 +28,15 @@ def count_rows(path: Path) -> int:
 
 
 def rows_of(spec: str) -> range:
-    """The rows of a file that ``path`` or ``path@[a:b]`` names."""
-    found = SLICE.match(spec)
-    num_rows = count_rows(Path(found["path"] if found else spec).expanduser())
-    bounds = (int(found[name]) if found and found[name] else None for name in ("start", "stop"))
+    """Return the rows of a file selected by ``path`` or ``path@[a:b]``."""
+    match = SLICE.match(spec)
+    num_rows = count_rows(Path(match["path"] if match else spec).expanduser())
+    bounds = (int(match[name]) if match and match[name] else None for name in ("start", "stop"))
     return range(num_rows)[slice(*bounds)]
 
 
 def open_parquet(path: Path) -> Any:
-    """pyarrow's ParquetFile: untyped, and imported only where a file asks for it."""
+    """Open a pyarrow ParquetFile. Untyped; pyarrow is imported only if a parquet file is used."""
     module: Any = importlib.import_module("pyarrow.parquet")
     try:
         return module.ParquetFile(path)

@@ -1,4 +1,4 @@
-"""Coroutines side by side, none of which outlives the others' failure."""
+"""Concurrent coroutines with cancellation: the first failure ends all."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def being_cancelled() -> bool:
-    """Whether somebody cancelled the current task; a ``CancelledError`` that it meets otherwise is what its callee raised."""
+    """Return True if the current task was cancelled; otherwise a ``CancelledError`` in it was raised by a callee."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def together[T](calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first failure cancels the rest and waits for their end."""
+    """Return all results in order; the first failure cancels the other calls and waits for them to finish."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

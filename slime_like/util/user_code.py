@@ -1,4 +1,4 @@
-"""Code that a user brings by dotted path: its signature checked at load, its errors named with key, line and subject."""
+"""User code named by dotted path: signature checks at load, errors with key, line and subject."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from slime_like.errors import ConfigError, SlimeLikeError, UserCodeError
 from slime_like.util.printed import recorded
 
-OWN = Path(__file__).parents[1]
+PACKAGE_ROOT = Path(__file__).parents[1]
 MAX_TEXT = 500  # characters of an error's own text in a message
 
 
@@ -31,9 +31,9 @@ def check_signature(key: str, name: str, function: Callable[..., Any], form: str
 
 @contextmanager
 def errors_named(key: str, name: str, subject: str) -> Generator[None]:
-    """Turn what user code raises into a ``UserCodeError`` that names ``key``, the line and the ``subject`` it worked on.
+    """Convert exceptions of user code to a ``UserCodeError`` that names ``key``, the line and the ``subject``.
 
-    Errors of this project pass as they are: a lost engine is no fault of the code that waited for it.
+    Errors of this project pass unchanged: a lost engine is not the fault of the code that waited for it.
     """
     with recorded() as output:
         try:
@@ -51,12 +51,14 @@ def describe(error: BaseException) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """Return ``file:line`` of the user's own innermost frame: neither ours nor an installed package's, if there is one."""
+    """Return ``file:line`` of the innermost frame in user code, not in this or an installed package, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "no line is known"
-    own = [
-        frame for frame in frames if OWN not in Path(frame.filename).parents and "site-packages" not in frame.filename
+    user_frames = [
+        frame
+        for frame in frames
+        if PACKAGE_ROOT not in Path(frame.filename).parents and "site-packages" not in frame.filename
     ]
-    frame = (own or frames)[-1]
+    frame = (user_frames or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"

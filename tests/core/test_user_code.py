@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from slime_like.errors import EngineLost, UserCodeError
-from slime_like.util.printed import MAX_KEPT, record_streams, recorded
+from slime_like.util.printed import MAX_TAIL, record_streams, recorded
 from slime_like.util.user_code import errors_named
 
 
@@ -66,8 +66,8 @@ def test_each_task_has_its_own_output(record: Callable[[], None]) -> None:
 def test_the_end_of_a_long_output_is_kept(record: Callable[[], None]) -> None:
     record()
     with recorded() as output:
-        print("x" * 3 * MAX_KEPT + "end")  # noqa: T201
-    assert len(output.clause()) < MAX_KEPT + 50 and output.clause().endswith("xend'")
+        print("x" * 3 * MAX_TAIL + "end")  # noqa: T201
+    assert len(output.clause()) < MAX_TAIL + 50 and output.clause().endswith("xend'")
     print("after")  # noqa: T201
     assert "after" not in output.clause()
 

@@ -260,11 +260,11 @@ def test_the_difference_by_age_of_tokens() -> None:
 
 def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
     parts = {part.cause: part for part in attribute(read_record(write_run(tmp_path / "a", [{"x": 1.0}])), [])}
-    assert parts["all of it"].found == "not measured"
-    assert "weights.probe_sequences" in parts["precision, kernel"].how
+    assert parts["all of it"].measured == "not measured"
+    assert "weights.probe_sequences" in parts["precision, kernel"].source
     half = [{"probe/logprob_abs_diff_mean": 1e-3}]
     parts = {part.cause: part for part in attribute(read_record(write_run(tmp_path / "b", half)), [])}
-    assert "weights.probe_layers" in parts["precision, kernel"].how
+    assert "weights.probe_layers" in parts["precision, kernel"].source
 
 
 @settings(deadline=None)
