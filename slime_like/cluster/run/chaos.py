@@ -1,4 +1,4 @@
-"""chaos.*: faults planted while the loop goes on, each at its phase, and noted before it strikes."""
+"""Fault injection (chaos.*): faults in chosen phases of the loop, each recorded before it is injected."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ SIGNALS = {
     "terminate": "SIGTERM",
     "hangup": "SIGHUP",
 }
-VERBS = {"kill": "SIGKILL", "stop": "SIGSTOP"}  # by which the other kinds begin
-ENGINE_PARTS = {"kill_http_server": "http server", "kill_detokenizer": "detokenizer"}  # the others strike all of it
+VERBS = {"kill": "SIGKILL", "stop": "SIGSTOP"}  # prefixes of the other kinds
+ENGINE_PARTS = {
+    "kill_http_server": "http server",
+    "kill_detokenizer": "detokenizer",
+}  # other kinds affect the entire engine
 RAY = ("raylet", "gcs", "dashboard_agent", "runtime_env_agent")
-NAMES = {"rank": "trainer_rank", "manager": "rollout_manager"}  # of the processes that register for stacks
+NAMES = {"rank": "trainer_rank", "manager": "rollout_manager"}  # name prefixes of processes that register for stacks
 
 
 def planned(config: ChaosConfig, num_rollout: int) -> list[Fault]:
-    """What ``config`` plants in a run of ``num_rollout`` rollouts: always the same."""
+    """Return the faults of ``config`` in a run of ``num_rollout`` rollouts. Deterministic."""
     rng = Random(f"chaos {config.seed}")
     drawn = [
         Fault(
@@ -52,9 +55,9 @@ def planned(config: ChaosConfig, num_rollout: int) -> list[Fault]:
 
 @dataclass(slots=True)
 class Chaos:
-    """Strikes while the loop is in the block that it names. A fault that struck in an earlier part of the run is over.
+    """Injects faults in named phases of the loop. Faults injected before a resume are not repeated.
 
-    Ranks, manager and driver are found among the run's processes on the driver's node; an engine anywhere.
+    Ranks, manager and driver must be on the driver's node; engines can be anywhere.
     """
 
     config: ChaosConfig
@@ -63,18 +66,18 @@ class Chaos:
     manager: Any = None  # Ray handle of RolloutActor
     pending: list[Fault] = field(default_factory=list[Fault])
     strikes: list[InjectedFault] = field(default_factory=list[InjectedFault])
-    recoveries: list[Recovery] = field(default_factory=list[Recovery])  # planted or not
+    recoveries: list[Recovery] = field(default_factory=list[Recovery])  # from injected and real faults
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def plan(self, num_rollout: int) -> None:
-        """Take up every fault that has not struck yet."""
+        """Schedule every fault that has not been injected yet."""
         due = planned(self.config, num_rollout)
-        over = {strike.fault for strike in faults.read(self.run_dir)[0]} if due else set[str]()
-        self.pending = [fault for fault in due if str(fault) not in over]
+        injected = {strike.fault for strike in faults.read(self.run_dir)[0]} if due else set[str]()
+        self.pending = [fault for fault in due if str(fault) not in injected]
 
     @contextmanager
     def __call__(self, phase: str, rollout_id: int) -> Generator[None]:
-        """A phase of the loop: its faults strike some seconds into it, or at its end when that comes first."""
+        """Run a phase of the loop; inject its faults after their delay, or at the end of the phase if that is earlier."""
         due = [fault for fault in self.pending if (fault.phase, fault.rollout_id) == (phase, rollout_id)]
         timers = [threading.Timer(fault.seconds, self._strike, (fault,)) for fault in due]
         for timer in timers:
@@ -88,16 +91,16 @@ class Chaos:
         for fault in due:
             self._strike(fault)
 
-    def recovered(self, lost: Sequence[Recovery]) -> None:
-        """Note engines that were lost, and what became of them."""
-        self.recoveries = faults.newest([*self.recoveries, *lost])
+    def recovered(self, recoveries: Sequence[Recovery]) -> None:
+        """Record lost engines and their recovery."""
+        self.recoveries = faults.newest([*self.recoveries, *recoveries])
         try:
-            faults.append(self.run_dir, *lost)
-        except DataError as error:  # a full disk; the report at the end has them
+            faults.append(self.run_dir, *recoveries)
+        except DataError as error:  # a full disk; the final report includes them
             sys.stderr.write(visible(f"warning: {error}\n"))
 
     def _strike(self, fault: Fault) -> None:
-        """Once per fault, whichever thread is first; the other waits until it has struck, so that its phase does not end before."""
+        """Inject a fault once; a second caller waits for the first, so that the phase does not end before the fault."""
         with self._lock:
             if fault not in self.pending:
                 return
@@ -118,9 +121,9 @@ class Chaos:
         self._note(fault, name)
         self.engines[name].hurt.remote(_signal_of(fault), ENGINE_PARTS.get(fault.kind, ""))
         if fault.kind == "slow_engine":
-            goes_on = threading.Timer(self.config.slow_s, self.engines[name].hurt.remote, ("SIGCONT",))
-            goes_on.daemon = True
-            goes_on.start()
+            resume = threading.Timer(self.config.slow_s, self.engines[name].hurt.remote, ("SIGCONT",))
+            resume.daemon = True
+            resume.start()
 
     def _lose_reward_server(self, fault: Fault) -> None:
         if self.manager is None:
@@ -132,20 +135,22 @@ class Chaos:
     def _signal(self, fault: Fault, rng: Random) -> None:
         assert fault.kind in FATAL | WORKERS
         victim = fault.kind.partition("_")[2]
-        found = {"driver": os.getpid()}
+        processes = {"driver": os.getpid()}
         if victim in RAY:
-            wanted = victim.replace("_", " ").replace("gcs", "gcs_server")
-            found = {name: pid for name, pid in process_tree.of_ray().items() if name.replace("-", " ") == wanted}
+            process_name = victim.replace("_", " ").replace("gcs", "gcs_server")
+            processes = {
+                name: pid for name, pid in process_tree.of_ray().items() if name.replace("-", " ") == process_name
+            }
         elif victim == "reward_worker":
-            found = {f"reward worker {pid}": pid for pid in process_tree.reward_workers()}
+            processes = {f"reward worker {pid}": pid for pid in process_tree.reward_workers()}
         elif (prefix := NAMES.get(victim)) is not None:
-            found = {name: pid for name, pid in living(self.run_dir / "stacks").items() if name.startswith(prefix)}
-        if not found:
+            processes = {name: pid for name, pid in living(self.run_dir / "stacks").items() if name.startswith(prefix)}
+        if not processes:
             self._note(fault, "", "no such process on the driver's node")
             return
-        name = rng.choice(sorted(found))
+        name = rng.choice(sorted(processes))
         self._note(fault, name)
-        os.kill(found[name], signal.Signals[_signal_of(fault)])
+        os.kill(processes[name], signal.Signals[_signal_of(fault)])
 
     def _note(self, fault: Fault, target: str, note: str = "") -> None:
         strike = InjectedFault(str(fault), target, time.time(), note)
@@ -160,15 +165,15 @@ def _signal_of(fault: Fault) -> str:
 def report_lines(
     strikes: Sequence[InjectedFault], recoveries: Sequence[Recovery], pending: Sequence[Fault] = ()
 ) -> list[str]:
-    """The recovery report: one line for each fault, after one that counts them; none where there was none.
+    """Return the recovery report: a summary and one line per fault; empty if there were none.
 
-    ``pending``: faults that have not struck.
+    ``pending``: faults that were not injected.
     """
-    found = faults.outcomes(strikes, recoveries)
-    if not (found or pending):
+    outcomes = faults.outcomes(strikes, recoveries)
+    if not (outcomes or pending):
         return []
-    engines = [lost for lost in recoveries if lost.engine != REWARD_SERVER]
-    back = sum(bool(lost.joined) for lost in engines)
+    engines = [recovery for recovery in recoveries if recovery.engine != REWARD_SERVER]
+    back = sum(bool(recovery.joined) for recovery in engines)
     head = f"faults: {len(strikes)} planted, {len(engines)} engines lost, {back} of them serving again"
-    struck = [f"  {outcome.what} on {outcome.where or 'nothing'}: {outcome.found}" for outcome in found]
+    struck = [f"  {outcome.what} on {outcome.where or 'nothing'}: {outcome.found}" for outcome in outcomes]
     return [head, *struck, *(f"  {fault} has not struck: this part of the run did not reach it" for fault in pending)]

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: everything of one instant, written beside training, named the newest when all of it is whole."""
+"""Checkpoints of a run: consistent snapshots, written during training, named the latest once complete."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ NONE = -1
 
 @dataclass(slots=True)
 class Checkpoints:
-    """``save`` begins one, ``poll`` looks after it, ``finish`` ends it; only then does the latest file name it."""
+    """``save`` begins a checkpoint, ``poll`` names it the latest once it is complete."""
 
     folder: Path
     trainer: Trainer
     rollout: Rollout
     config: RunConfig
     enabled: bool  # a run without a trainer has nothing to save
-    last: int  # the newest iteration that needs no save: resumed from, begun or written
-    run: Mapping[str, Any] = field(default_factory=dict[str, Any])  # ``run_record``, written into each
+    last: int  # newest iteration that needs no save: resumed, begun or written
+    run: Mapping[str, Any] = field(default_factory=dict[str, Any])  # ``run_record``, stored in each checkpoint
     _pending: int | None = field(default=None)
 
-    def save(self, done: int, *, final: bool = False, wait: bool = False) -> bool:
-        """Checkpoint after ``done`` rollouts. The rollout side comes first: the latest file, last of all, makes it count.
+    def save(self, num_trained: int, *, final: bool = False, wait: bool = False) -> bool:
+        """Save a checkpoint after ``num_trained`` rollouts: rollout files first, the latest file last.
 
-        ``wait``: until it is whole, as a ``final`` one always is. Returns whether it is whole by now. Raises
-        ``CheckpointError`` when this save or the one before it failed, unless ``run.on_failed_save=continue``
-        and this is not the ``final`` one.
+        Waits for completion if ``wait`` or ``final``. Returns True if the checkpoint is complete. Raises
+        ``CheckpointError`` if this or the previous save failed, unless ``run.on_failed_save=continue`` and this is
+        not the ``final`` save.
         """
         if not self.enabled:
             return False
         try:
             self._finish()
-        except CheckpointError as error:  # of the one before: this one is still worth writing
+        except CheckpointError as error:  # the previous save failed: still write this one
             self._failed(error, final=False)
         try:
-            if done != self.last:
-                self.last = done
+            if num_trained != self.last:
+                self.last = num_trained
                 with _named_disk_errors("no checkpoint was begun"):
                     begin_first(self.folder)
-                self.rollout.save(self.folder, done)
-                self.trainer.begin_save(self.folder, done)
-                self._pending = done
+                self.rollout.save(self.folder, num_trained)
+                self.trainer.begin_save(self.folder, num_trained)
+                self._pending = num_trained
             if final or wait or not self.config.async_save:
                 self._finish()
         except CheckpointError as error:
             self._failed(error, final=final)
-        return self.last == done and self._pending is None
+        return self.last == num_trained and self._pending is None
 
     def poll(self) -> None:
-        """Name the checkpoint that is being written if it is whole by now. Errors as ``save``."""
+        """Name the pending checkpoint the latest if it is complete. Errors as ``save``."""
         if self._pending is None:
             return
         try:
@@ -74,7 +74,7 @@ class Checkpoints:
         iteration = self._pending
         if iteration is None:
             return
-        self._pending = None  # also when it fails: it is not tried again
+        self._pending = None  # also on failure: it is not retried
         if not self.trainer.finish_save(wait=wait):
             self._pending = iteration
             return
@@ -82,19 +82,19 @@ class Checkpoints:
         if self.config.keep_checkpoints is not None:
             try:
                 prune(self.folder, self.config.keep_checkpoints)
-            except OSError as error:  # no reason to end a run whose newest checkpoint is whole
+            except OSError as error:  # must not end a run whose newest checkpoint is complete
                 text = f"warning: {error.filename}: an old checkpoint could not be removed ({error.strerror})\n"
                 sys.stderr.write(visible(text))
 
     def _failed(self, error: CheckpointError, *, final: bool) -> None:
-        self.last = NONE  # so that the next one is not taken for saved
+        self.last = NONE  # so that the next save is not skipped
         if final or self.config.on_failed_save == "stop":
             raise error
         sys.stderr.write(visible(f"warning: {error}; training goes on (run.on_failed_save=continue)\n"))
 
 
 def name_latest_checked(folder: Path, iteration: int, run: Mapping[str, Any]) -> None:
-    """Record the ``run`` that wrote it, then ``name_latest``. Raises ``CheckpointError`` where the disk refuses."""
+    """Record the ``run`` that wrote it, then ``name_latest``. Raises ``CheckpointError`` if the disk is full."""
     with _named_disk_errors(f"the checkpoint of iteration {iteration} is whole but not named the latest"):
         if run:
             add_run(iteration_folder(folder, iteration), run)
@@ -110,7 +110,7 @@ def _named_disk_errors(state: str) -> Generator[None]:
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Remove what a killed part of this run left half written. ``run_dir`` must be claimed: no other run writes to it."""
+    """Remove incomplete files of interrupted saves. ``run_dir`` must be claimed, so that no other run writes to it."""
     remove_scratch(run_dir / "checkpoints")
     for export in run_dir.glob(f"hf*{SCRATCH}"):
         shutil.rmtree(export, ignore_errors=True)

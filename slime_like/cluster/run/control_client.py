@@ -1,4 +1,4 @@
-"""The other side of run control: a process that asks a run for something and waits for the answer."""
+"""Client of run control: sends a request to a run and waits for the reply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLL_S = 0.2
 
 
 def living(run_dir: Path) -> RunStatus:
-    """The status of a run that goes on. Raises ``DataError`` where the folder is no run's, or where its run has ended."""
+    """Return the status of a live run. Raises ``DataError`` if the folder is not a run's or the run has ended."""
     status = read_status(run_dir)
     if status is None:
         raise DataError(f"{run_dir} has no {STATUS}: give run.dir of a run that has been started")
@@ -25,9 +25,9 @@ def living(run_dir: Path) -> RunStatus:
 
 
 def ask(run_dir: Path, request: Request) -> float:
-    """Ask for ``request``; returns when it was asked for first, in seconds since the epoch, as its answer will say.
+    """Send ``request``; return its time in seconds since the epoch, which the reply repeats.
 
-    A request that waits to be read already is the same request. Raises ``DataError`` naming what cannot be written.
+    An identical unread request is reused, with its time. Raises ``DataError`` naming the file that cannot be written.
     """
     path = run_dir / FOLDER / request
     try:
@@ -37,13 +37,13 @@ def ask(run_dir: Path, request: Request) -> float:
             f"{path} cannot be written ({error.strerror}): ask as the user of the run, or make the folder again"
         ) from error
     try:
-        return os.fstat(file).st_mtime  # of this very file, also where the run has removed it by now
+        return os.fstat(file).st_mtime  # of this file, even if the run has already removed it
     finally:
         os.close(file)
 
 
 def wait_for_answer(run_dir: Path, request: Request, asked: float, deadline: Deadline) -> ControlReply:
-    """What became of a request. Raises ``DataError`` when the run ends without a word, ``DeadlineExceeded``."""
+    """Wait for the reply to a request. Raises ``DataError`` if the run ends without one, or ``DeadlineExceeded``."""
     while True:
         status = read_status(run_dir)
         for answer in () if status is None else status.requests:

@@ -1,4 +1,4 @@
-"""Files of a run other than its checkpoints, on a disk that may be full."""
+"""Tolerates a full disk when writing files other than checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime_like.printable import visible
 
 @contextmanager
 def tolerate_full_disk(path: Path, config: RunConfig) -> Generator[None]:
-    """Warn of a failure to write ``path`` under ``run.on_failed_save=continue``; raise ``SlimeLikeError`` under ``stop``."""
+    """Warn about a failure to write ``path`` under ``run.on_failed_save=continue``; raise ``SlimeLikeError`` under ``stop``."""
     try:
         yield
     except (OSError, CheckpointError) as error:

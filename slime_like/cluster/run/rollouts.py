@@ -1,4 +1,4 @@
-"""Where the loop's groups come from: live engines, a dumped run, or demonstrations."""
+"""Sources of the loop's groups: live engines, a dumped run, or demonstrations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIX = "resume from another checkpoint, or start anew with another run.dir"
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A rollout that was made ahead, without its groups."""
+    """A rollout collected ahead of training, without its groups."""
 
     rollout_id: Count
     groups: tuple[()]
@@ -47,7 +47,7 @@ class _Saved:
 
 
 class Rollout(Protocol):
-    """The first verb of the loop, and what must survive a restart."""
+    """The first verb of the loop, with state that survives a restart."""
 
     def collect(self, rollout_id: int) -> Collected: ...
     def evaluate(self) -> Evaluated: ...
@@ -59,42 +59,42 @@ class Rollout(Protocol):
 class EngineRollout:
     """Engines behind a rollout manager.
 
-    While a rollout is waited for, ``feed`` gives weights to an engine that came back when none is left that serves.
+    If no engine is serving while a rollout is awaited, ``feed`` pushes weights to restarted engines.
     """
 
     manager: Any  # Ray handle of RolloutActor
     deadline_s: float
     feed: Callable[[], object] = lambda: None
-    _starved: Any = None  # the manager's answer to come: an engine waits for weights
+    _starved: Any = None  # pending call of the manager: resolves if an engine needs weights
 
     def collect(self, rollout_id: int) -> Collected:
-        """The groups of one rollout."""
+        """Return the groups of one rollout."""
         return self._call("collect", rollout_id)
 
     def evaluate(self) -> Evaluated:
-        """Metrics ``eval/<dataset>`` and answers under the engines' weights."""
+        """Return metrics ``eval/<dataset>`` and answers under the engines' weights."""
         return self._call("evaluate")
 
     def save(self, folder: Path, next_rollout: int) -> None:
-        """Write cursor and leftover groups."""
+        """Save cursor and leftover groups."""
         state = self._call("save_state", next_rollout, str(_leftover(folder, next_rollout)))
         _write_state(folder, next_rollout, state)
 
     def load(self, folder: Path, next_rollout: int) -> None:
-        """Continue from what ``save`` wrote."""
+        """Restore the state written by ``save``."""
         self._call("load_state", read_state(folder, next_rollout), str(_leftover(folder, next_rollout)))
 
     def _call(self, verb: str, *args: Any) -> Any:
         deadline = Deadline("driver", verb, self.deadline_s)
         if self._starved is not None and is_answered(self._starved):
-            self._starved = None  # it was so between two calls: a push of the loop's own may have come since
-        answer = getattr(self.manager, verb).remote(*args)
+            self._starved = None  # stale: the loop may have pushed since
+        ref = getattr(self.manager, verb).remote(*args)
         while True:
             if self._starved is None:
                 self._starved = self.manager.starved.remote()
-            name, found = wait_first({"rollout manager": answer, "its engines": self._starved}, deadline)
+            name, result = wait_first({"rollout manager": ref, "its engines": self._starved}, deadline)
             if name == "rollout manager":
-                return found
+                return result
             self._starved = None
             self.feed()
 
@@ -106,19 +106,19 @@ class ReplayRollout:
     dumps: Path
 
     def collect(self, rollout_id: int) -> Collected:
-        """The dumped rollout of this id."""
+        """Return the dumped rollout of this id."""
         started = now()
         return Collected(load_groups(rollout_path(self.dumps, rollout_id)), started, now(), ())
 
     def evaluate(self) -> Evaluated:
-        """No engine, nothing to evaluate."""
+        """Return no metrics: there is no engine."""
         return Evaluated()
 
     def save(self, folder: Path, next_rollout: int) -> None:
-        """The rollout id says it all."""
+        """Do nothing: the rollout id is the only state."""
 
     def load(self, folder: Path, next_rollout: int) -> None:
-        """The rollout id says it all."""
+        """Do nothing: the rollout id is the only state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +129,21 @@ class DemonstrationRollout:
     rows_per_rollout: int
 
     def collect(self, rollout_id: int) -> Collected:
-        """The next rows as groups of one sample."""
+        """Return the next rows as groups of one sample."""
         started = now()
         groups = self.demonstrations.next(self.rows_per_rollout, first_group_id=rollout_id * self.rows_per_rollout)
         return Collected(tuple(groups), started, now(), ())
 
     def evaluate(self) -> Evaluated:
-        """No engine, nothing to evaluate."""
+        """Return no metrics: there is no engine."""
         return Evaluated()
 
     def save(self, folder: Path, next_rollout: int) -> None:
-        """Write the cursor."""
+        """Save the cursor."""
         _write_state(folder, next_rollout, {"cursor": self.demonstrations.state()})
 
     def load(self, folder: Path, next_rollout: int) -> None:
-        """Continue from what ``save`` wrote."""
+        """Restore the state written by ``save``."""
         self.demonstrations.load_state(read_state(folder, next_rollout)["cursor"])
 
 
@@ -164,27 +164,29 @@ def _write_state(folder: Path, next_rollout: int, state: dict[str, Any]) -> None
 
 
 def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
-    """Return the rollout side of a checkpoint. Raises ``CheckpointError`` where it or its groups are missing or damaged."""
+    """Return the rollout state of a checkpoint. Raises ``CheckpointError`` if it or its groups are missing or damaged."""
     file = InputFile(_state_path(folder, next_rollout), CheckpointError, FIX)
     state = file.json_object()
-    if "made" not in state:  # of a run without engines, which has no groups
+    if "made" not in state:  # from a run without engines, which has no groups
         return state
     saved = file.typed(state, _Saved)
-    ahead = [made.rollout_id for made in saved.made]
+    ahead = [rollout.rollout_id for rollout in saved.made]
     if saved.next_rollout != next_rollout or ahead != [next_rollout + k for k in range(len(ahead))]:
         raise file.refused(f"is of rollout {saved.next_rollout}, with {ahead} made ahead, and not of {next_rollout}")
     leftover = _leftover(folder, next_rollout)
-    for path in (leftover, *(made_path(leftover, made.rollout_id) for made in saved.made)):
+    for path in (leftover, *(made_path(leftover, rollout.rollout_id) for rollout in saved.made)):
         _saved_groups(path)
     if saved.in_flight:
-        begun = _saved_groups(in_flight_path(leftover))
-        if len(begun) != saved.in_flight or any(not s.spans for group in begun for s in group.samples):
+        in_flight_groups = _saved_groups(in_flight_path(leftover))
+        if len(in_flight_groups) != saved.in_flight or any(
+            not s.spans for group in in_flight_groups for s in group.samples
+        ):
             raise file.refused(f"has in_flight {saved.in_flight}, which {in_flight_path(leftover).name} does not hold")
     return state
 
 
 def check_cursor(folder: Path, next_rollout: int, source: Any) -> None:
-    """Raise ``CheckpointError`` unless ``source`` can go on at the cursor of a checkpoint."""
+    """Raise ``CheckpointError`` unless ``source`` can continue at the cursor of a checkpoint."""
     state = read_state(folder, next_rollout)
     try:
         source.load_state(state["cursor"])
@@ -195,7 +197,7 @@ def check_cursor(folder: Path, next_rollout: int, source: Any) -> None:
 
 
 def _saved_groups(path: Path) -> tuple[SampleGroup, ...]:
-    """Groups of a checkpoint. Raises ``CheckpointError``."""
+    """Load groups of a checkpoint. Raises ``CheckpointError``."""
     try:
         return load_groups(path)
     except DataError as error:

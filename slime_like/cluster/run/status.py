@@ -1,4 +1,4 @@
-"""``run.dir/status.json``: which process a run is, how far it has come, what was asked of it and what became of that."""
+"""``run.dir/status.json``: process, progress, and requests with their results."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ from slime_like.cluster.supervise.stacks import start_time
 from slime_like.util.reading import Count, InputFile
 
 STATUS = "status.json"
-MOST_REQUESTS = 20  # that are kept: the newest
+MAX_REQUESTS = 20  # newest requests in the file
 
 SEEN, DONE, FAILED, DROPPED, UNKNOWN = "seen", "done", "failed", "dropped", "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class ControlReply:
-    """What became of one request."""
+    """Status of one request."""
 
     request: str
-    asked: float  # s since the epoch: when the file was written, or the signal came
+    asked: float  # s since the epoch: time of the file or signal
     state: str  # seen | done | failed | dropped | unknown
-    step: int  # rollouts trained on when it was seen
+    step: int  # trained rollouts when the request was read
     detail: str = ""
-    by: str = ""  # who asked, where it is not the run's own user
+    by: str = ""  # requesting user, if not the run's user
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run as its folder tells it to other processes."""
+    """Status of a run, shared with other processes through a file."""
 
-    step: Count  # rollouts trained on
+    step: Count  # trained rollouts
     num_steps: Count
     running: bool = True
-    time: float = field(default_factory=time.time)  # of this entry, s since the epoch
+    time: float = field(default_factory=time.time)  # last update, s since the epoch
     host: str = field(default_factory=socket.gethostname)
     pid: Count = field(default_factory=os.getpid)
     started: str = field(
         default_factory=lambda: start_time(os.getpid())
-    )  # tells the process from a later one of its id
+    )  # distinguishes the process from a later one with the same id
     requests: tuple[ControlReply, ...] = ()  # oldest first
 
     @property
     def here(self) -> bool:
-        """Whether the run is one of this machine."""
+        """True if the run is on this machine."""
         return self.host == socket.gethostname()
 
     @property
     def alive(self) -> bool:
-        """Whether the run goes on, as far as this machine can know: of another machine's run what it said last."""
+        """True if the run is alive; for a run on another machine, its last reported state."""
         return self.running and (not self.here or start_time(self.pid) == self.started)
 
     def with_answer(self, answer: ControlReply) -> RunStatus:
-        """The status with one more answer, which takes the place of an earlier one to the same request."""
-        others = [old for old in self.requests if (old.request, old.asked) != (answer.request, answer.asked)]
-        return replace(self, requests=(*others, answer)[-MOST_REQUESTS:])
+        """Return the status with ``answer`` added, replacing an earlier answer to the same request."""
+        remaining = [old for old in self.requests if (old.request, old.asked) != (answer.request, answer.asked)]
+        return replace(self, requests=(*remaining, answer)[-MAX_REQUESTS:])
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:
-    """Replace the file by a whole one. Raises ``OSError`` where the disk refuses."""
+    """Replace the file atomically. Raises ``OSError`` if it cannot be written."""
     path = run_dir / STATUS
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(replace(status, time=time.time())), indent=1) + "\n")
@@ -70,7 +70,7 @@ def write_status(run_dir: Path, status: RunStatus) -> None:
 
 
 def read_status(run_dir: Path) -> RunStatus | None:
-    """The newest status; None where no run has written one. Raises ``DataError`` where the file is none."""
+    """Return the newest status; None if there is no file. Raises ``DataError`` if the file is invalid."""
     path = run_dir / STATUS
     if not os.path.lexists(path):
         return None

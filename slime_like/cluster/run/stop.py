@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP, from the first rollout to the last process that is taken down."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP during a run and its teardown."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """The first signal asks the loop to end after the rollout it is in, the second ends it at once, a third changes
-    nothing: it must not cut short the taking down of what the run has started.
+    """Stop requests by signal: the first ends the loop after the current rollout, the second immediately.
+
+    Further signals are ignored, so that they cannot interrupt the teardown.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self._closing = False
-        self._before: Any = None
+        self._previous_handlers: Any = None
 
     def install(self) -> None:
-        """Take over the signals of the main thread."""
-        taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
-        self._before = {number: signal.signal(number, self._on_signal) for number in taken}
+        """Install the signal handlers of the main thread."""
+        handled = [
+            number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+        ]  # nohup ignores SIGHUP
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in handled}
 
     def hold(self) -> None:
-        """From now on the run is being taken down."""
+        """Ignore signals from now on: the run is being torn down."""
         self._closing = True
 
     def restore(self) -> None:
-        """Give the signals back."""
-        for number, handler in (self._before or {}).items():
+        """Restore the previous signal handlers."""
+        for number, handler in (self._previous_handlers or {}).items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -40,7 +43,7 @@ class StopRequest:
         if self._closing:
             _say(b"\nstopping the processes of this run: a moment\n")
         elif self.requested:
-            # The exception is on its way to what takes the run down; Ray's waits drop what it says.
+            # The exception propagates to the teardown; Ray's waits drop its message.
             self._closing = True
             _say(f"\nsecond {signal.Signals(number).name}: stopping at once, without a checkpoint\n".encode())
             raise KeyboardInterrupt("stopped")
@@ -50,5 +53,5 @@ class StopRequest:
 
 
 def _say(text: bytes) -> None:
-    with suppress(OSError):  # the terminal is gone: its end may be what the signal tells
+    with suppress(OSError):  # the terminal is gone, which may be the reason for the signal
         os.write(2, text)

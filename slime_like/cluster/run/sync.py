@@ -1,4 +1,4 @@
-"""A push: new weights into every engine, whole or not at all, proven by the probe."""
+"""Weight pushes: atomic on every engine, verified by the probe."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from slime_like.rollout.pool.probe import ProbeScores, TrainerScores
 from slime_like.util.deadline import Deadline
 from slime_like.weights import manifest
 
-ABORT_S = 15.0  # above what rollout.push allows each half of it
+ABORT_S = 15.0  # above the limits that rollout.push sets for each half
 
 
 class Sync(Protocol):
     """The third verb of the loop."""
 
     def push(self, version: int) -> tuple[Metric, ...]:
-        """Make the engines serve the trainer's weights as ``version``; returns the probe's metrics."""
+        """Make the engines serve the trainer's weights as ``version``; return the probe's metrics."""
         ...
 
 
 class NoSync:
-    """Nothing to push to, or nothing to push."""
+    """Sync of a run without engines or without a trainer."""
 
     def push(self, version: int) -> tuple[Metric, ...]:
-        """No metrics."""
+        """Return no metrics."""
         del version
         return ()
 
@@ -49,13 +49,13 @@ class EngineSync:
     transport: TransportSpec
     config: WeightsConfig
     tolerance: float
-    max_score_tokens: int  # of a row that the trainer's ranks score
+    max_score_tokens: int  # per row scored by the trainer's ranks
     max_losses: int  # engines that one push may lose
 
     def push(self, version: int) -> tuple[Metric, ...]:
-        """Pause, send, commit, resume, probe; all of it again over the engines that are left where one is lost on the way.
+        """Pause, send, commit, resume, probe; if an engine is lost, start over with the remaining engines.
 
-        On failure every engine's locks are released before the error goes on.
+        On failure all engine locks are released before the error propagates.
         """
         losses = 0
         try:
@@ -67,9 +67,7 @@ class EngineSync:
                     if losses > self.max_losses:
                         raise
         except BaseException:
-            with contextlib.suppress(
-                SlimeLikeError
-            ):  # the reason of the failure matters more than how its undoing went
+            with contextlib.suppress(SlimeLikeError):  # the original failure matters more than a failed abort
                 wait_one("rollout manager", self.manager.abort_push.remote(), Deadline("driver", "abort push", ABORT_S))
             raise
 
@@ -86,16 +84,18 @@ class EngineSync:
     def _probe(self, version: int) -> tuple[Metric, ...]:
         if self.config.probe_sequences == 0:
             return ()
-        found: tuple[ProbeScores, ...] = self._call("probe")
-        if not found:
+        probe_scores: tuple[ProbeScores, ...] = self._call("probe")
+        if not probe_scores:
             return ()
-        trainer = TrainerScores(found, self.max_score_tokens)
+        trainer = TrainerScores(probe_scores, self.max_score_tokens)
         trainer.take([self.trainer.score(rows) for rows in trainer.rows])
-        metrics = [metric for scores in found for metric in probe.check(scores, trainer, version, self.tolerance)]
+        metrics = [
+            metric for scores in probe_scores for metric in probe.check(scores, trainer, version, self.tolerance)
+        ]
         if self.config.probe_layers:
             for kind in (*self.trainer.layer_kinds(), "all"):
                 trainer.take([self.trainer.score(rows, kind) for rows in trainer.rows])
-                metrics += [metric for scores in found for metric in probe.by_kind(scores, trainer, kind)]
+                metrics += [metric for scores in probe_scores for metric in probe.by_kind(scores, trainer, kind)]
         return tuple(metrics)
 
     def _call(self, verb: str, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A launched run: the three verbs, and everything around them that the loop does not want to see."""
+"""A launched run: the three verbs of the loop, and logging, evaluation, checkpoints and control around them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PHASES = {"train_wait": "collect", "train": "step", "update_weights": "push"}  #
 
 @dataclass(slots=True)
 class Run:
-    """What ``launch`` yields."""
+    """A launched run, yielded by ``launch``."""
 
     cfg: TrainConfig
     run_dir: Path
@@ -51,16 +51,16 @@ class Run:
     stop: StopRequest
     control: Control
     first_rollout: int
-    engine_ranks: int  # 0 where nothing is generated
+    engine_ranks: int  # 0 if nothing is generated
     checkpoints: Checkpoints
     chaos: Chaos
     drift: DriftWatch
-    rollout_id: int = field(default=-1)  # the rollout that the loop is at; -1 before the first
-    view: TokenTable | None = None  # of some of its samples, to be written with it
-    num_empty: int = 0  # rollouts of this part of the run that gave the trainer nothing
+    rollout_id: int = field(default=-1)  # current rollout; -1 before the first
+    view: TokenTable | None = None  # trainer scores of some samples, dumped with the rollout
+    num_empty: int = 0  # empty rollouts since the start or resume
 
     def start(self) -> None:
-        """The first push, and the first evaluation of a fresh run."""
+        """Make the first push, and evaluate a fresh run."""
         with self.timer("update_weights"):
             metrics = self.sync.push(self.trainer.version)
         if self.cfg.evaluation.before_train and self.first_rollout == 0:
@@ -69,36 +69,40 @@ class Run:
             self.spans.drain()
 
     def rollout_ids(self) -> Iterator[int]:
-        """The rollouts left to train on; a checkpoint follows the last one, whichever that is."""
-        done = self.first_rollout
+        """Yield the remaining rollout ids; save a checkpoint after the last one, also on a stop request."""
+        num_trained = self.first_rollout
         for rollout_id in range(self.first_rollout, self.cfg.loop.num_rollout):
             if self.stop.requested:
                 break
             self.rollout_id = rollout_id
             self.trainer.rest()
             yield rollout_id
-            done = rollout_id + 1
+            num_trained = rollout_id + 1
         with self.timer("save"):
-            self.checkpoints.save(done, final=True)
+            self.checkpoints.save(num_trained, final=True)
         if self.num_empty:
-            taken = done - self.first_rollout
+            num_collected = num_trained - self.first_rollout
             sys.stderr.write(
-                visible(f"warning: {self.num_empty} of {taken} rollouts were empty: nothing was trained on in them\n")
+                visible(
+                    f"warning: {self.num_empty} of {num_collected} rollouts were empty: nothing was trained on in them\n"
+                )
             )
-        if done < self.cfg.loop.num_rollout:
-            raise KeyboardInterrupt(f"stopped after {done} rollouts; continue with the same command (run.resume=auto)")
+        if num_trained < self.cfg.loop.num_rollout:
+            raise KeyboardInterrupt(
+                f"stopped after {num_trained} rollouts; continue with the same command (run.resume=auto)"
+            )
         if self.cfg.run.save_hf:
             self.trainer.export_hf(self.run_dir / "hf")
 
     @contextmanager
     def timer(self, name: str) -> Generator[None]:
-        """Times a phase: ``perf/<name>_time`` and a span in metrics.jsonl."""
+        """Time a phase: ``perf/<name>_time`` and a span in metrics.jsonl."""
         with self.spans(name), self.chaos(PHASES.get(name, name), self.rollout_id):
             yield
 
     def assemble(self, rollout_id: int, collected: Collected) -> TrainBatch:
-        """The rollout as the trainer takes it. With ``run.dump_rollouts`` some of it is scored first."""
-        self.chaos.recovered(collected.recovered)  # at once: this rollout's step or push may end the run
+        """Assemble the train batch of a rollout. With ``run.dump_rollouts``, score some samples first."""
+        self.chaos.recovered(collected.recovered)  # before this rollout's step or push, which may end the run
         batch = assemble(collected.groups, self.assembly, rollout_id)
         self.view = None
         if self.cfg.run.dump_rollouts and self.cfg.run.mode != "rollout_only":
@@ -111,16 +115,16 @@ class Run:
     def finish_rollout(
         self, rollout_id: int, collected: Collected, stats: StepStats, probed: tuple[Metric, ...]
     ) -> None:
-        """Dump, evaluate, log and save, each when it is due or asked for."""
+        """Dump, evaluate, log and save, each if due or requested."""
         if rollout_id == self.first_rollout:
             self._name_kernels()
         self.spans.add("rollout", collected.started, collected.stopped)
         if self.cfg.run.dump_rollouts:
             self._dump(rollout_id, collected)
-        done = rollout_id + 1
+        num_trained = rollout_id + 1
         for warning in (*collected.warnings, *map(RunWarning, self.drift.warnings(reduce_metrics(stats.metrics)))):
             sys.stderr.write(visible(f"warning: {warning}\n"))
-            self.sink.warn(done, warning)
+            self.sink.warn(num_trained, warning)
         self.num_empty += not collected.groups
         metrics = [*group_metrics(collected.groups, stats.version - 1), *collected.metrics, *stats.metrics, *probed]
         if self.assembly.overlong is not None:
@@ -129,24 +133,24 @@ class Run:
             tokens = sum(sample.num_response_tokens for group in collected.groups for sample in group.samples)
             seconds = max(collected.stopped - collected.started, 1e-9)
             metrics.append(Last("perf/tokens_per_gpu_per_sec", tokens / seconds / self.engine_ranks))
-        asked = self.control.read(done)
-        if self._eval_due(done) or Request.EVAL in asked:
-            evaluated = self._evaluate(done)
+        requests = self.control.read(num_trained)
+        if self._eval_due(num_trained) or Request.EVAL in requests:
+            evaluated = self._evaluate(num_trained)
             metrics += evaluated
-            if Request.EVAL in asked:
+            if Request.EVAL in requests:
                 self._answer_eval(evaluated)
-        self._log(done, metrics)
-        self._save_due(done)
-        self._obey(asked, done)
+        self._log(num_trained, metrics)
+        self._save_due(num_trained)
+        self._obey(requests, num_trained)
 
     def _name_kernels(self) -> None:
-        """Say what the first rollout of this part of the run was computed by."""
+        """Print the kernels used in the first rollout."""
         if self.cfg.metrics.console != "off":
             for line in self.trainer.kernels():
                 sys.stdout.write(visible(f"{self.cfg.run.name}: {line}\n"))
 
     def _dump(self, rollout_id: int, collected: Collected) -> None:
-        """The rollout's groups, and the view of some of its samples with the advantages that the ranks gave them."""
+        """Write the rollout's groups, and the trainer's view of some samples with their advantages."""
         folder = self.run_dir / "rollouts"
         with tolerate_full_disk(path := rollout_path(folder, rollout_id), self.cfg.run):
             save_groups(path, collected.groups)
@@ -155,54 +159,58 @@ class Run:
             with tolerate_full_disk(path := view_path(folder, rollout_id), self.cfg.run):
                 save_view(path, with_advantages(self.view, advantages))
 
-    def _answer_eval(self, found: tuple[Metric, ...]) -> None:
-        """Say what an evaluation that was asked for found."""
-        scores = ", ".join(f"{name} {value:.3f}" for name, value in evaluations(reduce_metrics(found)).items())
+    def _answer_eval(self, metrics: tuple[Metric, ...]) -> None:
+        """Reply to an evaluation request with the scores."""
+        scores = ", ".join(f"{name} {value:.3f}" for name, value in evaluations(reduce_metrics(metrics)).items())
         self.control.answer(Request.EVAL, scores or "no engines or no evaluation.datasets", failed=not scores)
 
-    def _obey(self, asked: tuple[Request, ...], done: int) -> None:
-        """What else was asked for: a checkpoint that is whole when this returns, the report, the end."""
-        if Request.SAVE in asked:
+    def _obey(self, requests: tuple[Request, ...], num_trained: int) -> None:
+        """Handle requests for a checkpoint (complete on return), a report, or a stop."""
+        if Request.SAVE in requests:
             with self.timer("save"):
-                whole = self.checkpoints.save(done, wait=True)
-            name = iteration_folder(self.checkpoints.folder, done).relative_to(self.run_dir)
-            nothing = (
+                complete = self.checkpoints.save(num_trained, wait=True)
+            name = iteration_folder(self.checkpoints.folder, num_trained).relative_to(self.run_dir)
+            no_checkpoint = (
                 "nothing was written" if self.checkpoints.enabled else "a run without a trainer has nothing to save"
             )
-            self.control.answer(Request.SAVE, str(name) if whole else nothing, failed=not whole)
-        if Request.REPORT in asked:
-            path, why = try_report(self.run_dir)
-            self.control.answer(Request.REPORT, why if path is None else path.name, failed=path is None)
-        if Request.STOP in asked:
-            self._stop(done)
+            self.control.answer(Request.SAVE, str(name) if complete else no_checkpoint, failed=not complete)
+        if Request.REPORT in requests:
+            path, problem = try_report(self.run_dir)
+            self.control.answer(Request.REPORT, problem if path is None else path.name, failed=path is None)
+        if Request.STOP in requests:
+            self._stop(num_trained)
 
-    def _stop(self, done: int) -> None:
-        """End after this rollout. Its checkpoint is written before the answer, so that who waits for it may end the machine."""
+    def _stop(self, num_trained: int) -> None:
+        """Stop after this rollout. The checkpoint is written before the reply, so the caller can safely shut the machine down."""
         self.stop.requested = True
         with self.timer("save"):
-            whole = self.checkpoints.save(done, wait=True)
+            complete = self.checkpoints.save(num_trained, wait=True)
         saves = self.checkpoints.enabled
-        how = ", with a checkpoint" if whole else "; its checkpoint could not be written" if saves else ""
-        self.control.answer(Request.STOP, f"the run ends after {done} rollouts{how}", failed=saves and not whole)
+        checkpoint_text = (
+            ", with a checkpoint" if complete else "; its checkpoint could not be written" if saves else ""
+        )
+        self.control.answer(
+            Request.STOP, f"the run ends after {num_trained} rollouts{checkpoint_text}", failed=saves and not complete
+        )
 
-    def _save_due(self, done: int) -> None:
-        """Checkpoint and export, each when it is due; a checkpoint that is being written is named when it is whole."""
+    def _save_due(self, num_trained: int) -> None:
+        """Save and export, each if due; a pending checkpoint is named once complete."""
         run = self.cfg.run
         with self.timer("save"):
-            if run.save_interval is not None and done % run.save_interval == 0:
-                self.checkpoints.save(done)
+            if run.save_interval is not None and num_trained % run.save_interval == 0:
+                self.checkpoints.save(num_trained)
             else:
                 self.checkpoints.poll()
-            if run.save_hf_interval is not None and done % run.save_hf_interval == 0:
-                with tolerate_full_disk(folder := hf_folder(self.run_dir, done), self.cfg.run):
+            if run.save_hf_interval is not None and num_trained % run.save_hf_interval == 0:
+                with tolerate_full_disk(folder := hf_folder(self.run_dir, num_trained), self.cfg.run):
                     self.trainer.export_hf(folder)
 
-    def _eval_due(self, done: int) -> bool:
+    def _eval_due(self, num_trained: int) -> bool:
         interval = self.cfg.evaluation.interval
-        return done == self.cfg.loop.num_rollout or (interval is not None and done % interval == 0)
+        return num_trained == self.cfg.loop.num_rollout or (interval is not None and num_trained % interval == 0)
 
     def _evaluate(self, step: int) -> tuple[Metric, ...]:
-        """Evaluate after ``step`` rollouts and write the answers."""
+        """Evaluate after ``step`` rollouts and write the answers to a file."""
         self.trainer.rest()
         with self.timer("eval"):
             evaluated = self.rollout.evaluate()
@@ -210,7 +218,7 @@ class Run:
             path = answers_path(self.run_dir, step)
             try:
                 write_answers(path, step, evaluated.answers)
-            except OSError as error:  # a full disk; the metrics are there
+            except OSError as error:  # a full disk; the metrics are still logged
                 sys.stderr.write(
                     visible(f"warning: {path}: the evaluation's answers were not written ({error.strerror})\n")
                 )
@@ -229,6 +237,6 @@ class Run:
         self.sink.log(step, reduce_metrics(metrics), spans)
 
 
-def hf_folder(run_dir: Path, done: int) -> Path:
-    """Where ``run.save_hf_interval`` writes the weights after ``done`` rollouts."""
-    return run_dir / f"hf_iter_{done:07d}"
+def hf_folder(run_dir: Path, num_trained: int) -> Path:
+    """Return the folder that ``run.save_hf_interval`` exports to after ``num_trained`` rollouts."""
+    return run_dir / f"hf_iter_{num_trained:07d}"

@@ -1,4 +1,4 @@
-"""One SGLang engine as a Ray actor: owns the server's process, tells why it died, and starts another."""
+"""One SGLang engine as a Ray actor: owns the server process, reports why it died, and restarts it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from slime_like.rollout.engine import processes
 from slime_like.rollout.engine.server import EngineServer
 from slime_like.util.caches import keep_caches_private
 
-VISIBLE_DEVICES = "SLIME_LIKE_ENGINE_GPUS"  # set by the placement on an engine's actor
+VISIBLE_DEVICES = "SLIME_LIKE_ENGINE_GPUS"  # set by the placement for an engine's actor
 
 
 class EngineActor:
-    """Starts the server when made; ``ready`` waits for it. Its methods may run side by side."""
+    """Starts the server at construction; ``ready`` waits for it. Methods may run concurrently."""
 
     def __init__(self, name: str, spec: EngineSpec, admin_key: str, stacks_dir: str, env: Mapping[str, str]) -> None:
-        """The server listens where Ray does: on loopback in a cluster of this machine alone, else at the node's address."""
+        """Start the server at Ray's address: loopback in a single-machine cluster, else the node's address."""
         os.environ.update(env)  # the server inherits it
-        for variable in changing_variables(os.environ) if spec.trained_on else ():  # of this node: the driver has none
+        for variable in (
+            changing_variables(os.environ) if spec.trained_on else ()
+        ):  # set on this node: the driver has rejected its own
             del os.environ[variable]
         keep_caches_private()
         dump_stacks_on_signal(Path(stacks_dir), name.replace(" ", "_"))
@@ -39,7 +41,7 @@ class EngineActor:
         if VISIBLE_DEVICES in os.environ:  # Ray hides every GPU from an actor that asks for none
             os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[VISIBLE_DEVICES]
         self._closing = False
-        self._changing = threading.Lock()  # the server: a stop may come while another is started
+        self._server_lock = threading.Lock()  # guards _server: a stop may arrive during a restart
         self._server = self._start()
 
     def _start(self) -> EngineServer:
@@ -50,38 +52,38 @@ class EngineActor:
         return server
 
     def ready(self) -> EngineAddress:
-        """Where the engine listens, once it answers."""
+        """Wait until the engine answers and return its address."""
         self._server.wait_ready()
         return EngineAddress(self._name, self._server.url, self._admin_key, self._spec.tp)
 
     def restart(self) -> tuple[EngineAddress, str]:
-        """Another server in place of this one, whatever state that is in: where it listens, and how the old one ended."""
-        ended = self._server.last_words()
-        with self._changing:
+        """Replace the server, whatever its state; return the new address and the last words of the old server."""
+        last_words = self._server.last_words()
+        with self._server_lock:
             self._server.stop()
             self._server = self._start()
-        return self.ready(), ended
+        return self.ready(), last_words
 
     def stopped(self) -> tuple[int, ...]:
-        """Processes of the server that are stopped, as by SIGSTOP."""
+        """Return the processes of the server that are stopped, as by SIGSTOP."""
         return processes.stopped(self._server.pid) if self._server.alive() else ()
 
     def hurt(self, signal_name: str, part: str = "") -> None:
-        """A fault of ``chaos.*``: a signal to one ``part`` of the server, or to all of it, if it is there."""
+        """Inject a fault of ``chaos.*``: signal one ``part`` of the server, or all of it, if it is running."""
         number = signal.Signals[signal_name]
-        with contextlib.suppress(ProcessLookupError):  # an earlier fault's restart is under way
+        with contextlib.suppress(ProcessLookupError):  # restarting after an earlier fault
             if not part:
                 os.killpg(self._server.pid, number)
             for pid in processes.parts(self._server.pid, part) if part else ():
                 os.kill(pid, number)
 
     def cause_of_death(self, suspected: bool) -> str:
-        """Exit code and last log lines of a dead server, empty while it lives; waits for one that is suspected to die."""
+        """Return exit code and last log lines of a dead server, empty if alive; if ``suspected``, wait for it to die."""
         cause = self._server.cause_of_death() if suspected or not self._server.alive() else ""
         return "" if self._server.alive() else cause
 
     def stop(self) -> None:
         """Stop the server and everything it started."""
-        with self._changing:
+        with self._server_lock:
             self._closing = True
             self._server.stop()

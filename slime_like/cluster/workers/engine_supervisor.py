@@ -1,4 +1,4 @@
-"""What the rollout manager knows of an engine's actor: ``rollout.fleet.Keeper`` over Ray."""
+"""The rollout manager's handle of an engine's actor: implements ``EngineSupervisor`` over Ray."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from slime_like.errors import EngineError, SlimeLikeError
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.util.deadline import Deadline
 
-ANSWER_S = 30.0  # for a question to the actor
-STOP_S = 30.0  # for an old server to be taken down
+ANSWER_S = 30.0  # for a call to the actor
+STOP_S = 30.0  # to stop the old server
 
 
 class RayEngineSupervisor:
-    """One engine through all its restarts."""
+    """One engine across restarts."""
 
     def __init__(self, actor: Any, address: EngineAddress, config: RolloutConfig) -> None:
         self._actor = actor
@@ -28,14 +28,14 @@ class RayEngineSupervisor:
         self.client = self._connect()
 
     async def restart(self) -> tuple[EngineClient, str]:
-        """Another server, in ``rollout.start_deadline_s``."""
+        """Restart the server within ``rollout.start_deadline_s``; return the new client and the old server's last words."""
         deadline = Deadline("rollout manager", "engine restart", self._config.start_deadline_s + STOP_S)
-        self.address, ended = await self._ask("restart", deadline)
+        self.address, last_words = await self._ask("restart", deadline)
         self.client = self._connect()
-        return self.client, ended
+        return self.client, last_words
 
     async def stopped(self) -> tuple[int, ...]:
-        """Stopped processes of the server."""
+        """Return the stopped processes of the server."""
         return await self._ask("stopped", Deadline("rollout manager", "health", ANSWER_S))
 
     def _connect(self) -> EngineClient:
@@ -48,7 +48,7 @@ class RayEngineSupervisor:
         try:
             async with asyncio.timeout(deadline.remaining(name)):
                 return await getattr(self._actor, verb).remote()
-        except RayTaskError as error:  # first: where the actor met a deadline of its own, this is a TimeoutError too
+        except RayTaskError as error:  # first: if the actor exceeded its own deadline, this is also a TimeoutError
             cause = error.cause
             raise (
                 type(cause)(str(cause))

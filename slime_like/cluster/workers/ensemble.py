@@ -1,4 +1,4 @@
-"""An actor with a critic or a teacher, as one Trainer: what they tell each other between two rollouts."""
+"""An actor with a critic or a teacher as one Trainer, including the exchange of columns between them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from slime_like.types import F32, StepStats
 
 @dataclass(slots=True)
 class RoleTrainers:
-    """``step`` has three parts, in each of which the roles work side by side:
+    """Trainer of several roles. ``step`` has three parts; within each, the roles run concurrently:
 
     score    critic and teacher score the rows, the actor its old and reference policy
-    estimate the actor alone: advantages from those columns, and what the critic is to learn
+    estimate the actor alone: advantages from these columns, and the targets of the critic
     update   optimizer steps of actor and critic
     """
 
@@ -35,13 +35,13 @@ class RoleTrainers:
 
     @property
     def version(self) -> int:
-        """Of the actor's weights."""
+        """Version of the actor's weights."""
         return self.actor.version
 
     @property
     def _scorers(self) -> list[tuple[str, RoleGroup]]:
-        found = (("values", self.critic), ("teacher_logprobs", self.teacher))
-        return [(column, group) for column, group in found if group is not None]
+        scorers = (("values", self.critic), ("teacher_logprobs", self.teacher))
+        return [(column, group) for column, group in scorers if group is not None]
 
     def step(self, batch: TrainBatch) -> StepStats:
         """Train on one rollout."""
@@ -57,7 +57,7 @@ class RoleTrainers:
         return StepStats(self.version, (*metrics, *(metric for report in reports.values() for metric in report)))
 
     def _score(self, batch: TrainBatch) -> tuple[list[dict[str, Columns]], list[Metric]]:
-        """Columns of other roles for each data-parallel rank of the actor."""
+        """Return the columns of other roles for each data-parallel rank of the actor, and metrics."""
         refs = self.actor.start_open(batch)
         for _, group in self._scorers:
             refs |= group.start_score(batch)
@@ -76,50 +76,50 @@ class RoleTrainers:
         return wait_all(refs, self.actor.deadline(phase))
 
     def score(self, rows: PackedBatch, exact: str | None = None) -> F32:
-        """[T] log-probabilities of the actor."""
+        """Return [T] log-probabilities of the actor."""
         return self.actor.score(rows, exact)
 
     def kernels(self) -> tuple[str, ...]:
-        """Those of the actor."""
+        """Describe the kernels of the actor."""
         return self.actor.kernels()
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Advantages per token of the actor."""
+        """Return per-token advantages of the actor."""
         return self.actor.token_advantages(sample_ids)
 
     def rest(self) -> None:
-        """Nobody communicates until the next call."""
+        """Release communicators of all roles until the next call."""
         for group in (self.actor, self.critic, self.teacher):
             if group is not None:
                 group.rest()
 
     def begin_save(self, folder: Path, iteration: int) -> None:
-        """Begin a checkpoint of each; both are of this moment."""
+        """Begin a checkpoint of actor and critic, both of the current state."""
         if self.critic is not None:
             self.critic.begin_save(folder / CRITIC, iteration)
         try:
             self.actor.begin_save(folder, iteration)
         except CheckpointError:
             if self.critic is not None:
-                self.critic.finish_save(wait=True)  # none may be left open: the next save begins anew
+                self.critic.finish_save(wait=True)  # no save may stay open: the next one starts from scratch
             raise
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Whether both are whole."""
+        """Return True if both checkpoints are complete."""
         try:
-            done = self.critic is None or self.critic.finish_save(wait=wait)
+            critic_done = self.critic is None or self.critic.finish_save(wait=wait)
         except CheckpointError:
             self.actor.finish_save(wait=True)
             raise
         try:
-            return self.actor.finish_save(wait=wait) and done
+            return self.actor.finish_save(wait=wait) and critic_done
         except CheckpointError:
-            if self.critic is not None and not done:
+            if self.critic is not None and not critic_done:
                 self.critic.finish_save(wait=True)
             raise
 
     def load(self, folder: Path, iteration: int) -> None:
-        """Read an iteration of each."""
+        """Load an iteration of actor and critic."""
         self.actor.load(folder, iteration)
         if self.critic is not None:
             self.critic.load(folder / CRITIC, iteration)

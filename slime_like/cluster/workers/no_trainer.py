@@ -17,36 +17,36 @@ class FrozenTrainer:
     version: int
 
     def step(self, batch: object) -> StepStats:
-        """The rollout is done with; the weights are what they were."""
+        """Advance the version; the weights do not change."""
         del batch
         return StepStats(self.version + 1, ())
 
     def score(self, rows: object, exact: object = None) -> Any:
-        """Never asked: there is no push to prove."""
+        """Raise ``SlimeLikeError``: without pushes there is no probe."""
         raise SlimeLikeError("run.mode=rollout_only has no trainer to score with")
 
     def kernels(self) -> tuple[str, ...]:
-        """Nothing was computed."""
+        """Return no kernels."""
         return ()
 
     def token_advantages(self, sample_ids: object) -> dict[int, Any]:
-        """Nothing was trained."""
+        """Return no advantages."""
         del sample_ids
         return {}
 
     def rest(self) -> None:
-        """Nothing ever moves."""
+        """Do nothing: there are no communicators."""
 
     def begin_save(self, folder: Path, iteration: int) -> None:
-        """Nothing was trained."""
+        """Do nothing: there are no trained weights."""
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Nothing was begun."""
+        """Return True: no save is pending."""
         del wait
         return True
 
     def load(self, folder: Path, iteration: int) -> None:
-        """Nothing was trained."""
+        """Do nothing: there are no trained weights."""
 
     def export_hf(self, folder: Path) -> None:
-        """Nothing was trained."""
+        """Do nothing: there are no trained weights."""

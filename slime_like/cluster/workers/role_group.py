@@ -27,33 +27,33 @@ class RoleWorker(RankWorker):
 
     def __init__(self, name: str, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
         super().__init__(name, rank, world_size, stacks_dir, env)
-        if VISIBLE_DEVICES in os.environ:  # Ray hides every GPU from an actor that asks for none
+        if VISIBLE_DEVICES in os.environ:  # Ray hides all GPUs from an actor that requests none
             os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[VISIBLE_DEVICES]
         self._role: MegatronRole | None = None
 
     def connect(self, spec: CriticSpec | TeacherSpec, master: tuple[str, int], local_rank: int) -> int:
-        """Join the other ranks and build the model; returns the data-parallel rank."""
+        """Join the other ranks and build the model; return the data-parallel rank."""
         with heavy_imports():
             from slime_like.train.megatron.rank.role import MegatronRole
 
-            place = self.meeting(master)
+            meeting = self.meeting(master)
             self._role = MegatronRole(
-                spec, rank=self._rank, world_size=self._world_size, master=place, local_rank=local_rank
+                spec, rank=self._rank, world_size=self._world_size, master=meeting, local_rank=local_rank
             )
         return self._role.dp_rank
 
     @property
     def role(self) -> MegatronRole:
-        """The rank, once connected."""
+        """Return the connected rank."""
         assert self._role is not None, "connect comes first"
         return self._role
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
-        """Values or log-probabilities of this shard's rows."""
+        """Return values or log-probabilities of this shard's rows."""
         return self.role.score(steps)
 
     def update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
-        """A critic's optimizer steps."""
+        """Take the optimizer steps of a critic."""
         return self.role.update(returns, num_tokens)
 
     def begin_save(self, folder: str, iteration: int) -> None:
@@ -61,7 +61,7 @@ class RoleWorker(RankWorker):
         self.role.begin_save(Path(folder), iteration)
 
     def finish_save(self, wait: bool) -> bool:
-        """Whether the checkpoint that was begun is whole."""
+        """Return True if the pending checkpoint is complete."""
         return self.role.finish_save(wait=wait)
 
     def load(self, folder: str, iteration: int) -> None:
@@ -70,37 +70,37 @@ class RoleWorker(RankWorker):
 
 
 class RoleGroup(RankGroup):
-    """Scores a batch that was assembled for the actor's ranks, on as many data-parallel ranks as it has itself."""
+    """Ranks of a critic or teacher, which re-deal batches of the actor to their own data-parallel ranks."""
 
     def __init__(self, role: str, workers: Sequence[Any], spec: CriticSpec | TeacherSpec) -> None:
         super().__init__(role, workers, [0] * len(workers), spec.rank)
         self._dp = spec.rank.layout.dp
 
     def start_score(self, batch: TrainBatch) -> Refs:
-        """Ship each shard once; the answers are for ``scored``."""
+        """Ship each shard once; pass the results to ``scored``."""
         return self.start_sharded("score", [ray.put(shard) for shard in shards(batch, self._dp)])
 
     def scored(
         self, answers: Mapping[str, Any], batch: TrainBatch, ranks: int
     ) -> tuple[list[Columns], tuple[Metric, ...]]:
-        """Columns for each of ``ranks`` data-parallel ranks of the actor, and metrics."""
-        mine = {name: answers[name] for name in self._workers}
-        columns = self.by_shard({name: answer[0] for name, answer in mine.items()})
-        return redeal(columns, batch, ranks), tuple(m for answer in mine.values() for m in answer[1])
+        """Return columns for each of the actor's ``ranks`` data-parallel ranks, and metrics."""
+        results = {name: answers[name] for name in self._workers}
+        columns = self.by_shard({name: answer[0] for name, answer in results.items()})
+        return redeal(columns, batch, ranks), tuple(m for answer in results.values() for m in answer[1])
 
     def start_update(self, returns: Sequence[Columns], batch: TrainBatch) -> Refs:
-        """A critic's optimizer steps on ``returns``, which are dealt as the actor's."""
+        """Start a critic's optimizer steps on ``returns``, which are sharded as the actor's."""
         tokens = [step.num_tokens for step in batch.steps]
         return self.start_sharded("update", redeal(returns, batch, self._dp), tokens)
 
     def begin_save(self, folder: Path, iteration: int) -> None:
-        """Copy everything on the ranks and let them write it to ``folder/iter_<iteration>``."""
+        """Snapshot the state of all ranks and begin to write it to ``folder/iter_<iteration>``."""
         self.on_all("begin_save", str(folder), iteration)
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Whether what was begun is whole; without ``wait`` only if no rank still writes."""
+        """Return True if the save is complete; with ``wait``, block until it is."""
         return all(self.on_all("finish_save", wait).values())
 
     def load(self, folder: Path, iteration: int) -> None:
-        """Read an iteration of ``folder``."""
+        """Load an iteration of ``folder``."""
         self.on_all("load", str(folder), iteration)

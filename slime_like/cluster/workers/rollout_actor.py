@@ -24,10 +24,10 @@ from slime_like.util.printed import record_streams
 
 
 class RolloutActor:
-    """A thin shell: everything it does is in ``RolloutManager``."""
+    """A thin wrapper of ``RolloutManager``."""
 
     def __init__(self, stacks_dir: str, env: Mapping[str, str], log_path: str) -> None:
-        """``log_path`` takes the output of this process and of its children: user code prints there."""
+        """Redirect the output of this process and its children, including user code, to ``log_path``."""
         os.environ.update(env)
         _redirect_output(Path(log_path))
         record_streams()
@@ -41,9 +41,11 @@ class RolloutActor:
         heldout: Mapping[str, Sequence[Prompt]],
         engines: Sequence[tuple[Any, EngineAddress]],
     ) -> None:
-        """Meet the engines: each one's actor, and where it listens."""
-        self._keepers = {address.name: RayEngineSupervisor(actor, address, spec.rollout) for actor, address in engines}
-        self._manager = RolloutManager(spec, source, heldout, list(self._keepers.values()))
+        """Create the manager for ``engines``: (actor, address) of each."""
+        self._supervisors = {
+            address.name: RayEngineSupervisor(actor, address, spec.rollout) for actor, address in engines
+        }
+        self._manager = RolloutManager(spec, source, heldout, list(self._supervisors.values()))
 
     async def collect(self, rollout_id: int) -> Collected:
         """See ``RolloutManager.collect``."""
@@ -54,8 +56,8 @@ class RolloutActor:
         return await self._manager.evaluate()
 
     async def begin_push(self) -> tuple[EngineAddress, ...]:
-        """See ``RolloutManager.begin_push``; where those that take part listen."""
-        return tuple(self._keepers[name].address for name in await self._manager.begin_push())
+        """See ``RolloutManager.begin_push``; return the addresses of the participating engines."""
+        return tuple(self._supervisors[name].address for name in await self._manager.begin_push())
 
     async def commit_push(self, version: int) -> None:
         """See ``RolloutManager.commit_push``."""
@@ -86,7 +88,7 @@ class RolloutActor:
         return await self._manager.probe()
 
     async def save_state(self, next_rollout: int, leftover: str) -> dict[str, Any]:
-        """See ``RolloutManager.save_state``. Raises ``CheckpointError`` when a file cannot be written."""
+        """See ``RolloutManager.save_state``. Raises ``CheckpointError`` if a file cannot be written."""
         path = Path(leftover)
         try:
             state = self._manager.save_state(next_rollout, path)
@@ -101,14 +103,14 @@ class RolloutActor:
         self._manager.load_state(state, Path(leftover))
 
     async def stop(self) -> None:
-        """See ``RolloutManager.stop``; ends what user code has started."""
+        """See ``RolloutManager.stop``; also kill processes started by user code."""
         await self._manager.stop()
         if self._reaper is not None:
             self._reaper.close()
 
 
 def _redirect_output(path: Path) -> None:
-    """Append stdout and stderr of this process and of its children to ``path``; Ray's log keeps them if it cannot be made."""
+    """Append stdout and stderr of this process and its children to ``path``; if that fails, they stay in Ray's log."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
@@ -117,4 +119,4 @@ def _redirect_output(path: Path) -> None:
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(log.fileno(), number)
-    sys.stdout = sys.stderr = log  # Ray's own streams have file descriptors of their own
+    sys.stdout = sys.stderr = log  # Ray's streams use separate file descriptors

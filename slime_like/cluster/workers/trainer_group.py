@@ -21,7 +21,7 @@ from slime_like.types import F32, StepStats
 
 
 class TrainerGroup(RankGroup):
-    """Calls every rank of the actor at once and hands back what the reporter says."""
+    """Calls all actor ranks concurrently and returns the result of the reporter."""
 
     def __init__(self, workers: Sequence[Any], spec: ActorSpec, local_ranks: Sequence[int]) -> None:
         super().__init__("trainer", workers, local_ranks, spec)
@@ -39,19 +39,19 @@ class TrainerGroup(RankGroup):
         return [ray.put(shard) for shard in shards(batch, self._spec.layout.dp)]
 
     def start_open(self, batch: TrainBatch) -> Refs:
-        """First third of ``step``, for an ensemble: ship each shard once and score it."""
+        """Start the first part of ``step`` with other roles: ship each shard once and score it."""
         return self.start_sharded("open_rollout", self._ship(batch))
 
     def start_estimate(self, columns: Sequence[Mapping[str, Columns]]) -> Refs:
-        """Second third: ``columns`` of other roles for each data-parallel rank; the answers are a critic's returns."""
+        """Start the second part: ``columns`` of other roles per data-parallel rank; the results are a critic's returns."""
         return self.start_sharded("estimate", [ray.put(column) for column in columns])
 
     def start_update(self, batch: TrainBatch, *, frozen: bool) -> Refs:
-        """Last third: the optimizer steps, none if ``frozen``."""
+        """Start the last part: the optimizer steps, none if ``frozen``."""
         return self.start("update", [step.num_tokens for step in batch.steps], frozen)
 
     def score(self, rows: PackedBatch, exact: str | None = None) -> F32:
-        """[T] log-probabilities at the sampling temperature; layers of kind ``exact`` are computed in float64."""
+        """Return [T] log-probabilities at the sampling temperature; layers of kind ``exact`` are computed in float64."""
         shared = ray.put(rows)
         scored = [x for x in self.on_all("score", shared, exact).values() if x is not None]
         if len(scored) != 1:
@@ -59,28 +59,28 @@ class TrainerGroup(RankGroup):
         return np.asarray(scored[0], dtype=np.float32)
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Sample id -> advantages [L] that the ranks gave to its tokens in the rollout that was trained on last."""
+        """Return sample id -> advantages [L] that the ranks computed in the last trained rollout."""
         answers = self.on_all("token_advantages", list(sample_ids)).values()
-        return {sample_id: column for found in answers for sample_id, column in found.items()}
+        return {sample_id: column for columns in answers for sample_id, column in columns.items()}
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """Kinds of layers of the whole model that ``score`` can compute in float64."""
+        """Return the kinds of layers of the model that ``score`` can compute in float64."""
         return tuple(sorted({kind for kinds in self.on_all("layer_kinds").values() for kind in kinds}))
 
     def kernels(self) -> tuple[str, ...]:
-        """What the layers of any rank say of the kernels that ran."""
-        return tuple(sorted({said for rank in self.on_all("kernels").values() for said in rank}))
+        """Return the kernel descriptions of the layers of all ranks."""
+        return tuple(sorted({description for rank in self.on_all("kernels").values() for description in rank}))
 
     def begin_save(self, folder: Path, iteration: int) -> None:
-        """Copy everything on the ranks and let them write it to ``folder/iter_<iteration>``."""
+        """Snapshot the state of all ranks and begin to write it to ``folder/iter_<iteration>``."""
         self.on_all("begin_save", str(folder), iteration)
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Whether what was begun is whole; without ``wait`` only if no rank still writes."""
+        """Return True if the save is complete; with ``wait``, block until it is."""
         return all(self.on_all("finish_save", wait).values())
 
     def load(self, folder: Path, iteration: int) -> None:
-        """Read ``folder/iter_<iteration>``."""
+        """Load ``folder/iter_<iteration>``."""
         versions = set(self.on_all("load", str(folder), iteration).values())
         if len(versions) != 1:
             raise WorkerError(
@@ -93,10 +93,10 @@ class TrainerGroup(RankGroup):
         self.on_all("export_hf", str(folder))
 
     def manifests(self) -> list[tuple[TensorMeta, ...]]:
-        """What each sender will send in a push."""
+        """Return the tensors that each sender will send in a push."""
         return [manifest for manifest in self.on_all("manifest").values() if manifest]
 
     def push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
-        """Send all weights; returns every tensor sent."""
+        """Send all weights and return the metadata of the sent tensors."""
         sent = self.on_all("push", list(engines), transport, seconds=transport.deadline_s)
         return [meta for metas in sent.values() for meta in metas]

@@ -1,4 +1,4 @@
-"""One trainer rank as a Ray actor: where the Megatron actor and the weight sender meet. torch loads here, not before."""
+"""One trainer rank as a Ray actor, with the Megatron actor and the weight sender. torch is first imported here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """How a trainer rank reaches an engine."""
+    """Address and key by which a trainer rank reaches an engine."""
 
     name: str
     url: str
@@ -40,10 +40,10 @@ class EngineAddress:
 
 
 class RankWorker:
-    """What every Megatron rank has as a Ray actor."""
+    """Base of the Ray actors that hold Megatron ranks."""
 
     def __init__(self, name: str, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
-        """``env`` is set before torch is imported, which reads it."""
+        """Set ``env``, which torch reads at import."""
         os.environ.update(env)
         keep_caches_private()
         dump_stacks_on_signal(Path(stacks_dir), f"{name}_rank{rank}")
@@ -52,25 +52,25 @@ class RankWorker:
         self._meeting: Meeting | None = None
 
     def rendezvous(self) -> tuple[str, int]:
-        """Return the address of this node and a port that rank 0 listens on from now on, at that address only."""
+        """Return the address of this node and a port on which rank 0 now listens, at that address only."""
         self._meeting = meeting_at(_own_address())
         return self._meeting.host, self._meeting.port
 
     def meeting(self, master: tuple[str, int]) -> Meeting:
-        """Return where to meet: on rank 0 with its socket."""
+        """Return the rendezvous address, on rank 0 with its socket."""
         return self._meeting or Meeting(*master)
 
     def rest(self) -> None:
-        """Nothing is communicated until the next call: communicators go."""
+        """Destroy communicators until the next collective call."""
         from slime_like.distributed.wrapper import install
 
         install.release()
 
 
 class TrainerWorker(RankWorker):
-    """Holds one rank of the actor. Methods are called on all ranks at once; those that return something do so on the reporter.
+    """Holds one rank of the actor. Methods are called on all ranks concurrently; results come from the reporter.
 
-    No method is a coroutine: Ray would run them all in an event loop, where collectives of two calls could interleave.
+    No method is a coroutine: Ray would run all methods in an event loop, and collectives of two calls could interleave.
     """
 
     def __init__(self, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
@@ -81,7 +81,7 @@ class TrainerWorker(RankWorker):
         self._events = asyncio.new_event_loop()
 
     def connect(self, spec: ActorSpec, master: tuple[str, int], local_rank: int) -> int:
-        """Join the other ranks and build the model; returns the data-parallel rank."""
+        """Join the other ranks and build the model; return the data-parallel rank."""
         self._peaks = MemoryPeaks(cuda=spec.device == "cuda")
         with heavy_imports():
             from slime_like.train.megatron.rank.actor import MegatronActor
@@ -97,50 +97,50 @@ class TrainerWorker(RankWorker):
 
     @property
     def actor(self) -> MegatronActor:
-        """The rank, once connected."""
+        """Return the connected rank."""
         assert self._actor is not None, "connect comes first"
         return self._actor
 
     def step(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
-        """This rank's rows of every optimizer step."""
+        """Train on this rank's rows of every optimizer step."""
         with self._peaks("step"):
             metrics = self.actor.step(steps, num_tokens)
         return self._with_peaks(metrics)
 
     def _with_peaks(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
-        """With what the phases since the step before took at most, on the reporter."""
+        """Add the memory peaks since the previous step, on the reporter."""
         return (*metrics, *self._peaks.drain()) if self.actor.is_reporter else metrics
 
     def open_rollout(self, steps: Sequence[Sequence[PackedBatch]]) -> None:
-        """First third of ``step``, where other roles take part: scores by this rank's own policies."""
+        """Run the first part of ``step`` with other roles: score with this rank's own policies."""
         with self._peaks("score"):
             self.actor.open_rollout(steps)
 
     def estimate(self, columns: Mapping[str, Columns]) -> Columns | None:
-        """Second third: advantages; returns what a critic is to learn."""
+        """Run the second part: compute advantages and return the targets of a critic."""
         return self.actor.estimate(columns)
 
     def update(self, num_tokens: Sequence[int], frozen: bool) -> tuple[Metric, ...]:
-        """Last third: the optimizer steps."""
+        """Run the last part: the optimizer steps."""
         with self._peaks("step"):
             metrics = self.actor.update(num_tokens, frozen=frozen)
         return self._with_peaks(metrics)
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Advantages per token of some samples of the rollout before, as far as this rank speaks for them."""
+        """Return per-token advantages of the previous rollout, for samples that this rank reports."""
         return self.actor.token_advantages(sample_ids)
 
     def score(self, rows: PackedBatch, exact: str | None = None) -> F32 | None:
-        """[T] log-probabilities, on the reporter."""
+        """Return [T] log-probabilities, on the reporter."""
         with self._peaks("score"):
             return self.actor.score(rows, exact)
 
     def layer_kinds(self) -> tuple[str, ...]:
-        """Kinds of layers on this rank that ``score`` can compute in float64."""
+        """Return the kinds of layers on this rank that ``score`` can compute in float64."""
         return self.actor.layer_kinds()
 
     def kernels(self) -> tuple[str, ...]:
-        """What this rank's layers say of the kernels that ran."""
+        """Describe the kernels that this rank's layers used."""
         return self.actor.kernels()
 
     def begin_save(self, folder: str, iteration: int) -> None:
@@ -149,11 +149,11 @@ class TrainerWorker(RankWorker):
             self.actor.begin_save(Path(folder), iteration)
 
     def finish_save(self, wait: bool) -> bool:
-        """Whether the checkpoint that was begun is whole."""
+        """Return True if the pending checkpoint is complete."""
         return self.actor.finish_save(wait=wait)
 
     def load(self, folder: str, iteration: int) -> int:
-        """Read this rank's part of a checkpoint; returns its version."""
+        """Load this rank's part of a checkpoint; return its version."""
         self.actor.load(Path(folder), iteration)
         return self.actor.version
 
@@ -162,12 +162,12 @@ class TrainerWorker(RankWorker):
         self.actor.export_hf(Path(folder))
 
     def manifest(self) -> tuple[TensorMeta, ...]:
-        """What this rank will send in a push: its pipeline stage's tensors on a sender, nothing elsewhere."""
+        """Return the tensors that this rank sends in a push: those of its pipeline stage on a sender, else none."""
         source = self.actor.weights()
         return source.manifest() if source.is_sender else ()
 
     def push(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
-        """Send this rank's weights to every engine; returns what was sent."""
+        """Send this rank's weights to every engine; return the metadata of the sent tensors."""
         from slime_like.distributed.wrapper import install
 
         with install.phase("push"), self._peaks("push"):
@@ -176,18 +176,18 @@ class TrainerWorker(RankWorker):
 
 
 class PushSender:
-    """This rank's sender to the engines of the push at hand. Beside the actor, which may have no coroutine."""
+    """This rank's sender to the engines of a push. Separate from the actor, which may not have coroutines."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._sender: WeightSender | None = None
-        self._engines: tuple[EngineAddress, ...] = ()  # that it sends to
-        self._groups_made = 0
+        self._engines: tuple[EngineAddress, ...] = ()  # of _sender
+        self._num_groups = 0
 
     async def send(
         self, source: WeightSource, engines: tuple[EngineAddress, ...], transport: TransportSpec
     ) -> list[TensorMeta]:
-        """With a sender of these very engines: one that came back has another address."""
+        """Send to ``engines``. The sender is reused only for the same engines; a restarted engine has a new address."""
         if self._sender is not None and self._engines != engines:
             await self._drop()
         if self._sender is None:
@@ -199,7 +199,7 @@ class PushSender:
             raise
 
     async def _drop(self) -> None:
-        """Away with what it shares with the engines: they may wait in it."""
+        """Close the sender, including groups in which engines may be waiting."""
         sender, self._sender = self._sender, None
         assert sender is not None
         await sender.close()
@@ -211,8 +211,8 @@ class PushSender:
             EngineClient(e.url, admin_key=e.admin_key, name=e.name, tp=e.tp, deadline_s=transport.deadline_s)
             for e in engines
         ]
-        self._groups_made += 1
-        return _make_sender(clients, transport, f"weights_rank{self._rank}_{self._groups_made}")
+        self._num_groups += 1
+        return _make_sender(clients, transport, f"weights_rank{self._rank}_{self._num_groups}")
 
 
 def _make_sender(clients: Sequence[WeightReceiver], transport: TransportSpec, group_name: str) -> WeightSender:
@@ -221,5 +221,5 @@ def _make_sender(clients: Sequence[WeightReceiver], transport: TransportSpec, gr
 
 
 def _own_address() -> str:
-    """Loopback on a one-node run, else the address other nodes reach this one at."""
+    """Return loopback on a single-node run, else the address at which other nodes reach this one."""
     return str(get_node_ip_address())

@@ -1,4 +1,4 @@
-"""Ray gets with a deadline: the first failure surfaces at once, and an expiry names who is waited for."""
+"""``ray.get`` with deadlines: the first failure is raised immediately, and an expiry names the awaited processes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from slime_like.errors import SlimeLikeError, WorkerError
 from slime_like.util.deadline import Deadline
 
 POLL_S = 1.0
-GRACE_S = 2.0  # for the peers of a failed process to say what they know
+GRACE_S = 2.0  # for peers of a failed process to report their errors
 
 
 def wait_all(
     refs: Mapping[str, ray.ObjectRef[Any]], deadline: Deadline, waiting: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """The results of all ``refs`` by name, as they come; ``waiting`` hears who is waited for, every second of silence.
+    """Return the results of all ``refs`` by name; call ``waiting`` with the pending names after each second without a result.
 
-    Raises what a remote call raised, as the type it raised it; ``WorkerError`` naming the process that died;
-    ``DeadlineExceeded`` naming who has not answered.
+    Raises the error of a remote call with its type; ``WorkerError`` naming a process that died; ``DeadlineExceeded``
+    naming processes that have not answered.
     """
     pending = {ref: name for name, ref in refs.items()}
     results: dict[str, Any] = {}
@@ -41,21 +41,21 @@ def wait_all(
 
 
 def _root_cause(error: WorkerError, pending: Mapping[ray.ObjectRef[Any], str], deadline: Deadline) -> SlimeLikeError:
-    """One rank's failure makes its peers fail too, of a broken connection: the process that died, or said why, is it."""
+    """Return the root cause: one rank's failure breaks its peers' connections, so prefer a death or a specific error."""
     if error.died:
         return error
     ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=GRACE_S) if pending else ([], [])
-    found: list[SlimeLikeError] = [error]
+    errors: list[SlimeLikeError] = [error]
     for ref in ready:
         try:
             _get(pending[ref], ref, deadline)
-        except SlimeLikeError as other:
-            found.append(other)
-    return next((e for e in found if not isinstance(e, WorkerError) or e.died), error)
+        except SlimeLikeError as peer_error:
+            errors.append(peer_error)
+    return next((e for e in errors if not isinstance(e, WorkerError) or e.died), error)
 
 
 def wait_first(refs: Mapping[str, ray.ObjectRef[Any]], deadline: Deadline) -> tuple[str, Any]:
-    """The name and result of whichever is there first, in the order of ``refs``; errors as ``wait_all``."""
+    """Return name and result of the first ready ref, ties in the order of ``refs``; errors as ``wait_all``."""
     first = next(iter(refs))
     ready, _ = ray.wait(list(refs.values()), num_returns=1, timeout=deadline.remaining(first))
     if not ready:
@@ -65,12 +65,12 @@ def wait_first(refs: Mapping[str, ray.ObjectRef[Any]], deadline: Deadline) -> tu
 
 
 def is_answered(ref: ray.ObjectRef[Any]) -> bool:
-    """Whether the result of a call, or its error, is there."""
+    """Return True if the result or error of a call is available."""
     return bool(ray.wait([ref], timeout=0)[0])
 
 
 def wait_one(name: str, ref: ray.ObjectRef[Any], deadline: Deadline) -> Any:
-    """The result of one call; errors as ``wait_all``."""
+    """Return the result of one call; errors as ``wait_all``."""
     return wait_all({name: ref}, deadline)[name]
 
 
