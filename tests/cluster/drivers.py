@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slime_like.cluster.supervise import ray_watch, supervised, supervisor
+from slime_like.cluster.supervise import process_tree, ray_watch, supervised, supervisor
 from slime_like.util.deadline import Deadline
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -232,6 +232,7 @@ def main(case: str, run_dir: Path) -> int:
     try:
         code = supervisor.supervise(drive)
         assert other.poll() is None, "only what the run has started ends with it"
+        assert not process_tree.adopt(), "the program adopts no orphans of its own afterwards"
         return code
     finally:
         other.kill()

@@ -14,7 +14,7 @@ import psutil
 from slime_like.rollout.engine import segments
 
 MARK = "SLIME_LIKE_RUN"  # environment variable that everything inherits: also what the tree of parents has lost
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 WAIT_S = 0.05
 END_S = 20.0  # for killed processes to be gone; one in an uninterruptible wait takes as long as its disk
 
@@ -24,10 +24,18 @@ AGENTS = {  # children of the raylet: name -> parts of its command line, with a 
 }
 
 
-def adopt() -> None:
-    """Become the parent of every descendant whose own parent ends, so that none leaves the tree."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+def adopt(adopting: bool = True) -> bool:
+    """Become the parent of every descendant whose own parent ends, so that none leaves the tree; return what was set before.
+
+    ``adopting=False``: such a descendant goes to the next ancestor that adopts.
+    """
+    before = ctypes.c_int()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_GET_CHILD_SUBREAPER)")
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(adopting), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    return bool(before.value)
 
 
 def children() -> frozenset[psutil.Process]:

@@ -54,7 +54,7 @@ def supervise(run: Callable[[], int]) -> int:
     # Inherited as ignored, the kernel would take the exit codes.
     reaping = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     others = process_tree.children()  # of a program that calls this: none of the run's
-    process_tree.adopt()
+    adopting = process_tree.adopt()
     driver = os.fork()
     if driver == 0:
         ours.close()
@@ -65,6 +65,7 @@ def supervise(run: Callable[[], int]) -> int:
         return Supervisor(driver, ours, others).watch(before)
     finally:
         signal.signal(signal.SIGCHLD, reaping)
+        process_tree.adopt(adopting)
 
 
 @dataclass(slots=True)
