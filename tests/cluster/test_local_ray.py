@@ -203,6 +203,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
+@pytest.mark.slow
 def test_sigterm_is_left_alone_while_a_real_one_goes() -> None:
     environment = os.environ | {"HOME": "/proc/home"}  # Ray would write its token there, for everybody to read
     done = subprocess.run(

@@ -39,6 +39,7 @@ def test_names_are_answered_as_the_whole_mapping_would() -> None:
     assert len(reads) == 1
 
 
+@pytest.mark.slow
 def test_a_config_is_read_without_model_classes_and_models_are_there_afterwards(tmp_path: Path) -> None:
     """In a process of its own: a config class is imported once."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_next", "num_experts": 7}')

@@ -90,6 +90,7 @@ def test_tokens_lie_where_transformers_says(folder: Path) -> None:
     assert "offset_mapping" not in plain(TEXTS, add_special_tokens=False)
 
 
+@pytest.mark.slow
 def test_no_hub_is_asked_for_what_a_folder_lacks(folder: Path) -> None:
     """A hub that accepts and never answers would hold a run up for as long as its library waits."""
     edit(folder / "tokenizer_config.json", lambda c: c.update(tokenizer_class="Qwen2Tokenizer"))

@@ -247,10 +247,11 @@ def test_presets() -> None:
     assert len(never) == 8
     other = slime.policy("all_reduce", "tp")
     assert (other.checks, other.threshold.of(0), other.action) == ("always", 3 * GIB, "clear")
-    assert {spec_of("guard=always").policy(op.name, "dp").checks for op in OPS} == {"always"}
-    assert {spec_of().policy(op.name, "dp").checks for op in OPS} == {"auto"}
+    always, auto = spec_of("guard=always"), spec_of()
+    assert {always.policy(op.name, "dp").checks for op in OPS} == {"always"}
+    assert {auto.policy(op.name, "dp").checks for op in OPS} == {"auto"}
     assert not spec_of("guard=off").wrap
-    assert spec_of().wrap
+    assert auto.wrap
 
 
 def test_what_is_more_special_goes_first() -> None:

@@ -29,13 +29,11 @@ def backend(in_c: bool = False, **pools: Any) -> Any:
 def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prefix: int) -> torch.Tensor:
     """q [Q, H, D] after ``prefix`` cached tokens, keys and values [L, K, D] -> [Q, H, D]."""
     q, keys, values = q.double(), keys.double(), values.double()
-    out = torch.empty_like(q)
-    for position in range(q.shape[0]):
-        seen = prefix + position + 1
-        for head in range(q.shape[1]):
-            weights = torch.softmax(keys[:seen, head // GROUP] @ q[position, head] / math.sqrt(DIM), 0)
-            out[position, head] = weights @ values[:seen, head // GROUP]
-    return out
+    later_QL = torch.arange(len(keys)) > prefix + torch.arange(len(q))[:, None]
+    of_head = torch.arange(q.shape[1]) // GROUP
+    scores_HQL = torch.einsum("qhd,lhd->hql", q, keys[:, of_head]) / math.sqrt(DIM)
+    weights_HQL = torch.softmax(scores_HQL.masked_fill(later_QL, -math.inf), -1)
+    return torch.einsum("hql,lhd->qhd", weights_HQL, values[:, of_head])
 
 
 @settings(deadline=None, max_examples=40)

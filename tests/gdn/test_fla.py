@@ -13,6 +13,8 @@ import pytest
 
 from tests.train.state_passing import HV, K, V
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "scripts" / "requirements" / "fla_interpreter.lock"
 PREPARED = Path(sys.prefix) / "fla_interpreter"  # made by scripts/setup.sh

@@ -102,6 +102,7 @@ def test_the_live_view_shows_rows_split_and_evaluations(tmp_path: Path) -> None:
         assert text in shown
 
 
+@pytest.mark.slow
 def test_wandb_is_offline_without_a_key_and_goes_on_as_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

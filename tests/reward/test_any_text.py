@@ -137,5 +137,6 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_hostile_formulas_are_scored_in_time(scorer: Scorer) -> None:
     scorer.assert_scores(r"\sqrt{2}", [rf"</think>Answer: \boxed{{{latex}}}" for latex in HOSTILE])

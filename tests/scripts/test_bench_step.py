@@ -14,6 +14,7 @@ bench_step: Any = importlib.import_module("scripts.bench_step")
 FIGURES = r" (\d+\.\d+) \((\d+\.\d+)\) \|"
 
 
+@pytest.mark.ranks
 def test_a_case_becomes_a_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "step.md"
     argv = ["--tables", "steps", "--cases", "tiny,float32,1", "--rounds", "1", "--sequences", "4", "--output", str(out)]

@@ -18,7 +18,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.rollout.engine import server
 from tests.upstream import targets
 
-pytestmark = pytest.mark.upstream
+pytestmark = [pytest.mark.upstream, pytest.mark.slow]
 
 ENGINE = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 10, 10, deterministic=True)
 
