@@ -1,6 +1,9 @@
-"""What the tests of bad input share."""
+"""Assertions and parameters of tests whose input is refused."""
 
 from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 
 import pytest
 
@@ -9,10 +12,23 @@ from slime_like.errors import ConfigError, SlimeLikeError
 
 
 def message(argv: list[str], extra: str, *, files: bool, error: type[SlimeLikeError] = ConfigError) -> str:
-    """What a command line that cannot work is told."""
+    """Return the error that a command line ends in."""
     with pytest.raises(error) as caught:
         load_config([*argv, *extra.split()], files=files)
     return str(caught.value)
+
+
+@contextmanager
+def refusal(words: Iterable[str], error: type[SlimeLikeError] = ConfigError) -> Generator[None]:
+    """Assert that the block raises ``error`` with a message that holds ``words``."""
+    with pytest.raises(error) as caught:
+        yield
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def each_rule(rules: Mapping[str, tuple[str, ...]]) -> pytest.MarkDecorator:
+    """Run a test for each of ``rules`` as its parameter ``case``: extra arguments, then words of the message."""
+    return pytest.mark.parametrize("case", list(rules.values()), ids=list(rules))
 
 
 def one_message(case: tuple[str, ...], argv: list[str]) -> None:

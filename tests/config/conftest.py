@@ -1,11 +1,16 @@
-"""A model folder and a data file that every rule accepts, and the command line that names them."""
+"""A model folder and a data file that every rule accepts, the command line that names them, and its plan."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.config.load.loader import load_config
+from tests.config.machines import LAPTOP
 from tests.config.model_folder import write_model
 
 
@@ -25,3 +30,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def argv(model: Path, data: Path) -> list[str]:
     """The shortest command line that loads."""
     return [f"model.hf_checkpoint={model}", f"data.train={data}"]
+
+
+@pytest.fixture
+def plan(argv: list[str]) -> Callable[..., Plan]:
+    """Plan that command line with more arguments, for a laptop or another machine."""
+
+    def make(*extra: str, machine: Machine = LAPTOP) -> Plan:
+        return make_plan(load_config([*argv, *extra]), machine)
+
+    return make

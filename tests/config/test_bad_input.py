@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from slime_like.config.load.loader import load_config
-from tests.config.bad_input import message, one_message
+from tests.config.bad_input import each_rule, message, one_message
 
 # extra arguments, what the message must hold
 KEYS = {
@@ -43,7 +41,7 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("case", KEYS.values(), ids=list(KEYS))
+@each_rule(KEYS)
 def test_the_message_names_key_value_and_fix(case: tuple[str, ...], argv: list[str]) -> None:
     one_message(case, argv)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.config.bad_input import one_message
+from tests.config.bad_input import each_rule, one_message
 
 # extra arguments, what the message must hold
 RULES = {
@@ -154,6 +152,6 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("case", RULES.values(), ids=list(RULES))
+@each_rule(RULES)
 def test_the_message_names_key_value_and_fix(case: tuple[str, ...], argv: list[str]) -> None:
     one_message(case, argv)

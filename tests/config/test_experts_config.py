@@ -9,8 +9,9 @@ import pytest
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.config.load.loader import load_config
-from slime_like.errors import CheckpointError, ConfigError
+from slime_like.errors import CheckpointError
 from slime_like_compat.flags.translate import translate
+from tests.config.bad_input import refusal
 from tests.config.model_folder import write_model
 
 MACHINE = Machine(0, 8, 64 * 2**30, ())
@@ -50,9 +51,8 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_layout_of_experts_that_cannot_be_is_named(
     overrides: str, words: list[str], sparse: Path, argv: list[str]
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refusal(words):
         load_config([*argv, f"model.hf_checkpoint={sparse}", *overrides.split()])
-    assert all(word in str(caught.value) for word in words), caught.value
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,8 @@ def test_a_layout_of_experts_that_cannot_be_is_named(
     ],
 )
 def test_a_model_without_experts_is_named(overrides: str, words: list[str], argv: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refusal(words):
         load_config([*argv, *overrides.split()])
-    assert all(word in str(caught.value) for word in words), caught.value
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])

@@ -12,6 +12,7 @@ from slime_like.config.schema.known import free_root, known_keys
 from slime_like.errors import ConfigError
 from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES
 from slime_like_compat.flags.translate import flag_of, known_flags, translate
+from tests.config.bad_input import refusal
 
 # The flags of slime's scripts/run-qwen3-4B.sh, less its paths.
 SLIME_SCRIPT = """
@@ -195,9 +196,8 @@ def test_a_flag_sets_its_key(line: str, override: str) -> None:
 
 @pytest.mark.parametrize(("line", "words"), REFUSALS.items(), ids=list(REFUSALS))
 def test_what_is_not_understood_is_refused(line: str, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refusal(words):
         translate(line.split(" "))
-    assert all(word in str(caught.value) for word in words), caught.value
 
 
 @pytest.mark.parametrize("flag", REFUSED)

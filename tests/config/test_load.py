@@ -20,6 +20,7 @@ from slime_like.config.schema.known import ALGORITHMS, known_keys
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like_compat.flags.translate import render
+from tests.config.bad_input import refusal
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (config_folder() / "recipe").glob("*.yaml"))
@@ -134,9 +135,8 @@ def test_round_trip_of_every_algorithm(argv: list[str]) -> None:
     ],
 )
 def test_a_damaged_saved_configuration_is_named(text: str, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refusal(words):
         from_yaml(text)
-    assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_show_prints_missing_keys_too() -> None:

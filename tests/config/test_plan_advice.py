@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,16 +13,12 @@ from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.cluster.plan.view import render_plan
 from slime_like.config.load.loader import load_config
-
-SERVER = Machine(8, 64, 512 * 2**30, ("H100",) * 8)
+from tests.config.machines import SERVER
 
 
 @pytest.fixture
-def plan(argv: list[str]):
-    def make(*extra: str, machine: Machine = SERVER) -> Plan:
-        return make_plan(load_config([*argv, *extra]), machine)
-
-    return make
+def plan(plan: Callable[..., Plan]) -> Callable[..., Plan]:
+    return partial(plan, machine=SERVER)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -8,7 +8,7 @@ import pytest
 
 from slime_like.config.load.loader import load_config
 from slime_like.errors import CheckpointError, SlimeLikeError
-from tests.config.bad_input import message
+from tests.config.bad_input import each_rule, message
 from tests.config.model_folder import write_model, write_safetensors
 
 # extra arguments, what the message must hold
@@ -31,7 +31,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("case", LAYOUTS.values(), ids=list(LAYOUTS))
+@each_rule(LAYOUTS)
 def test_what_does_not_fit_the_files(case: tuple[str, ...], argv: list[str]) -> None:
     extra, *words = case
     text = message(argv, extra, files=True, error=SlimeLikeError)

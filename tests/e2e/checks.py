@@ -15,6 +15,7 @@ from slime_like.data.dump import load_groups, rollout_path
 from slime_like.distributed.guard.pace import OVERDRAFT
 from slime_like.metrics import dictionary
 from slime_like.types import Sample, Source
+from tests.e2e.runs import Finished, last_step, metrics
 
 # The gate of the tests stands here and nowhere else: no recipe can loosen it.
 MAX_LOGPROB_DIFFERENCE = 1e-4
@@ -32,6 +33,14 @@ def check_consistency(rows: list[dict[str, Any]], *, cached: bool = True) -> Non
     assert (min(row["probe/prefix_cache_hit_rate"] for row in rows) > 0.5) == cached
     assert drifts
     assert max([*probes, *drifts]) <= MAX_LOGPROB_DIFFERENCE
+
+
+def check_skipped_push(run: Finished, run_dir: Path) -> None:
+    """Check that ``weights.debug_skip_push_at=2`` ended the run before the step on the weights of that push."""
+    assert run.code == 1
+    assert "ConsistencyError: after the push of version 2 engine and trainer disagree" in run.output
+    assert last_step(run_dir) == 1
+    check_consistency(metrics(run_dir))
 
 
 def check_documented(rows: list[dict[str, Any]]) -> None:
