@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from slime_like.errors import ConfigError
+from slime_like.util.user_module import user_module
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -17,29 +18,32 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(options)}"
 
 
+def is_path(name: str | None) -> bool:
+    """Return whether ``name`` is ``module:attribute`` or ``file.py:attribute``, and no name of a table."""
+    return name is not None and ":" in name
+
+
 def check(key: str, name: str, table: dict[str, str], *, dotted: bool = False) -> None:
     """Raise ``ConfigError`` unless ``name`` is in ``table`` or, if ``dotted``, looks like ``package.module:attribute``."""
-    if name in table or (dotted and ":" in name):
+    if name in table or (dotted and is_path(name)):
         return
-    extra = ", or a dotted path such as my_package.my_module:my_function" if dotted else ""
+    extra = ", or a path such as my_package.my_module:my_function or my_file.py:my_function" if dotted else ""
     raise ConfigError(f"{key}={name!r} is unknown: {nearest(name, table)}{extra}")
 
 
 def resolve(key: str, name: str, table: dict[str, str]) -> Any:
-    """Import the object that ``table`` maps ``name`` to, or the dotted path ``name`` itself.
+    """Import the object that ``table`` maps ``name`` to, or that the path ``name`` leads to.
 
     Raises ``ConfigError`` naming ``key`` if the module or attribute does not exist.
     """
     target = table.get(name, name)
-    module_name, _, attribute = target.partition(":")
-    if not attribute:
+    module_name, colon, attribute = target.rpartition(":")
+    if not colon or not attribute:
         raise ConfigError(f"{key}={name!r} is unknown: {nearest(name, table)}")
     try:
-        module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name) if name in table else user_module(key, name, module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{key}={name!r}: cannot import {module_name!r} ({error}); is it installed and on PYTHONPATH?"
-        ) from error
+        raise ConfigError(f"{key}={name!r}: cannot import {module_name!r} ({error}): install the package") from error
     try:
         return getattr(module, attribute)
     except AttributeError as error:

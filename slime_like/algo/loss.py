@@ -12,9 +12,9 @@ from functools import partial
 
 from torch import Tensor
 
-from slime_like.algo.off_policy import correction
+from slime_like.algo.off_policy import OffPolicy
 from slime_like.algo.surrogate import Surrogate, per_sequence, per_token, weighted
-from slime_like.config.schema.names import KL_ESTIMATORS
+from slime_like.config.schema.names import KL_ESTIMATORS, OFF_POLICY
 from slime_like.config.schema.policy import AlgoConfig, PolicyConfig, PolicyGradientConfig
 from slime_like.interfaces import LossFn, LossOutput, LossView
 from slime_like.registry import resolve
@@ -27,6 +27,7 @@ class PolicyLoss:
     config: PolicyConfig
     surrogate: Callable[[LossView, Tensor], Surrogate]
     kl: Callable[[Tensor, Tensor], Tensor]
+    correct: OffPolicy
     needs_entropy: bool
 
     def __call__(self, view: LossView) -> LossOutput:
@@ -38,7 +39,7 @@ class PolicyLoss:
         cfg = self.config
         old = view.logprobs.detach() if view.old_logprobs is None else view.old_logprobs
         found = self.surrogate(view, view.rollout_logprobs if cfg.use_rollout_logprobs else old)
-        corrected = correction(cfg, old, view.rollout_logprobs, view.sequences)
+        corrected = self.correct(cfg, old, view.rollout_logprobs, view.sequences)
         means = found.means | corrected.means
         loss = found.loss if corrected.weight is None else found.loss * corrected.weight
         if corrected.keep is not None:
@@ -85,7 +86,8 @@ def cispo(cfg: PolicyConfig) -> LossFn:
 
 def _policy_loss(cfg: PolicyConfig, surrogate: Callable[[LossView, Tensor], Surrogate]) -> LossFn:
     kl = resolve("algo.kl_loss_type", cfg.kl_loss_type, KL_ESTIMATORS)
-    return PolicyLoss(config=cfg, surrogate=surrogate, kl=kl, needs_entropy=cfg.entropy_coef != 0)
+    correct: OffPolicy = resolve("algo.off_policy", cfg.off_policy, OFF_POLICY)
+    return PolicyLoss(config=cfg, surrogate=surrogate, kl=kl, correct=correct, needs_entropy=cfg.entropy_coef != 0)
 
 
 def sft(cfg: AlgoConfig) -> LossFn:

@@ -7,6 +7,7 @@ No gradient flows through any of them, and none changes a denominator: what is d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ class Correction:
     weight: Tensor | None  # [T], of the policy gradient
     keep: Tensor | None  # [T], 0 in rejected sequences: of every term of the loss
     means: dict[str, Tensor]  # [T]
+
+
+class OffPolicy(Protocol):
+    """``algo.off_policy`` (table OFF_POLICY). ``sequences`` is None where a rank holds no whole sequences."""
+
+    def __call__(
+        self, config: PolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences | None, /
+    ) -> Correction: ...
 
 
 def truncated_importance(

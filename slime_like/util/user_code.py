@@ -24,7 +24,7 @@ def check_signature(key: str, name: str, function: Callable[..., Any], form: str
     try:
         inspect.signature(function).bind(*[None] * num_args)
     except TypeError as error:
-        raise ConfigError(f"{key}={name!r} cannot be called as {form}: {error}") from error
+        raise ConfigError(f"{key}={name!r} cannot be called as {form}: {error}{location(function)}") from error
     except ValueError:  # a builtin without a signature
         pass
 
@@ -52,7 +52,9 @@ def describe(error: BaseException) -> str:
 
 def origin(error: BaseException) -> str:
     """Return ``file:line`` of the innermost frame in user code, not in this or an installed package, if there is one."""
-    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     if not frames:
         return "no line is known"
     user_frames = [
@@ -62,3 +64,12 @@ def origin(error: BaseException) -> str:
     ]
     frame = (user_frames or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"
+
+
+def location(function: object) -> str:
+    """Return `` (file:line)`` of the definition of a function, class or object; empty when it has none in Python."""
+    code = function if inspect.isclass(function) or inspect.isroutine(function) else type(function)
+    try:
+        return f" ({inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]})"
+    except (OSError, TypeError):
+        return ""

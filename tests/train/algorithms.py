@@ -6,17 +6,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from slime_like.algo.bind import bind_loss, bind_token_advantage
 from slime_like.config.schema.algo import CispoConfig, DapoConfig, GrpoConfig, GspoConfig, RlooConfig
-from slime_like.config.schema.names import LOSSES
 from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.metrics.types import reduce_metrics
-from slime_like.registry import resolve
 from tests.algo.reference import importance, is_kept, surrogate
 from tests.train.faults import replaced
 from tests.train.jobs import Shared, make_actor
@@ -36,6 +36,10 @@ ALGORITHMS: dict[str, PolicyConfig] = {
     "product": GrpoConfig(rejection="product", rejection_low=0.3),
     "gspo rejection": GspoConfig(**GEOMETRIC),
 }
+OWN = GrpoConfig(
+    loss="tests.config.own_algorithm:Reinforce", token_advantage="tests.config.own_algorithm:ConstantAdvantage"
+)
+"""A user's own loss and advantage, by dotted path."""
 
 
 def every_algorithm(
@@ -49,16 +53,36 @@ def every_algorithm(
     scores = [actor.score(rows) for rows in batch(1)]
     with replaced(DifferentiableSum, "sum", lambda self, value: value) if fault else contextlib.nullcontext():
         found = {name: _step(actor, layout, config) for name, config in ALGORITHMS.items()}
+    found["own"] = _own_step(actor, layout)
     if not actor.is_reporter:
         return {}, {}
     known = [score for score in scores if score is not None]
-    return found, {name: reference(config, known) for name, config in ALGORITHMS.items()}
+    expected = {name: reference(config, known) for name, config in ALGORITHMS.items()}
+    return found, expected | {"own": own_reference(known)}
 
 
 def _step(actor: Any, layout: Layout, config: AlgoConfig) -> dict[str, float]:
-    actor.trainer.optimizer_step._loss = resolve("algo.loss", config.loss, LOSSES)(config)
+    actor.trainer.optimizer_step._loss = bind_loss(config)
     rows = batch(1)
     return reduce_metrics(actor.step([rows[actor.dp_rank :: layout.dp]], [count_tokens(rows)]))
+
+
+def _own_step(actor: Any, layout: Layout) -> dict[str, float]:
+    trainer = actor.trainer
+    with (
+        replaced(trainer, "spec", replace(trainer.spec, algo=OWN)),
+        replaced(trainer, "token_advantage", bind_token_advantage(OWN)),
+    ):
+        return _step(actor, layout, OWN)
+
+
+def own_reference(scores: list[np.ndarray]) -> float:
+    """Return the loss of a step of ``OWN``, from the trainer's log-probabilities."""
+    total = 0.0
+    for rows, score in zip(batch(1), scores, strict=True):
+        advantages = np.repeat(rows.rewards - 0.5, np.diff(rows.cu_seqlens)).astype(np.float64)
+        total -= float((rows.loss_weight * advantages * score).sum())
+    return total
 
 
 def reference(config: PolicyConfig, scores: list[np.ndarray]) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_like.algo.bind import bind_group_advantage
 from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.run.chaos import Chaos, report_lines
 from slime_like.cluster.run.checkpoints import Checkpoints
@@ -28,7 +29,6 @@ from slime_like.cluster.workers.role_group import RoleGroup
 from slime_like.cluster.workers.trainer_group import TrainerGroup
 from slime_like.cluster.workers.trainer_worker import EngineAddress
 from slime_like.cluster.workers.wait import wait_all, wait_one
-from slime_like.config.schema.names import GROUP_ADVANTAGES
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.resolved import CriticSpec, TeacherSpec
 from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
@@ -39,7 +39,7 @@ from slime_like.errors import DeadlineExceeded, SlimeLikeError
 from slime_like.interfaces import MetricSink, Trainer
 from slime_like.metrics.drift import DriftWatch
 from slime_like.metrics.spans import Spans
-from slime_like.registry import resolve
+from slime_like.registry import is_path
 from slime_like.rollout.manager import ManagerSpec
 from slime_like.util.deadline import Deadline
 from slime_like.weights import manifest
@@ -202,7 +202,7 @@ class Cluster:
     def _assembly(self) -> AssembleSpec:
         cfg, name = self.cfg, self.cfg.algo.group_advantage
         return AssembleSpec(
-            group_advantage=None if name is None else resolve("algo.group_advantage", name, GROUP_ADVANTAGES),
+            group_advantage=None if name is None else bind_group_advantage(name),
             aggregation=cfg.algo.aggregation,
             steps_per_rollout=cfg.loop.steps_per_rollout,
             dp=self.plan.actor.layout.dp,
@@ -266,6 +266,8 @@ class Cluster:
 
 def _baseline(cfg: TrainConfig) -> str:
     """Return the samples over which equal rewards make every advantage 0: "group", "batch", or "none"."""
+    if is_path(cfg.algo.group_advantage) or is_path(cfg.algo.token_advantage) or is_path(cfg.algo.loss):
+        return "none"  # nothing is known of a user's own
     if cfg.algo.group_advantage is not None:
         return "group"
     # A critic learns from rewards that are all equal, and its values differ from them until it has.

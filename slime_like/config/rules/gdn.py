@@ -78,7 +78,7 @@ def check_runtime(config: GDNConfig, here: Runtime, dtype: str, shape: GDNShape 
     ``config.backend`` may be auto; ``dtype`` too, which is bfloat16 on a GPU; ``shape`` None: not known yet.
     """
     name = gdn_backend(config.backend, here.device)
-    if name == "torch":
+    if name not in NEEDS:  # runs anywhere, or checks what it needs when it is constructed
         return
     asked = f"model.gdn.backend={name}"
     if here.device != "cuda":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 from slime_like.config.rules import foreign
 from slime_like.config.rules.agents import check_agent
@@ -12,22 +11,20 @@ from slime_like.config.rules.deterministic import check_seeds
 from slime_like.config.rules.eval_overrides import check_overrides, override_lengths
 from slime_like.config.rules.experts import RECOMPUTED, stage_ranks
 from slime_like.config.rules.gdn import check_gdn
+from slime_like.config.rules.names import check_names
 from slime_like.config.rules.over_sampling import check_over_sampling
 from slime_like.config.rules.pipeline import check_pipeline
 from slime_like.config.rules.roles import check_roles
 from slime_like.config.rules.schedule import actor_steps, settle_schedule
 from slime_like.config.rules.trained_sampling import check_trained_sampling
-from slime_like.config.rules.user_functions import check_function
-from slime_like.config.schema import names
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.base import within
 from slime_like.config.schema.known import ALGORITHMS
 from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
-from slime_like.config.schema.reward_names import ROW, check_reward_name, split_prefix
 from slime_like.config.schema.role_algo import DistillConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.registry import check
+from slime_like.registry import is_path
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *RECOMPUTED)  # of layers that some family has
 BIG = 1e12
@@ -40,7 +37,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, co
     Without ``counted``, loop.num_rollout is not known yet.
     """
     _ranges(cfg)
-    _names(cfg, code=code)
+    check_names(cfg, code=code)
     check_agent(cfg.rollout)
     check_overrides(cfg.evaluation, cfg.reward)
     _algorithm(cfg)
@@ -151,41 +148,6 @@ def _ranges(cfg: TrainConfig) -> None:
         raise ConfigError(f"model.recompute_modules={unknown} is unknown: known are {', '.join(RECOMPUTE_MODULES)}")
 
 
-def _names(cfg: TrainConfig, *, code: bool) -> None:
-    """Names stand in their table; a dotted path, where one may stand, can be imported and called if ``code``."""
-    check("algo.loss", cfg.algo.loss, names.LOSSES)
-    if cfg.algo.group_advantage is not None:
-        check("algo.group_advantage", cfg.algo.group_advantage, names.GROUP_ADVANTAGES)
-    if cfg.algo.token_advantage is not None:
-        check("algo.token_advantage", cfg.algo.token_advantage, names.TOKEN_ADVANTAGES)
-    if cfg.model.family != "auto":
-        check("model.family", cfg.model.family, names.FAMILIES)
-    if cfg.model.attention != "auto":
-        check("model.attention", cfg.model.attention, names.ATTENTIONS)
-    if cfg.model.gdn.backend != "auto":
-        check("model.gdn.backend", cfg.model.gdn.backend, names.GDN_BACKENDS)
-    check_reward_name("reward.name", cfg.reward.name, dotted=True)
-    for key, name, table in _open_names(cfg):
-        check(key, name, table, dotted=True)
-        if code:
-            check_function(key, name, table)
-    # Imported when it is called: what it imports may be heavy.
-    if cfg.run.prepare is not None and ":" not in cfg.run.prepare:
-        raise ConfigError(f"run.prepare={cfg.run.prepare!r} is not a dotted path such as my_package.my_module:function")
-
-
-def _open_names(cfg: TrainConfig) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """Key, value and table of each name that may also be a dotted path."""
-    yield "reward.name", split_prefix(cfg.reward.name)[1], names.REWARDS
-    for name in (name for name in cfg.reward.weights if name != ROW):
-        check_reward_name("reward.weights", name, dotted=True)
-        yield "reward.weights", split_prefix(name)[1], names.REWARDS
-    yield "rollout.generate", cfg.rollout.generate, names.GENERATE
-    yield "data.source", cfg.data.source, names.DATA_SOURCES
-    for name in cfg.rollout.filters:
-        yield "rollout.filters", name, names.FILTERS
-
-
 def _algorithm(cfg: TrainConfig) -> None:
     algo = cfg.algo
     chosen = next(name for name, schema in ALGORITHMS.items() if type(algo) is schema)
@@ -201,7 +163,8 @@ def _algorithm(cfg: TrainConfig) -> None:
                 "evaluation.datasets with algo=sft: no engine runs that could answer; set evaluation.datasets={}"
             )
         return
-    if algo.group_advantage is not None and n < 2 and cfg.run.mode != "rollout_only":
+    own = is_path(algo.group_advantage)
+    if algo.group_advantage is not None and not own and n < 2 and cfg.run.mode != "rollout_only":
         raise ConfigError(
             f"rollout.n_samples_per_prompt={n} with algo.group_advantage={algo.group_advantage}: every advantage "
             "would be 0, as a group is its own baseline; set at least 2, or algo=reinforce_pp"
@@ -209,15 +172,16 @@ def _algorithm(cfg: TrainConfig) -> None:
 
 
 def _fixed_by_algorithm(algo: AlgoConfig, chosen: str) -> None:
-    """The loss, and where advantages come from, follow from the algorithm: its other keys are those that they read."""
+    """Refuse a loss or advantage of another algorithm, which reads other keys than those of ``algo``; a user's own may stand."""
     default = ALGORITHMS[chosen]()
-    if algo.loss != default.loss:
+    if algo.loss != default.loss and not is_path(algo.loss):
         others = [name for name, schema in ALGORITHMS.items() if schema().loss == algo.loss]
         raise ConfigError(
             f"algo.loss={algo.loss!r} under algo={chosen}: that loss would not read the keys of algo={chosen}; "
             f"choose the algorithm with algo={' or '.join(others)}"
         )
-    if algo.token_advantage != default.token_advantage:
+    own = isinstance(algo, PolicyConfig) and is_path(algo.token_advantage)
+    if algo.token_advantage != default.token_advantage and not own:
         others = [name for name, schema in ALGORITHMS.items() if schema().token_advantage == algo.token_advantage]
         raise ConfigError(
             f"algo.token_advantage={algo.token_advantage!r} under algo={chosen}: it would not read the keys of "

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from slime_like.config.schema.policy import AlgoConfig
+from slime_like.config.schema.role_algo import PpoConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import resolve
-from slime_like.util.user_code import check_signature
+from slime_like.util.user_code import check_signature, describe, location
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,16 @@ FORMS = {
     "rollout.filters": Form("filter(group) -> None or a reason", 1),
     "data.source": Form("source(config, context)", 2),
     "run.prepare": Form("prepare(config)", 1),
+    "algo.loss": Form("loss(config)", 1),
+    "algo.token_advantage": Form("advantage(config)", 1),
+    "algo.group_advantage": Form("advantage(rewards_G) -> advantages_G", 1),
+    "algo.off_policy": Form("correction(config, old_logprobs, rollout_logprobs, sequences) -> Correction", 4),
 }
+BOUND = {
+    "algo.loss": Form("loss(config)(view) -> LossOutput", 1),
+    "algo.token_advantage": Form("advantage(config)(views, reduce) -> [advantages_T of each view]", 2),
+}
+"""The call of the object that a key's function returns for the algorithm's config."""
 """Rewards and agents are checked where they are loaded (``reward.check``, ``config.agent_rules``)."""
 
 
@@ -50,6 +61,37 @@ def check_function(key: str, name: str, table: dict[str, str]) -> None:
     _check(key, name, function, form)
 
 
+def check_bound(key: str, name: str, config: AlgoConfig) -> None:
+    """Raise ``ConfigError`` unless the function at path ``name`` can be called as a part of the algorithm.
+
+    A loss or a token advantage is constructed from ``config``, as each rank will do.
+    """
+    check_function(key, name, {})
+    if (form := BOUND.get(key)) is None:
+        return
+    function = resolve(key, name, {})
+    try:
+        bound = function(config)
+    except Exception as error:  # code of a user's may raise anything
+        raise ConfigError(f"{key}={name!r}: {FORMS[key].call} raised {describe(error)}: correct that line") from error
+    if not callable(bound):
+        raise ConfigError(
+            f"{key}={name!r} returned a {type(bound).__name__} for {FORMS[key].call}: it must return what can be called as "
+            f"{form.call}{location(function)}"
+        )
+    _check(key, name, bound, form)
+    if key == "algo.loss" and not isinstance(getattr(bound, "needs_entropy", None), bool):
+        raise ConfigError(
+            f"{key}={name!r} has no needs_entropy: give the object that {FORMS[key].call} returns a bool of this name, True "
+            f"if it reads view.entropy{location(function)}"
+        )
+    if key == "algo.token_advantage" and isinstance(config, PpoConfig) and not hasattr(bound, "returns"):
+        raise ConfigError(
+            f"{key}={name!r} under algo=ppo has no method returns(views), from which the critic learns: add it, or choose "
+            f"an algorithm without a critic{location(function)}"
+        )
+
+
 def _check(key: str, name: str, function: Callable[..., Any] | None, form: Form) -> None:
     if function is None:
         raise ConfigError(f"{key}={name!r}: its instances cannot be called; it must have {form.call}")
@@ -57,5 +99,5 @@ def _check(key: str, name: str, function: Callable[..., Any] | None, form: Form)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(own_call)
     if is_async != form.is_async:
         wrong = "is no coroutine function" if form.is_async else "is a coroutine function, which nobody awaits"
-        raise ConfigError(f"{key}={name!r} {wrong}: it must be {form.call}")
+        raise ConfigError(f"{key}={name!r} {wrong}: it must be {form.call}{location(function)}")
     check_signature(key, name, function, form.call, form.num_args)

@@ -17,6 +17,9 @@ TOKEN_ADVANTAGES = {
     "reinforce_pp": "slime_like.algo.token_advantage:ReinforcePlusPlus",
     "reinforce_pp_baseline": "slime_like.algo.token_advantage:ReinforcePlusPlusBaseline",
 }
+OFF_POLICY = {
+    "importance": "slime_like.algo.off_policy:correction",
+}
 KL_ESTIMATORS = {
     "k1": "slime_like.algo.kl:k1",
     "k2": "slime_like.algo.kl:k2",

@@ -18,9 +18,13 @@ class AlgoConfig(Config):
     """Keys of every algorithm: names in the tables of ``schema.names`` and the aggregation of token losses."""
 
     name: str = key("grpo", "Algorithm.")
-    loss: str = key("policy_gradient", "Token loss (table LOSSES); by default the algorithm's.")
-    group_advantage: str | None = key(None, "Advantage from the rewards of a group (table GROUP_ADVANTAGES).")
-    token_advantage: str | None = key(None, "Advantage per token, computed on the ranks (table TOKEN_ADVANTAGES).")
+    loss: str = key("policy_gradient", "Token loss (table LOSSES, or a path); by default the algorithm's.")
+    group_advantage: str | None = key(
+        None, "Advantage from the rewards of a group (table GROUP_ADVANTAGES, or a path)."
+    )
+    token_advantage: str | None = key(
+        None, "Advantage per token, computed on the ranks (table TOKEN_ADVANTAGES, or a path)."
+    )
     aggregation: str = key(
         "token_mean",
         "Aggregation of token losses: token_mean, sequence_mean or dr_grpo (sum divided by max_response_len).",
@@ -44,6 +48,11 @@ class PolicyConfig(AlgoConfig):
         False, "For samples continued under new weights, train only on tokens sampled by the newest weights."
     )
     use_rollout_logprobs: bool = key(False, "Use the engine's log-probabilities as those of the old policy.")
+    off_policy: str = key(
+        "importance",
+        "Correction of tokens that another policy sampled: importance reads use_tis, use_mis and rejection (table "
+        "OFF_POLICY, or a path).",
+    )
     use_tis: bool = key(False, "Truncated importance sampling between rollout policy and old policy.")
     tis_clip: float = key(2.0, "Maximum importance weight under use_tis.")
     tis_clip_low: float = key(0.0, "Minimum importance weight under use_tis.")
@@ -94,6 +103,7 @@ class PolicyConfig(AlgoConfig):
                 ("use_tis", self.use_tis),
                 ("use_mis", self.use_mis),
                 ("rejection", self.rejection != "none"),
+                ("off_policy", self.off_policy != PolicyConfig.off_policy),
             )
             if on
         ]

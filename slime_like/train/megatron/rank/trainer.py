@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.algo.bind import bind_loss, bind_token_advantage, token_advantages
 from slime_like.batch import Columns, PackedBatch
-from slime_like.config.schema.names import EXACT_LAYERS, LOSSES, TOKEN_ADVANTAGES
+from slime_like.config.schema.names import EXACT_LAYERS
 from slime_like.config.schema.resolved import ActorSpec
-from slime_like.interfaces import Diagnostics, HasCriticTargets, LossFn, TokenAdvantage, TokenView
+from slime_like.interfaces import Diagnostics, HasCriticTargets, TokenView
 from slime_like.metrics.types import Last, Mean, Metric
-from slime_like.registry import resolve
 from slime_like.train.megatron.model import exact_layers
 from slime_like.train.megatron.model.exact_layers import ALL
 from slime_like.train.megatron.model.forward import MicroBatch, Scoring, score_micros, to_device
@@ -55,13 +55,10 @@ class RankTrainer(RankModel):
         super().__init__(spec, rank_info)
         self.reference = self._weights_of("model.ref_checkpoint", spec.model.ref_checkpoint, spec.needs_reference)
         self.teacher = self._weights_of("teacher.hf_checkpoint", spec.teacher_checkpoint, spec.swaps_teacher)
-        loss: LossFn = resolve("algo.loss", spec.algo.loss, LOSSES)(spec.algo)
         self.scoring = Scoring(spec.temperature, spec.model.logits_chunk)
+        loss = bind_loss(spec.algo)
         self.optimizer_step = PolicyStep(self.wrapped, self.optimizer, self.schedule, loss, self.scoring, rank_info)
-        self.token_advantage: TokenAdvantage | None = None
-        if spec.algo.token_advantage is not None:
-            name = spec.algo.token_advantage
-            self.token_advantage = resolve("algo.token_advantage", name, TOKEN_ADVANTAGES)(spec.algo)
+        self.token_advantage = bind_token_advantage(spec.algo)
         self._reports_advantages = (
             spec.tells_advantages and self.token_advantage is not None and rank_info.speaks_for_shard
         )
@@ -224,7 +221,7 @@ class RankTrainer(RankModel):
         """Return F32 [T] per micro-batch: group advantages repeated over their sequences, or token advantages."""
         if self.token_advantage is not None:
             views = [self._view(micro) for micro in micros]
-            return self.token_advantage(views, GroupSum(self.rank_info.dp_group))
+            return token_advantages(self.spec.algo, self.token_advantage, views, GroupSum(self.rank_info.dp_group))
         out: list[Tensor | None] = []
         for micro in micros:
             rows = micro.rows

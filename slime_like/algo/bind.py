@@ -1,0 +1,96 @@
+"""Losses and advantages by name, bound to the algorithm's config. Errors of a user's own carry key, line and fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor
+
+from slime_like.config.schema.names import GROUP_ADVANTAGES, LOSSES, TOKEN_ADVANTAGES
+from slime_like.config.schema.policy import AlgoConfig
+from slime_like.errors import UserCodeError
+from slime_like.interfaces import GroupAdvantage, LossFn, LossOutput, LossView, Reduce, TokenAdvantage, TokenView
+from slime_like.registry import is_path, resolve
+from slime_like.types import F32
+from slime_like.util.user_code import errors_named
+
+LOSS, GROUP, TOKEN = "algo.loss", "algo.group_advantage", "algo.token_advantage"
+
+
+def bind_loss(config: AlgoConfig) -> LossFn:
+    """Return the loss that ``config`` names."""
+    loss: LossFn = resolve(LOSS, config.loss, LOSSES)(config)
+    return UserLoss(config.loss, loss, loss.needs_entropy) if is_path(config.loss) else loss
+
+
+def bind_token_advantage(config: AlgoConfig) -> TokenAdvantage | None:
+    """Return the token advantage that ``config`` names, if it names one."""
+    name = config.token_advantage
+    return None if name is None else resolve(TOKEN, name, TOKEN_ADVANTAGES)(config)
+
+
+def bind_group_advantage(name: str) -> GroupAdvantage:
+    """Return the group advantage ``name``."""
+    advantage: GroupAdvantage = resolve(GROUP, name, GROUP_ADVANTAGES)
+    return UserGroupAdvantage(name, advantage) if is_path(name) else advantage
+
+
+@dataclass(frozen=True, slots=True)
+class UserLoss:
+    """A user's own loss."""
+
+    name: str
+    loss: LossFn
+    needs_entropy: bool
+
+    def __call__(self, view: LossView) -> LossOutput:
+        """Call the loss. Raises ``UserCodeError`` when it raises, or returns other than one loss per token."""
+        subject = f"a micro-batch of {len(view.logprobs)} tokens on this rank"
+        with errors_named(LOSS, self.name, subject):
+            output = cast(object, self.loss(view))  # code of a user's may return anything
+        shape = tuple(output.loss.shape) if isinstance(output, LossOutput) else type(output).__name__
+        if not isinstance(output, LossOutput) or shape != tuple(view.logprobs.shape):
+            raise UserCodeError(
+                f"{LOSS}={self.name} returned {shape} for {subject}: return LossOutput(loss, means, maxima) with one loss "
+                "per token, neither weighted nor summed"
+            )
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class UserGroupAdvantage:
+    """A user's own group advantage."""
+
+    name: str
+    advantage: Callable[[F32], Any]
+
+    def __call__(self, rewards_G: F32) -> F32:
+        """Call the function. Raises ``UserCodeError`` when it raises, or returns other than one number per reward."""
+        subject = f"a group with rewards {rewards_G.tolist()}"
+        with errors_named(GROUP, self.name, subject):
+            advantages_G = np.asarray(self.advantage(rewards_G), dtype=np.float32)
+        if advantages_G.shape != rewards_G.shape or not np.isfinite(advantages_G).all():
+            raise UserCodeError(
+                f"{GROUP}={self.name} returned {advantages_G.tolist()!s:.200} for {subject}: return one finite number per reward"
+            )
+        return advantages_G
+
+
+def token_advantages(
+    config: AlgoConfig, advantage: TokenAdvantage, views: Sequence[TokenView], reduce: Reduce
+) -> list[Tensor]:
+    """Call a token advantage. Raises ``UserCodeError`` when a user's own raises, or returns other than [T] per view."""
+    name, subject = config.token_advantage or "", f"{len(views)} micro-batches on this rank"
+    if not is_path(name):
+        return advantage(views, reduce)
+    with errors_named(TOKEN, name, subject):
+        columns = list(advantage(views, reduce))
+        shapes = [tuple(column.shape) for column in columns]
+    if shapes != (expected := [tuple(view.loss_weight.shape) for view in views]):
+        raise UserCodeError(
+            f"{TOKEN}={name} returned shapes {shapes} for {subject}: return {expected}, one number per token"
+        )
+    return columns

@@ -1,0 +1,67 @@
+"""Names in the config: of a table of ``schema.names``, or the path of a user's own function where a key allows one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slime_like.config.rules.user_functions import check_bound, check_function
+from slime_like.config.schema import names
+from slime_like.config.schema.policy import PolicyConfig
+from slime_like.config.schema.reward_names import ROW, check_reward_name, split_prefix
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.registry import check, is_path
+
+type Named = tuple[str, str, dict[str, str]]  # key, name, table
+
+
+def check_names(cfg: TrainConfig, *, code: bool) -> None:
+    """Raise ``ConfigError`` on a name that its table lacks; with ``code``, also on a path that cannot be called."""
+    for key, name, table in _closed_names(cfg):
+        check(key, name, table)
+    check_reward_name("reward.name", cfg.reward.name, dotted=True)
+    for key, name, table in _open_names(cfg):
+        check(key, name, table, dotted=True)
+        if code:
+            check_function(key, name, table)
+    for key, name, table in _algorithm_names(cfg):
+        check(key, name, table, dotted=True)
+        if code and is_path(name):
+            check_bound(key, name, cfg.algo)
+    # Imported when it is called: what it imports may be heavy.
+    if cfg.run.prepare is not None and not is_path(cfg.run.prepare):
+        raise ConfigError(f"run.prepare={cfg.run.prepare!r} is not a dotted path such as my_package.my_module:function")
+
+
+def _closed_names(cfg: TrainConfig) -> Iterator[Named]:
+    """Names of the model's parts: each is of its table."""
+    for key, name, table in (
+        ("model.family", cfg.model.family, names.FAMILIES),
+        ("model.attention", cfg.model.attention, names.ATTENTIONS),
+        ("model.gdn.backend", cfg.model.gdn.backend, names.GDN_BACKENDS),
+    ):
+        if name != "auto":
+            yield key, name, table
+
+
+def _open_names(cfg: TrainConfig) -> Iterator[Named]:
+    """Names that may also be a path, of functions that are called as they are."""
+    yield "reward.name", split_prefix(cfg.reward.name)[1], names.REWARDS
+    for name in (name for name in cfg.reward.weights if name != ROW):
+        check_reward_name("reward.weights", name, dotted=True)
+        yield "reward.weights", split_prefix(name)[1], names.REWARDS
+    yield "rollout.generate", cfg.rollout.generate, names.GENERATE
+    yield "data.source", cfg.data.source, names.DATA_SOURCES
+    for name in cfg.rollout.filters:
+        yield "rollout.filters", name, names.FILTERS
+
+
+def _algorithm_names(cfg: TrainConfig) -> Iterator[Named]:
+    """Names that may also be a path, of parts of the algorithm."""
+    yield "algo.loss", cfg.algo.loss, names.LOSSES
+    if cfg.algo.group_advantage is not None:
+        yield "algo.group_advantage", cfg.algo.group_advantage, names.GROUP_ADVANTAGES
+    if cfg.algo.token_advantage is not None:
+        yield "algo.token_advantage", cfg.algo.token_advantage, names.TOKEN_ADVANTAGES
+    if isinstance(cfg.algo, PolicyConfig):
+        yield "algo.off_policy", cfg.algo.off_policy, names.OFF_POLICY

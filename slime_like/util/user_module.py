@@ -1,0 +1,67 @@
+"""Modules that a user names in the config: by dotted path, or as a Python file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from slime_like.errors import ConfigError
+from slime_like.util.user_code import describe
+
+
+def user_module(key: str, value: str, module: str) -> ModuleType:
+    """Import ``module``, a dotted path or a file that ends in ``.py``; the current directory is importable.
+
+    Raises ``ConfigError`` with ``key``, ``value`` and the user's own line when the import fails.
+    """
+    _append(Path.cwd())
+    try:
+        return _of_file(key, value, module) if module.endswith(".py") else importlib.import_module(module)
+    except ConfigError:
+        raise
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{key}={value!r}: cannot import {module!r} ({error}); is it installed, in the current directory {Path.cwd()} "
+            "or on PYTHONPATH?"
+        ) from error
+    except Exception as error:  # code of a user's may raise anything
+        raise ConfigError(
+            f"{key}={value!r}: importing {module!r} raised {describe(error)}: correct that line"
+        ) from error
+
+
+def _of_file(key: str, value: str, name: str) -> ModuleType:
+    """Import a file once per process. Modules beside it are importable from it.
+
+    A relative path is looked up in the current directory, then on ``sys.path``: Ray puts the driver's directory there in
+    workers that were started elsewhere.
+    """
+    path = Path(name).expanduser()
+    file = next((found for folder in (".", *sys.path) if (found := Path(folder) / path).is_file()), None)
+    if file is None:
+        raise ConfigError(f"{key}={value!r}: there is no file {path} in {Path.cwd()}: correct the path")
+    file = file.resolve()
+    known = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # shadows no module of the same name
+    if known in sys.modules:
+        return sys.modules[known]
+    spec = importlib.util.spec_from_file_location(known, file)
+    assert spec is not None and spec.loader is not None, "the name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    _append(file.parent)
+    sys.modules[known] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[known]
+        raise
+    return module
+
+
+def _append(folder: Path) -> None:
+    """Make the modules of ``folder`` importable after all others, so that they shadow none."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

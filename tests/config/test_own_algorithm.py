@@ -1,0 +1,105 @@
+"""``algo.loss``, ``algo.group_advantage``, ``algo.token_advantage`` and ``algo.off_policy`` name a user's own functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slime_like.algo.bind import bind_group_advantage, bind_loss, bind_token_advantage, token_advantages
+from slime_like.config.load.loader import load_config
+from slime_like.config.schema.policy import PolicyConfig
+from slime_like.errors import ConfigError, UserCodeError
+from slime_like.interfaces import LossOutput, LossView, TokenView
+from tests.algo.simulate import LocalReduce
+from tests.config.bad_input import message
+
+OWN = "tests.config.own_algorithm"
+FILE = str(Path(__file__).with_name("own_algorithm.py"))
+BAD = {
+    "loss of two arguments": (f"algo.loss={OWN}:two_arguments", "algo.loss=", "loss(config)", "own_algorithm.py:"),
+    "loss of nothing": (f"algo.loss={OWN}:returns_nothing", "returned a NoneType", "(view) -> LossOutput"),
+    "loss without entropy": (f"algo.loss={OWN}:without_entropy", "has no needs_entropy", "own_algorithm.py:"),
+    "loss that fails": (f"algo.loss={OWN}:fails", "raised ValueError: no such setting", "own_algorithm.py:"),
+    "loss that is missing": (f"algo.loss={OWN}:Reinfarce", "has no 'Reinfarce'", "'Reinforce'"),
+    "advantage of config": (f"algo.group_advantage={OWN}:halved", "advantage(rewards_G)", "own_algorithm.py:"),
+    "correction of rewards": (f"algo.off_policy={OWN}:centred", "correction(config, old_logprobs", "own_algorithm.py:"),
+    "token advantage of rewards": (f"algo.token_advantage={OWN}:centred", "raised", "own_algorithm.py:"),
+    "token advantage without returns": (
+        f"algo=ppo algo.token_advantage={OWN}:ConstantAdvantage",
+        "returns(views)",
+        "algo=ppo",
+    ),
+    "token advantage of sft": (
+        f"algo=sft rollout.n_samples_per_prompt=1 algo.token_advantage={OWN}:ConstantAdvantage",
+        "algo.token_advantage=",
+        "algo=sft",
+    ),
+    "correction of nothing": (f"algo.use_rollout_logprobs=true algo.off_policy={OWN}:halved", "algo.off_policy"),
+    "unknown correction": ("algo.off_policy=importanse", "'importance'", "my_file.py:my_function"),
+}
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
+def test_a_function_that_does_not_fit_ends_in_one_message(case: tuple[str, ...], argv: list[str]) -> None:
+    extra, *words = case
+    text = message(argv, extra, files=False)
+    assert all(word in text for word in words), text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("place", [OWN, FILE], ids=["dotted", "file"])
+def test_own_parts_are_what_runs(place: str, argv: list[str]) -> None:
+    keys = {"loss": "Reinforce", "group_advantage": "centred", "token_advantage": "ConstantAdvantage"}
+    cfg = load_config([*argv, *(f"algo.{key}={place}:{name}" for key, name in keys.items())], files=False)
+    advantage = bind_token_advantage(cfg.algo)
+    assert advantage is not None and cfg.algo.group_advantage is not None
+    assert bind_group_advantage(cfg.algo.group_advantage)(np.array([0, 1], dtype=np.float32)).tolist() == [-0.25, 0.25]
+    (column,) = token_advantages(cfg.algo, advantage, [token_view()], LocalReduce())
+    assert column.tolist() == [0.0, 0.5, 0.5]
+    output = bind_loss(cfg.algo)(loss_view(torch.tensor([2.0, -1.0])))
+    assert output.loss.tolist() == [2.0, -1.0]
+
+
+def test_an_own_correction_weighs_the_loss(argv: list[str]) -> None:
+    plain = load_config(argv, files=False).algo
+    own = load_config([*argv, f"algo.off_policy={OWN}:halved"], files=False).algo
+    assert isinstance(own, PolicyConfig)
+    losses = [bind_loss(algo)(loss_view(torch.tensor([2.0, -1.0]))).loss for algo in (plain, own)]
+    assert losses[1].tolist() == (losses[0] / 2).tolist()
+
+
+def test_a_loss_of_another_shape_is_named(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = bind_loss(load_config([*argv, f"algo.loss={OWN}:Reinforce"], files=False).algo)
+    total = LossOutput(torch.tensor(1.0), {}, {})
+    monkeypatch.setattr("tests.config.own_algorithm.Reinforce.__call__", lambda self, view: total)
+    with pytest.raises(UserCodeError, match=r"algo\.loss=.*returned \(\) .*one loss per token"):
+        loss(loss_view(torch.tensor([1.0, 1.0])))
+    with pytest.raises(UserCodeError, match=r"algo\.group_advantage=.*one finite number per reward"):
+        bind_group_advantage(f"{OWN}:one_number")(np.array([0, 1], dtype=np.float32))
+
+
+def test_a_module_that_cannot_be_read_names_its_line(argv: list[str], tmp_path: Path) -> None:
+    for code, words in (("x = = 1\n", "SyntaxError"), ("\nraise KeyError('x')\n", "KeyError")):
+        file = tmp_path / f"{words}.py"
+        file.write_text(code)
+        text = message(argv, f"algo.loss={file}:Loss", files=False)
+        assert words in text and f"{file}:{code.count(chr(10))}" in text and "\n" not in text
+
+
+def test_code_is_not_imported_when_only_names_are_checked(argv: list[str]) -> None:
+    load_config([*argv, "algo.loss=no_such_module:Loss"], files=False, code=False)
+    with pytest.raises(ConfigError, match="no_such_module"):
+        load_config([*argv, "algo.loss=no_such_module:Loss"], files=False)
+
+
+def loss_view(advantages: torch.Tensor) -> LossView:
+    logprobs, weight = torch.full_like(advantages, -1.0), torch.ones_like(advantages)
+    return LossView(logprobs, None, weight, advantages, None, logprobs, None)
+
+
+def token_view() -> TokenView:
+    weight = torch.tensor([0.0, 1.0, 1.0])
+    return TokenView(torch.tensor([0, 3]), weight, torch.tensor([1.0]), None, weight, None, None)
