@@ -38,7 +38,7 @@ def bind_group_advantage(name: str) -> GroupAdvantage:
     return UserGroupAdvantage(name, advantage) if is_path(name) else advantage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UserLoss:
     """A user's own loss."""
 
