@@ -19,14 +19,14 @@ VERDICTS = {
     "unknown": "no setting that either project knows",
 }
 ESSENTIAL = frozenset({"--hf-checkpoint", "--prompt-data", "actor_rollout_ref.model.path"})
-"""Settings that a job cannot be without: there is no use in dropping them."""
+"""Settings that every job needs: dropping them is of no use."""
 BLOCKING = ("refused", "needed", "unknown")
 """Verdicts without which the job would be another one: no recipe is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one setting."""
+    """Report row of one setting."""
 
     flag: str  # as it is given there: ``--lr`` in slime, ``actor.optim.lr`` in verl
     given: str  # its values as written
@@ -36,7 +36,7 @@ class Row:
     note: str = ""
 
     def text(self, values: dict[str, Any]) -> str:
-        """``key=value`` of each key that the recipe has; the keys alone where there is no recipe."""
+        """Return ``key=value`` of each key that the recipe has; the keys alone if there is no recipe."""
         if not values:
             return ", ".join(self.keys)
         own = [
@@ -53,15 +53,15 @@ class Mapped:
 
     rows: tuple[Row, ...]
     overrides: tuple[str, ...]
-    config: TrainConfig | None  # what they compose to; None where a row of BLOCKING is in the way
+    config: TrainConfig | None  # what they compose to; None where a row of BLOCKING blocks a recipe
 
     def of(self, verdicts: Sequence[str]) -> tuple[Row, ...]:
-        """The rows with one of ``verdicts``."""
+        """Return the rows with one of ``verdicts``."""
         return tuple(row for row in self.rows if row.verdict in verdicts)
 
     @property
     def blocked(self) -> tuple[Row, ...]:
-        """The rows that are in the way of a recipe."""
+        """Rows that block a recipe."""
         return self.of(BLOCKING)
 
 

@@ -23,7 +23,7 @@ _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(page: str) -> str:
-    """``page`` with every table as the code has it now. Raises ``KeyError`` on a table of no such name."""
+    """Return ``page`` with every table as the code has it now. Raises ``KeyError`` on a table of no such name."""
     return _PLACE.sub(lambda found: found[1] + "\n".join(TABLES[found[2]]()) + "\n" + found[3], page)
 
 

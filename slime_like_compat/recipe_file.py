@@ -45,7 +45,7 @@ def save_recipe(mapped: Mapped, launch: Launch, path: Path, project: str, *, for
 
 
 def plan_command(path: Path) -> str:
-    """The command that shows the plan of a recipe."""
+    """Return the command that shows the plan of a recipe."""
     command = " ".join(_arguments(path))
     return f"python train.py {command} --plan\n(--plan-for 8xNAME in place of --plan: on a machine with 8 such GPUs, if this one is another)\n"
 
@@ -55,12 +55,12 @@ def _arguments(path: Path) -> list[str]:
 
 
 def recipe_text(mapped: Mapped, launch: Launch, project: str = "slime") -> str:
-    """The recipe: every key that the script sets, with the flag that it comes from."""
+    """Return the recipe: every key that the script sets, with the flag that it comes from."""
     return "\n".join(_lines(mapped, launch, project)) + "\n"
 
 
 def key_values(mapped: Mapped) -> dict[str, Any]:
-    """The keys that the recipe sets -> their values, free mappings key by key; none where there is no recipe."""
+    """Return the keys that the recipe sets -> their values, free mappings key by key; none where there is no recipe."""
     if mapped.config is None:
         return {}
     tree: dict[str, Any] = dataclasses.asdict(mapped.config)
@@ -98,7 +98,7 @@ def _lines(mapped: Mapped, launch: Launch, project: str) -> Iterator[str]:
 
 
 def _path(key: str) -> list[str]:
-    """The names of a key; what lies in a free mapping is one name, dots included."""
+    """Return the names of a key; the part in a free mapping is one name, dots included."""
     root = free_root(key)
     return [*root.split("."), key[len(root) + 1 :]] if root is not None else key.split(".")
 
@@ -128,12 +128,12 @@ def _origin(row: Row, project: str) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """``value`` as YAML on one line."""
+    """Return ``value`` as YAML on one line."""
     return yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).removesuffix("...\n").strip()
 
 
 def report(mapped: Mapped, launch: Launch, recipe: Path | None) -> str:
-    """What became of every flag, as plain text."""
+    """Return the report on every flag as plain text."""
     return "\n".join(_report(mapped, launch, recipe)) + "\n"
 
 

@@ -21,7 +21,7 @@ TRAIN = ("train.py", "train_async.py")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a script starts: ``train.py`` or ``train_async.py``, its arguments, and what else stood there."""
+    """The training command of a script, and the commands and files next to it."""
 
     script: Path
     program: str
@@ -72,7 +72,7 @@ def read_launch(
 
 
 def python_launcher(script: Path) -> str:
-    """The line that prints the commands of a Python launcher of miles or slime, in place of running them."""
+    """Return the line that prints the commands of a Python launcher of miles or slime without running them."""
     text = script.read_text(errors="replace") if script.is_file() else ""
     found = re.search(r"import ([\w.]+\.command_utils) as U", text)
     commands = found[1] if found else "miles.utils.external_utils.command_utils"

@@ -22,7 +22,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 
 
 def tokens(text: str, name: str) -> Iterator[Token]:
-    """The script ``text`` of the file ``name``. Raises ``ConfigError`` with file and line where a quote does not end."""
+    """Yield the tokens of the script ``text`` of the file ``name``. Raises ``ConfigError`` with file and line where a quote does not end."""
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{name} has {len(text)} characters: a launch script has at most {MAX_CHARS}")
     reader = _Lexer(text, name)
@@ -31,7 +31,7 @@ def tokens(text: str, name: str) -> Iterator[Token]:
 
 
 def text_parts(text: str, where: str) -> tuple[Part, ...]:
-    """``text`` as the parts of one word, blanks included: the word after ``:-`` in ``${X:-word}``."""
+    """Return ``text`` as the parts of one word, blanks included: the word after ``:-`` in ``${X:-word}``."""
     return _Lexer(text, where, fixed_place=True).parts(stop="")
 
 
@@ -50,7 +50,7 @@ class _Lexer:
         return self.name if self.fixed_place else f"{self.name}:{self.text.count('\n', 0, self.at) + 1}"
 
     def token(self) -> Token | None:
-        """The next token, or None at the end."""
+        """Return the next token, or None at the end."""
         while self.at < len(self.text):
             rest = self.text[self.at]
             if rest in _BLANK:
@@ -83,7 +83,7 @@ class _Lexer:
         return operator
 
     def _redirection(self, found: re.Match[str]) -> None:
-        """Where output goes is not read; a here-document is skipped when its line ends."""
+        """Skip a redirection; a here-document is skipped at the end of its line."""
         where, self.at = self.where, found.end()
         while self.at < len(self.text) and self.text[self.at] in _BLANK:
             self.at += 1
@@ -134,7 +134,7 @@ class _Lexer:
         raise ConfigError(f"{opened}: the array that begins here has no closing parenthesis")
 
     def parts(self, stop: str) -> tuple[Part, ...]:
-        """Parts up to an unquoted character of ``stop``."""
+        """Read parts up to an unquoted character of ``stop``."""
         found: list[Part] = []
         while self.at < len(self.text) and self.text[self.at] not in (stop or "\0"):
             char = self.text[self.at]
@@ -213,7 +213,7 @@ class _Lexer:
         return Part("text", "$", quoted)
 
     def _substitution(self, opening: int) -> str:
-        """The commands up to the parenthesis that closes ``$(`` or ``<(``."""
+        """Return the commands up to the parenthesis that closes ``$(`` or ``<(``."""
         where, self.at = self.where, self.at + opening
         start, depth = self.at, 0
         self.nesting += 1
@@ -227,7 +227,7 @@ class _Lexer:
         raise ConfigError(f"{where}: the $( that begins here has no closing parenthesis")
 
     def _matching(self, opening: str, closing: str) -> int:
-        """Behind the ``closing`` that belongs to the ``opening`` here; quotes and nested braces are seen."""
+        """Return the place behind the ``closing`` that matches the ``opening`` here, past quotes and nested braces."""
         where, depth, at = self.where, 0, self.at
         a, b, wanted = opening[0], closing[0], len(opening)
         while at < len(self.text):
@@ -257,7 +257,7 @@ def _end(found: int, text: str) -> int:
 
 
 def _merged(parts: list[Part]) -> Iterator[Part]:
-    """Neighbouring pieces of text as one."""
+    """Join neighbouring pieces of text."""
     last: Part | None = None
     for part in parts:
         if last is not None and last.kind == part.kind == "text" and last.quoted == part.quoted:

@@ -91,14 +91,14 @@ type Commands = tuple[AndOr, ...]
 
 
 def simple_commands(commands: Commands) -> Iterator[SimpleCommand]:
-    """Yield every simple command in ``commands``, whatever it lies in."""
+    """Yield every simple command in ``commands``, at any depth."""
     for item in commands:
         for pipeline in (item.first, *(pipeline for _, pipeline in item.rest)):
             yield from simple_commands_of(pipeline)
 
 
 def simple_commands_of(pipeline: Pipeline) -> Iterator[SimpleCommand]:
-    """Yield every simple command in ``pipeline``, whatever it lies in."""
+    """Yield every simple command in ``pipeline``, at any depth."""
     for command in pipeline.commands:
         yield from _within(command)
 

@@ -1,7 +1,7 @@
-"""What bash's expansions are worth where that can be known without running a command: variables, arrays, arithmetic.
+"""Values of bash's expansions that are known without running a command: variables, arrays, arithmetic.
 
-What only a command could say (``$(nvidia-smi ...)``) or what is set inside an ``if`` is a value with a ``problem``;
-it is refused by whoever needs it.
+A value that only a command prints (``$(nvidia-smi ...)``), or that is set under an unknown condition, has a ``problem``;
+the reader of the value refuses it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Value:
     """An expanded word: its text, or why that cannot be known."""
 
     text: str
-    where: str  # file:line of the word that it comes of
+    where: str  # file:line of its word
     problem: str = ""
 
 
@@ -54,7 +54,7 @@ class Scope:
 
     @contextmanager
     def subshell(self) -> Generator[None]:
-        """Forget in the end what was set meanwhile."""
+        """Restore all variables at the end of the block."""
         kept = dict(self.values), dict(self.unreadable), self.incomplete
         try:
             yield
@@ -83,12 +83,12 @@ class Scope:
         )
 
     def taint(self, name: str, why: str) -> None:
-        """From here on nobody knows what ``name`` is."""
+        """Make ``name`` unknown from here on."""
         self.values.pop(name, None)
         self.unreadable[name] = why
 
     def lookup(self, name: str, where: str) -> tuple[Value, ...] | None:
-        """The values of a variable; None when it is not set, one with a problem when it cannot be known."""
+        """Return the values of a variable; None when it is not set, one with a problem when it cannot be known."""
         if name in self.fixed:
             return (Value(self.fixed[name], where),)
         if name in self.unreadable:
@@ -102,7 +102,7 @@ class Scope:
         return self.values.get(name)
 
     def expand(self, word: Word, script: Path) -> tuple[Value, ...]:
-        """The words that ``word`` becomes: unquoted text is split at blanks, an array gives one per element."""
+        """Return the words of an expansion: unquoted text is split at blanks, an array gives one per element."""
         if any(part.kind == "text" and not part.quoted and _BRACES.search(part.text) for part in word.parts):
             raise ConfigError(f"{word.where}: braces that bash expands are not read: write the words out")
         done: list[Value] = []
@@ -126,11 +126,11 @@ class Scope:
         return (*done, current) if current is not None else tuple(done)
 
     def text(self, word: Word, script: Path) -> Value:
-        """``word`` as one value, as on the right of ``=``: nothing is split."""
+        """Return ``word`` as one value, as on the right of ``=``: nothing is split."""
         return self._joined_parts(word.parts, word.where, script)
 
     def _joined_parts(self, parts: tuple[Part, ...], where: str, script: Path) -> Value:
-        """One value; where a part of it is not known, with the text of the others."""
+        """Join ``parts`` to one value; a part that is not known leaves the text of the others."""
         texts: list[str] = []
         problem = ""
         for part in parts:
@@ -149,7 +149,7 @@ class Scope:
                 return (self._command(part.text, where, script),)
 
     def _command(self, text: str, where: str, script: Path) -> Value:
-        """The output of commands that only name files (cd && pwd, dirname, basename, realpath) and of ``seq``."""
+        """Return the output of commands that only name files (cd && pwd, dirname, basename, realpath) and of ``seq``."""
         plain = " ".join(text.split())
         short = plain if len(plain) < 60 else plain[:57] + "..."
         unknown = Value("", where, f"is what $({short}) prints, and no command is run: write its value")
@@ -216,7 +216,7 @@ class Scope:
     def _altered(
         self, name: str, values: tuple[Value, ...] | None, rest: str, place: Place
     ) -> tuple[Value, ...] | None:
-        """``${X:-word}`` and its like; None for a form that is not read."""
+        """Return ``${X:-word}`` and the like; None for a form that is not read."""
         sign = next(
             (s for s in (":-", ":=", ":+", ":?", "-", "=", "+", "?", "%%", "%", "##", "#") if rest.startswith(s)), ""
         )
@@ -262,7 +262,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a word stands: ``file:line``, and the file itself."""
+    """Position of a word: ``file:line``, and the file itself."""
 
     where: str
     script: Path
@@ -283,7 +283,7 @@ def _split(value: Value) -> Iterator[Value]:
 
 
 def _cut(text: str, pattern: str, sign: str) -> str:
-    """``${X%pattern}`` and its three likes: the shortest or longest end (or beginning) that matches is cut."""
+    """Cut the shortest or longest end (or beginning) that matches: ``${X%pattern}``, ``%%``, ``#``, ``##``."""
     places = range(len(text) + 1)
     if sign[0] == "%":
         ends = [at for at in places if fnmatchcase(text[at:], pattern)]

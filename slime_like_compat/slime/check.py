@@ -1,4 +1,4 @@
-"""A table of what becomes of every launch script of slime below a folder."""
+"""A table of the outcome of every launch script of slime below a folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_folder(folder: Path, *, given: Mapping[str, str] | None = None) -> str
 
 
 def _starts_training(path: Path) -> bool:
-    """Whether a shell script names slime's ``train.py`` or ``train_async.py``, or a Python one calls miles' launcher."""
+    """Return whether a shell script names slime's ``train.py`` or ``train_async.py``, or a Python one calls miles' launcher."""
     mark = r"\b(train|train_async)\.py\b" if path.suffix == ".sh" else r"\bU\.execute_train\("
     return path.is_file() and bool(re.search(mark, path.read_text(errors="replace")))
 

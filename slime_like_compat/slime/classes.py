@@ -1,4 +1,4 @@
-"""Launch scripts by what becomes of them: one table for scripts of every project."""
+"""Launch scripts by outcome: one table for scripts of every project."""
 
 from __future__ import annotations
 

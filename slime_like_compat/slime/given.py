@@ -27,7 +27,7 @@ class Given:
 
     @property
     def problem(self) -> str:
-        """Why a value of it is not known; empty where all are."""
+        """Reason why a value of it is not known; empty if all are."""
         return next((value.problem for value in self.values if value.problem), "")
 
     @property
@@ -44,18 +44,18 @@ class Flags:
 
     @classmethod
     def of(cls, given: Sequence[Given]) -> Flags:
-        """The flags of a script in its order."""
+        """Return the flags of a script in its order."""
         return cls({item.flag: item for item in given})
 
     def __contains__(self, flag: str) -> bool:
         return flag in self.last
 
     def text(self, flag: str, default: str = "") -> str:
-        """The values of ``flag`` as text."""
+        """Return the values of ``flag`` as text."""
         return self.last[flag].text if flag in self.last else default
 
     def positive(self, flag: str) -> bool:
-        """Whether ``flag`` has a number above 0; a value that is not known counts as one."""
+        """Return whether ``flag`` has a number above 0; a value that is not known counts as one."""
         try:
             return float(self.text(flag, "0")) > 0
         except ValueError:
@@ -63,17 +63,17 @@ class Flags:
 
     @property
     def has_kl(self) -> bool:
-        """Whether a reference is asked for."""
+        """True if the job uses a reference model."""
         return ("--use-kl-loss" in self and self.positive("--kl-loss-coef")) or self.positive("--kl-coef")
 
     @property
     def supervised(self) -> bool:
-        """Whether the job is supervised fine-tuning."""
+        """True if the job is supervised fine-tuning."""
         return self.text("--loss-type") == "sft_loss"
 
 
 def grouped(arguments: Sequence[Value]) -> list[Given]:
-    """Flags with the values that follow them. Raises ``ConfigError`` for a word that follows no flag."""
+    """Return flags with the values that follow them. Raises ``ConfigError`` for a word that follows no flag."""
     return list(_grouped(arguments))
 
 

@@ -17,7 +17,7 @@ SAME, CODE, NONE = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What became of a script."""
+    """Outcome of a conversion."""
 
     code: int  # SAME, CODE or NONE
     report: str

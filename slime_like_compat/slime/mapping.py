@@ -1,4 +1,4 @@
-"""slime's arguments -> overrides, with a row for each that says what became of it. The flags are ``config.flag_table``'s."""
+"""slime's arguments -> overrides, with a report row for each. The flags are ``config.flag_table``'s."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def map_arguments(
 
 
 def _started(flags: Flags, asynchronous: bool) -> Iterator[tuple[str, Row]]:
-    """The overrides that no flag asks for, but the way in which slime is started."""
+    """Yield the overrides that follow from how slime is started, not from a flag."""
     yield "", Row("train.py", "", "", "mapped", ("placement.device",), "slime runs on GPUs")
     if asynchronous and not flags.supervised:
         note = "one rollout ahead of the trainer"
@@ -81,7 +81,7 @@ def _started(flags: Flags, asynchronous: bool) -> Iterator[tuple[str, Row]]:
 
 
 def _translated(kept: Sequence[Given], flags: Flags) -> list[str]:
-    """The overrides of the flags that a recipe can say, beside slime's defaults of those that others are read with."""
+    """Return the overrides of the flags that a recipe can say, with slime's defaults of the flags that they are read with."""
     implied = [
         text
         for flag, value in (("--actor-num-gpus-per-node", "8"), ("--n-samples-per-prompt", "1"))
@@ -115,7 +115,7 @@ def _load(overrides: list[str], kept: Sequence[Given]) -> TrainConfig:
 
 
 def _sorted(given: Sequence[Given], flags: Flags, drop: Sequence[str]) -> tuple[list[Given], list[Row]]:
-    """The flags that a recipe can say, and a row for every flag."""
+    """Return the flags that a recipe can say, and a row for every flag."""
     if absent := sorted(set(drop) - {item.flag for item in given} - {*NEEDED, *ENVIRONMENT}):
         raise ConfigError(f"--drop {absent[0]}: the script does not give it")
     kept: list[Given] = []
@@ -134,7 +134,7 @@ def _sorted(given: Sequence[Given], flags: Flags, drop: Sequence[str]) -> tuple[
 
 
 def _defaults(flags: Flags, cfg: TrainConfig) -> Iterator[SlimeDefault]:
-    """The defaults of slime that count in this run and are not ours."""
+    """Yield the defaults of slime that count in this run and differ from ours."""
     for default in DEFAULTS:
         if default.flag in flags or (default.needs and not any(flag in flags for flag in default.needs)):
             continue
@@ -153,7 +153,7 @@ def _defaults(flags: Flags, cfg: TrainConfig) -> Iterator[SlimeDefault]:
 
 
 def _value(override: str, cfg: TrainConfig) -> Any:
-    """What the right side of an override of ``DEFAULTS`` is in the run."""
+    """Return the value of the right side of an override of ``DEFAULTS`` in the run."""
     if override.startswith("${"):
         group, _, name = override[2:-1].partition(".")
         return getattr(getattr(cfg, group), name)

@@ -1,4 +1,4 @@
-"""What becomes of one flag of slime's ``train.py`` beside the others that are given: a row of the report."""
+"""Report row of one flag of slime's ``train.py``, judged together with the other flags of the job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SFT_FLAGS = ("--loss-type", "--rollout-function-path", "--disable-compute-advant
 
 
 def row_of(item: Given, given: Flags) -> Row:
-    """The row of ``item``. Raises ``ConfigError`` for a word that belongs to no flag."""
+    """Return the row of ``item``. Raises ``ConfigError`` for a word that belongs to no flag."""
     shown = item.text if item.flag not in SECRETS else "(not shown)"
     row = Row(item.flag, shown, item.where, "mapped", keys_of(item.flag))
     if given.supervised and _of_a_policy(item.flag):
@@ -51,7 +51,7 @@ def row_of(item: Given, given: Flags) -> Row:
 
 
 def keys_of(flag: str) -> tuple[str, ...]:
-    """The keys that a flag sets; empty where it sets none."""
+    """Return the keys that a flag sets; empty if it sets none."""
     if flag in COMBINED:
         return COMBINED[flag]
     for table in (VALUES, LISTS, SWITCHES):
@@ -62,20 +62,20 @@ def keys_of(flag: str) -> tuple[str, ...]:
 
 
 def _of_a_policy(flag: str) -> bool:
-    """Whether a flag says something of an algorithm that supervised fine-tuning does not read."""
+    """Return whether a flag sets an option of an algorithm that supervised fine-tuning does not read."""
     keys = keys_of(flag) if flag not in SFT_FLAGS else ()
     return bool(keys) and all(key.partition(".")[0] == "algo" and key != "algo.aggregation" for key in keys)
 
 
 def _unknown_value(row: Row, item: Given) -> Row:
-    """A value that only a command could say: needed where it would come into the recipe."""
+    """Return the row of a value that only a command prints: needed if the recipe would hold it."""
     if keys_of(item.flag) or item.flag in ALWAYS or not (reason := _refusal(Given(item.flag), ["1"])):
         return replace(row, verdict="needed", note=f"{item.problem}, or --drop={item.flag}")
     return replace(row, verdict=_refused(item.flag, reason), keys=(), note=_reason(reason, item.flag))
 
 
 def _refused(flag: str, reason: str) -> str:
-    """The verdict on a flag that ``train.py`` would refuse."""
+    """Return the verdict on a flag that ``train.py`` would refuse."""
     owner = foreign.OWNED[foreign.MEGATRON].get(flag.removeprefix("--").replace("-", "_"))
     if flag in HARMLESS or owner in (foreign.SHAPE, foreign.TE_EXPERTS):
         return "dropped"
@@ -87,7 +87,7 @@ def _refused(flag: str, reason: str) -> str:
 
 
 def _reason(message: str, flag: str) -> str:
-    """A refusal of ``train.py``, for a table whose row begins with the flag."""
+    """Shorten a refusal of ``train.py`` for a table whose row begins with the flag."""
     message = message.removeprefix(f"{flag} ").removeprefix("is unknown: ")
     if message.startswith("belongs to config.json"):
         return "config.json of --hf-checkpoint says it"
@@ -97,7 +97,7 @@ def _reason(message: str, flag: str) -> str:
 
 
 def _refusal(item: Given, values: list[str]) -> str:
-    """Why ``train.py`` would not take the flag on its own; empty when it does, or when others have to be seen with it."""
+    """Return why ``train.py`` would refuse the flag alone; empty if it would not, or if the flag is read with others."""
     if item.flag in COMBINED:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""A table of what becomes of every launch script of verl below a folder."""
+"""A table of the outcome of every launch script of verl below a folder."""
 
 from __future__ import annotations
 

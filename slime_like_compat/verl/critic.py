@@ -8,7 +8,7 @@ from slime_like_compat.verl.optim import schedule_of, steps_per_rollout
 
 
 def map_critic(job: Job) -> None:
-    """The critic of algo=ppo."""
+    """Set the critic of algo=ppo."""
     if job.algo != "ppo":
         for key in [key for key in job.settings if key.startswith("critic.")]:
             job.leave(f"algo={job.algo} has no critic", key)
@@ -64,7 +64,7 @@ def _same_as_actor(job: Job) -> None:
 
 
 def _compare(job: Job, key: str, critic: object, actor: object, or_key: str = "") -> None:
-    """Refuse ``key`` where the critic of verl would have another value than the actor, and leave it out elsewhere."""
+    """Refuse ``key`` if verl's critic would have another value than the actor; leave it out otherwise."""
     named = or_key if or_key and job.has(or_key) and not job.has(key) else key
     if critic == actor:
         job.leave("the actor's", named)

@@ -12,7 +12,7 @@ _SETS = ("test", "val", "valid", "validation", "dev", "eval", "train", "data")
 
 
 def map_data(job: Job) -> None:
-    """Files, columns and templates."""
+    """Set files, columns and templates."""
     train = job.texts("data.train_files") if job.sets("data.train_files") else []
     if len(train) == 1:
         job.set("data.train", train[0], "data.train_files")
@@ -50,7 +50,7 @@ def map_data(job: Job) -> None:
 
 
 def map_evaluation(job: Job) -> None:
-    """Held-out prompts: verl samples them by val_kwargs alone."""
+    """Set held-out prompts, which verl samples by val_kwargs alone."""
     files = job.texts("data.val_files") if job.sets("data.val_files") else []
     every, before = job.whole("trainer.test_freq"), job.switch("trainer.val_before_train")
     sampling = {"n_samples_per_prompt": "n", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
@@ -74,7 +74,7 @@ def map_evaluation(job: Job) -> None:
 
 
 def _named(paths: list[str]) -> dict[str, str]:
-    """Files by a name for each: that of the file, or of its folder where the file is called test or the like."""
+    """Return files by name: that of the file, or of its folder if the file is called test or the like."""
     found: dict[str, str] = {}
     for path in paths:
         parts = [part for part in Path(path.partition("@")[0].rpartition(".")[0] or "val").parts if part != "/"]

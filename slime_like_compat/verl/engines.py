@@ -39,7 +39,7 @@ def map_engines(job: Job, ranks: int) -> None:
 
 
 def _run_ahead(job: Job) -> None:
-    """Set the placement and the staleness of rollouts that run beside the trainer."""
+    """Set the placement and the staleness of rollouts that run while the trainer works."""
     job.set("placement.mode", "split", _MODE)
     most = job.whole(_THRESHOLD) - 1
     ahead = min(job.whole(_WARM), most)

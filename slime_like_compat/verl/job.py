@@ -29,13 +29,13 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """The name that tables have for it."""
+        """Name of the key in the tables."""
         return canonical(self.name)
 
 
 @dataclass(slots=True)
 class Job:
-    """Settings by key, and what became of them. ``ours`` are keys of ours that the user gave, with their text."""
+    """Settings by key, and a report row for each. ``ours`` are keys of ours that the user gave, with their text."""
 
     settings: dict[str, Setting]
     drop: frozenset[str]
@@ -47,7 +47,7 @@ class Job:
     needed: set[str] = field(default_factory=set[str])  # keys that were read and whose value is not known
 
     def has(self, key: str) -> bool:
-        """Whether the job sets ``key`` and the user did not drop it."""
+        """Return whether the job sets ``key`` and the user did not drop it."""
         return key in self.settings and self.settings[key].name not in self.drop
 
     def dropped(self, key: str) -> bool:
@@ -133,7 +133,7 @@ class Job:
         return value is None and key in self.needed
 
     def wrong(self, key: str, why: str) -> ConfigError:
-        """An error that names a setting and its place."""
+        """Return an error that names a setting and its place."""
         setting = self.settings.get(key)
         if setting is None:
             return ConfigError(f"{key}={VALUES.get(key)!r} (verl's default) {why}")
@@ -168,7 +168,7 @@ class Job:
             )
 
     def default(self, ours: str) -> Any:
-        """The default of one of our keys under the job's algorithm."""
+        """Return the default of one of our keys under the job's algorithm."""
         if ours == "algo":
             return "grpo"
         root = free_root(ours)
@@ -179,7 +179,7 @@ class Job:
         return default_of(known_keys()[ours])
 
     def tell(self, key: str, verdict: str, note: str, *ours: str) -> None:
-        """Say what became of ``key``, where the job sets it; the first word counts, and further keys of ours are added."""
+        """Report the verdict on ``key`` if the job sets it; the first verdict counts, further keys of ours are added."""
         if not self.has(key):
             return
         setting = self.settings[key]
@@ -193,7 +193,7 @@ class Job:
         self.rows.append(Row(setting.name, setting.text, setting.where, verdict, tuple(ours), note))
 
     def ask(self) -> None:
-        """Say of every value that is needed and not known how to give it, in place of what its default became."""
+        """Replace the row of every value that is needed and not known by one that says how to give it."""
         for setting in [setting for key, setting in self.settings.items() if key in self.needed]:
             note = f"{setting.problem}; give {setting.name}=VALUE behind the job, or --drop={setting.name}"
             row = Row(setting.name, setting.text, setting.where, "needed", note=note)
@@ -219,7 +219,7 @@ class Job:
             self.rows.append(Row(key, text, "", "refused", (), f"verl's default; {note}"))
 
     def settle(self, key: str, ours: Iterable[str]) -> None:
-        """Say that keys of ours which the user gave answer ``key``."""
+        """Report that keys of ours which the user gave answer ``key``."""
         self.tell(key, "mapped", "by --with", *ours)
 
 

@@ -50,7 +50,7 @@ def read_verl(
 
 
 def _hydra_flags(launch: Launch) -> tuple[dict[str, str], list[Any]]:
-    """``--config-name=X`` and its like, and the other words."""
+    """Return ``--config-name=X`` and the like, and the other words."""
     named: dict[str, str] = {}
     rest: list[Any] = []
     words = iter(launch.arguments)

@@ -8,7 +8,7 @@ from slime_like_compat.verl.job import Job
 
 
 def map_layout(job: Job, longest: int) -> None:
-    """Ranks of the trainer and their token budget."""
+    """Set the ranks of the trainer and their token budget."""
     sizes = {"tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "ep": "expert_model"}
     for ours, name in sizes.items():
         key = f"{MEGATRON}.{name}_parallel_size"

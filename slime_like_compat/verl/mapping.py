@@ -1,7 +1,7 @@
-"""Settings of a verl job -> overrides, with a row for each that says what became of it.
+"""Settings of a verl job -> overrides, with a report row for each.
 
-What carries meaning and has no counterpart is refused: a recipe is written only where nothing is, or where the user
-dropped it by name.
+A setting that carries meaning and has no counterpart is refused; a recipe is written only if no setting is refused, or if
+the user dropped each by name.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _map(job: Job) -> None:
 
 
 def _rest(job: Job, key: str) -> None:
-    """A setting that no part above has read."""
+    """Report a setting that no part above has read."""
     setting = job.settings[key]
     if key.startswith((_TRANSFORMER, _SGLANG)) and not setting.problem:
         _foreign(job, key)
@@ -165,7 +165,7 @@ def _equal(a: object, b: object) -> bool:
 
 
 def _foreign(job: Job, key: str) -> None:
-    """A field of Megatron's TransformerConfig or of SGLang's ServerArgs."""
+    """Set a field of Megatron's TransformerConfig or of SGLang's ServerArgs."""
     ours, prefix = ("model.megatron", _TRANSFORMER) if key.startswith(_TRANSFORMER) else ("rollout.sglang", _SGLANG)
     name, value = key.removeprefix(prefix), job.value(key)
     if ours == "model.megatron" and name in _STAGES:
@@ -198,7 +198,7 @@ def _load(overrides: list[str], job: Job) -> TrainConfig:
 
 
 def settings_of_tree(tree: dict[str, Any], where: str, prefix: str = "") -> list[Setting]:
-    """The leaves of a YAML file as settings."""
+    """Return the leaves of a YAML file as settings."""
     found: list[Setting] = []
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -213,14 +213,14 @@ def settings_of_tree(tree: dict[str, Any], where: str, prefix: str = "") -> list
 
 
 def _leaves(setting: Setting) -> list[Setting]:
-    """A setting whose value is a mapping, key by key."""
+    """Return a setting whose value is a mapping, key by key."""
     if not isinstance(setting.value, dict) or not setting.value:
         return [setting]
     return settings_of_tree(cast("dict[str, Any]", setting.value), setting.where, f"{setting.name}.")
 
 
 def setting_of_text(text: str, where: str, problem: str = "") -> Setting:
-    """One ``key=value`` of a command line. Raises ``ConfigError`` with its place where it is none."""
+    """Parse one ``key=value`` of a command line. Raises ``ConfigError`` with its place where it is none."""
     name, equals, value = text.lstrip("+").partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.@/-]*", name):
         raise ConfigError(f"{where}: {problem or repr(text)}: key=value was expected here")

@@ -46,7 +46,7 @@ LEGACY = {
 
 
 def canonical(key: str) -> str:
-    """The name that tables have for ``key``."""
+    """Return the name of ``key`` in the tables."""
     for old, new in LEGACY.items():
         if key == old or (old.endswith(".") and key.startswith(old)):
             return new + key[len(old) :]
@@ -54,17 +54,17 @@ def canonical(key: str) -> str:
 
 
 def without_effect(key: str) -> str | None:
-    """Why ``key`` sets nothing and changes nothing; None where it may."""
+    """Return why ``key`` has no effect here; None if it may have one."""
     return _longest(WITHOUT_EFFECT, key)
 
 
 def feature(key: str) -> Feature | None:
-    """The feature that ``key`` belongs to, where it is not here."""
+    """Return the missing feature that ``key`` belongs to; None for any other key."""
     return _longest(NOT_HERE, key)
 
 
 def switch(key: str) -> str | None:
-    """The key without which ``key`` has no effect."""
+    """Return the key without which ``key`` has no effect."""
     return _longest(COUNT_WITH, key)
 
 

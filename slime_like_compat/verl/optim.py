@@ -9,7 +9,7 @@ from slime_like_compat.verl.job import Job
 
 
 def map_batches(job: Job) -> None:
-    """Prompts, samples, optimizer steps and rollouts. verl counts mini-batches in prompts and a step is a rollout."""
+    """Set prompts, samples, optimizer steps and rollouts. verl counts mini-batches in prompts, and a step is a rollout."""
     prompts, mini = job.count("data.train_batch_size"), job.count(f"{ACTOR}.ppo_mini_batch_size")
     if prompts % mini:
         raise job.wrong(f"{ACTOR}.ppo_mini_batch_size", f"does not divide data.train_batch_size={prompts}")
@@ -39,12 +39,12 @@ def _rollouts(job: Job, prompts: int) -> None:
 
 
 def steps_per_rollout(job: Job) -> int:
-    """Optimizer steps of the actor per rollout."""
+    """Return the optimizer steps of the actor per rollout."""
     return job.count("data.train_batch_size") // job.count(f"{ACTOR}.ppo_mini_batch_size")
 
 
 def map_optimizer(job: Job) -> None:
-    """AdamW and its schedule. verl's schedule goes on once per rollout, ours once per optimizer step."""
+    """Set AdamW and its schedule. verl's schedule advances once per rollout, ours once per optimizer step."""
     for ours, key in (("lr", "lr"), ("weight_decay", "weight_decay"), ("clip_grad", "clip_grad")):
         job.set(f"optim.{ours}", float(job.number(f"{OPTIM}.{key}")), f"{OPTIM}.{key}")
     beta1, beta2 = job.pair(f"{OPTIM}.betas")

@@ -13,7 +13,7 @@ _MANAGER = "reward.reward_manager.name"
 
 
 def map_rewards(job: Job, max_response_len: int) -> None:
-    """The reward has to be named: verl chooses it by the column ``data_source`` of each row, or runs a file."""
+    """Set the reward, which has to be named: verl chooses it by the column ``data_source`` of each row, or runs a file."""
     by_row, own = "data.reward_fn_key", "reward.custom_reward_function.path"
     settles = ("reward.name", "reward.weights")
     if job.value(own) is not None and not any(name in job.ours for name in settles):

@@ -14,7 +14,7 @@ recipe.dapo) sums of the rewards of tokens."""
 
 
 def lengths(job: Job) -> tuple[int, int]:
-    """Tokens of the longest prompt and of the longest response."""
+    """Return the tokens of the longest prompt and of the longest response."""
     prompt, response = f"{ROLLOUT}.prompt_length", f"{ROLLOUT}.response_length"
     return (
         job.count(prompt if job.sets(prompt) else "data.max_prompt_length"),
@@ -23,7 +23,7 @@ def lengths(job: Job) -> tuple[int, int]:
 
 
 def map_rollout(job: Job) -> None:
-    """Sampling and lengths."""
+    """Set sampling and lengths."""
     prompt, response = lengths(job)
     for ours, keys, value in (
         ("data.max_prompt_len", (f"{ROLLOUT}.prompt_length", "data.max_prompt_length"), prompt),

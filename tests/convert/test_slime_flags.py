@@ -1,4 +1,4 @@
-"""A flag of slime is mapped, dropped or refused beside the other flags; no value of it is a traceback."""
+"""A flag of slime is mapped, dropped or refused together with the other flags; no value of it is a traceback."""
 
 from __future__ import annotations
 
