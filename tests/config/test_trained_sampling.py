@@ -14,6 +14,7 @@ from slime_like.config.rules import foreign
 from slime_like.config.rules.trained_sampling import (
     CHANGES_SAMPLES,
     CHANGES_SAMPLES_BY_VARIABLE,
+    check_drafts,
     check_replayed_sampling,
     check_trained_sampling,
 )
@@ -132,3 +133,14 @@ def test_values_that_change_nothing_pass(field: str, value: object) -> None:
     cfg = TrainConfig()
     cfg.rollout.sglang = {field: value}
     check_trained_sampling(cfg, {})
+
+
+def test_drafts_are_refused_on_a_cpu_which_verifies_them_greedily() -> None:
+    cfg = TrainConfig()
+    check_drafts(cfg, "cpu")
+    cfg.rollout.sglang = {"speculative_algorithm": "NGRAM"}
+    check_drafts(cfg, "cuda")
+    with pytest.raises(ConfigError, match=r"speculative_algorithm=NGRAM cannot be trained on .*device=cpu.*remove it"):
+        check_drafts(cfg, "cpu")
+    cfg.run.mode = "rollout_only"
+    check_drafts(cfg, "cpu")

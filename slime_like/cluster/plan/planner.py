@@ -14,6 +14,7 @@ from slime_like.cluster.plan.machine import Machine, probe_machine
 from slime_like.cluster.plan.roles import critic_spec, role_bytes, teacher_spec
 from slime_like.cluster.plan.types import Decision, Notes, Role
 from slime_like.config.rules.hf import HfConfig, read_hf_config
+from slime_like.config.rules.trained_sampling import check_drafts
 from slime_like.config.rules.tree import batch_identity, samples_per_rollout
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.resolved import ActorSpec, CriticSpec, EngineSpec, TeacherSpec, TransportSpec
@@ -70,6 +71,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     notes = Notes([])
     model = _model(cfg)
     device = _device(cfg, machine, notes)
+    check_drafts(cfg, device)
     dtype = cfg.model.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"

@@ -109,6 +109,20 @@ def check_trained_sampling(cfg: TrainConfig, environment: Mapping[str, str]) -> 
         )
 
 
+def check_drafts(cfg: TrainConfig, device: str) -> None:
+    """Raise ``ConfigError`` if engines on ``device`` accept drafts without regard to the temperature.
+
+    On a CPU, SGLang verifies drafts greedily for every request (``speculative/eagle_utils.py``): samples would be argmaxes.
+    """
+    method = cfg.rollout.sglang.get("speculative_algorithm")
+    if device != "cpu" or not method or cfg.run.mode == "rollout_only" or isinstance(cfg.algo, SftConfig):
+        return
+    raise ConfigError(
+        f"rollout.sglang.speculative_algorithm={method} cannot be trained on with placement.device=cpu: there SGLang accepts "
+        "the most probable tokens of a draft whatever the temperature; remove it (run.mode=rollout_only may have it)"
+    )
+
+
 def changing_variables(environment: Mapping[str, str]) -> set[str]:
     """Names in ``environment`` of variables of SGLang that are set to change what an engine samples."""
     return {name for name in CHANGES_SAMPLES_BY_VARIABLE if not _is_off(environment.get(name, ""))}
