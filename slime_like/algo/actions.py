@@ -1,4 +1,4 @@
-"""Actions: the trained tokens of a micro-batch, sequence by sequence. A = actions of a micro-batch."""
+"""Actions: trained tokens of a micro-batch, in sequence order. Axes: T = tokens, S = sequences, A = actions."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from slime_like.interfaces import TokenView
 
 
 def sequences(view: TokenView) -> Tensor:
-    """[T] which sequence each token belongs to; ascending."""
+    """Return [T] the sequence index of each token, ascending."""
     lengths_S = view.cu_seqlens.diff().long()
     return torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
 
 
 def segments(view: TokenView) -> Tensor:
-    """[A] which sequence each action belongs to; ascending."""
+    """Return [A] the sequence index of each action, ascending."""
     return sequences(view)[view.loss_weight > 0]
 
 
 def ends(segment_A: Tensor) -> Tensor:
-    """[A] bool: whether an action is the last of its sequence."""
+    """Return [A] bool, True at the last action of each sequence."""
     last_A = torch.ones_like(segment_A, dtype=torch.bool)
     last_A[:-1] = segment_A[1:] != segment_A[:-1]
     return last_A
 
 
 def token_rewards(view: TokenView, segment_A: Tensor, kl_coef: float, kl: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """[A] the sequence's reward at its last action, less ``kl_coef * KL(old || ref)`` at each."""
+    """Return [A] rewards: the sequence's at its last action, minus ``kl_coef * KL(old || ref)`` at each action."""
     rewards_A = view.rewards[segment_A] * ends(segment_A)
     if kl_coef > 0:
         assert view.old_logprobs is not None and view.ref_logprobs is not None, "old and ref scores are not annotated"

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student's own samples, judged token by token by a teacher (table TOKEN_ADVANTAGES)."""
+"""On-policy distillation: a teacher scores each token of the student's samples (table TOKEN_ADVANTAGES)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from slime_like.interfaces import Reduce, TokenView
 
 
 class ReverseKL:
-    """``opd_kl_coef * (log teacher - log student)`` of each sampled token: a one-sample estimate of -KL(student || teacher).
+    """Token advantage ``opd_kl_coef * (log teacher - log student)``: a one-sample estimate of -KL(student || teacher).
 
-    Added to it where asked for: ``reward_coef`` times the sequence's reward, and the group's advantage. The student's
-    log-probabilities are the old ones where there are any, else the rollout's, which are the same weights'.
+    If configured, ``reward_coef`` times the sequence's reward and the group's advantage are added. The student's
+    log-probabilities are the old ones if computed, else the rollout's, which come from the same weights.
     Source: Agarwal et al. 2024, arXiv:2306.13649 (GKD); Lu et al. 2025, "On-Policy Distillation", Thinking Machines Lab.
     """
 
@@ -31,14 +31,14 @@ class ReverseKL:
         self._config = config
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """F32 [T] per view, 0 where not trained."""
-        raw = [self._advantages(view) for view in views]
+        """Return F32 [T] per view, 0 at untrained tokens."""
+        advantages = [self._advantages(view) for view in views]
         if not self._config.normalize_advantages:
-            return raw
-        return whiten(raw, [view.loss_weight > 0 for view in views], reduce)
+            return advantages
+        return whiten(advantages, [view.loss_weight > 0 for view in views], reduce)
 
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
-        """``teacher_kl``: mean of log student - log teacher over the trained tokens of all ranks."""
+        """Return ``teacher_kl``: mean of log student - log teacher over the trained tokens of all ranks."""
         gaps = [(_student(view) - _teacher(view))[view.loss_weight > 0].double() for view in views]
         if not gaps:
             return {}

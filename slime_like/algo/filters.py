@@ -1,14 +1,14 @@
-"""Which groups are worth training on (table FILTERS). ``None`` keeps a group; a reason drops it and is counted."""
+"""Group filters (table FILTERS). ``None`` keeps a group; a string drops it and is counted as the reason."""
 
 from __future__ import annotations
 
 from slime_like.types import SampleGroup, Status
 
-UNSCORED = (Status.FAILED, Status.ABORTED)  # stand in no baseline and are not trained on
+UNSCORED = (Status.FAILED, Status.ABORTED)  # neither in a baseline nor trained on
 
 
 def nonzero_std(group: SampleGroup) -> str | None:
-    """Drop a group whose scored samples all have the same reward: every advantage in it would be zero.
+    """Drop a group whose scored samples all have the same reward: its advantages would be zero.
 
     Source: DAPO's dynamic sampling, Yu et al. 2025, arXiv:2503.14476, section 3.2.
     """
@@ -17,5 +17,5 @@ def nonzero_std(group: SampleGroup) -> str | None:
 
 
 def completed(group: SampleGroup) -> str | None:
-    """Drop a group in which a sample did not end by itself; the reason names the first such status."""
+    """Drop a group with an incomplete sample; the reason is the first such status."""
     return next((str(s.status) for s in group.samples if s.status is not Status.COMPLETED), None)

@@ -19,15 +19,15 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces import Reduce, TokenView
 from slime_like.registry import resolve
 
-MIN_VARIANCE = 1e-12  # below it the returns are one number, and nothing is there to be explained
+MIN_VARIANCE = 1e-12  # below it returns are constant: nothing to explain
 
 
 class GeneralisedAdvantage:
-    """``sum_k (gamma * lambd)^k * delta[a + k]`` with ``delta[a] = reward[a] + gamma * value[a + 1] - value[a]``.
+    """GAE: ``sum_k (gamma * lambd)^k * delta[a + k]`` with ``delta[a] = reward[a] + gamma * value[a + 1] - value[a]``.
 
-    Actions are the trained tokens of a sequence, in order; tokens that the model did not write lie between them without
-    discount. After its last action an episode is over, truncated ones as well: no value follows. Rewards of tokens are
-    those of REINFORCE++: the sequence's at its last action, less ``kl_coef * KL(old || ref)`` at each.
+    Actions are the trained tokens of a sequence, in order; tokens that the model did not sample cause no
+    discount. The value after the last action is 0, also for truncated episodes. Token rewards are
+    as in REINFORCE++: the sequence's at its last action, minus ``kl_coef * KL(old || ref)`` at each.
     Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
     """
 
@@ -38,18 +38,18 @@ class GeneralisedAdvantage:
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """F32 [T] per view, 0 where not trained; under normalize_advantages of mean 0 and variance 1 over all ranks."""
-        raw = [self._advantages(view) for view in views]
+        """Return F32 [T] per view, 0 at untrained tokens; normalize_advantages whitens them over all ranks."""
+        advantages = [self._advantages(view) for view in views]
         if not self._config.normalize_advantages:
-            return raw
-        return whiten(raw, [view.loss_weight > 0 for view in views], reduce)
+            return advantages
+        return whiten(advantages, [view.loss_weight > 0 for view in views], reduce)
 
     def returns(self, views: Sequence[TokenView]) -> list[Tensor]:
-        """F32 [T] per view: advantage before whitening plus value, 0 where not trained. What the critic is to learn."""
+        """Return the critic's targets, F32 [T] per view: unwhitened advantage plus value, 0 at untrained tokens."""
         return [self._advantages(view) + torch.where(view.loss_weight > 0, _values(view), 0.0) for view in views]
 
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
-        """``explained_variance``: 1 - Var(return - value) / Var(return) over the trained tokens of all ranks."""
+        """Return ``explained_variance``: 1 - Var(return - value) / Var(return) over the trained tokens of all ranks."""
         pairs = [
             torch.stack([target, target - _values(view)])[:, view.loss_weight > 0].double()
             for target, view in zip(self.returns(views), views, strict=True)
@@ -69,8 +69,8 @@ class GeneralisedAdvantage:
         segment_A = segments(view)
         values_A = _values(view)[mask_T]
         rewards_A = token_rewards(view, segment_A, cfg.kl_coef, self._kl).to(values_A.dtype)
-        later_A = torch.where(ends(segment_A), torch.zeros_like(values_A), values_A.roll(-1))
-        deltas_A = rewards_A + cfg.gamma * later_A - values_A
+        next_values_A = torch.where(ends(segment_A), torch.zeros_like(values_A), values_A.roll(-1))
+        deltas_A = rewards_A + cfg.gamma * next_values_A - values_A
         out_T = torch.zeros_like(view.loss_weight, dtype=values_A.dtype)
         out_T[mask_T] = discounted_returns(deltas_A, segment_A, cfg.gamma * cfg.lambd)
         return out_T

@@ -7,34 +7,34 @@ from __future__ import annotations
 
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # of importance ratios: exp(20) = 5e8 is finite in every dtype in use
+MAX_LOG_RATIO = 20.0  # clamp of importance ratios: exp(20) = 5e8 is finite in all dtypes used
 MAX_KL_LOG_RATIO = 80.0  # exp(80) = 6e34 is finite in float32; infinity times a loss weight of 0 would be nan
 MAX_LOW_VAR_KL = 10.0
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """``log p - log q``: unbiased, high variance, negative for single tokens. [T], [T] -> [T]."""
+    """Return ``log p - log q``: unbiased, high variance, negative for some tokens. [T], [T] -> [T]."""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """``(log p - log q)² / 2``: biased, low variance, never negative. [T], [T] -> [T]."""
+    """Return ``(log p - log q)² / 2``: biased, low variance, never negative. [T], [T] -> [T]."""
     return (logprobs - ref_logprobs).square() / 2
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """``q/p - 1 - log(q/p)``: unbiased, low variance, never negative. [T], [T] -> [T].
+    """Return ``q/p - 1 - log(q/p)``: unbiased, low variance, never negative. [T], [T] -> [T].
 
-    It grows with ``q/p``, and its gradient with it: a token that the policy all but forgot outweighs a whole batch.
+    Value and gradient grow with ``q/p``: one token that became improbable can outweigh a batch.
     """
-    log_ratio = (ref_logprobs - logprobs).clamp(max=MAX_KL_LOG_RATIO)
-    return log_ratio.expm1() - log_ratio
+    log_ratio_T = (ref_logprobs - logprobs).clamp(max=MAX_KL_LOG_RATIO)
+    return log_ratio_T.expm1() - log_ratio_T
 
 
 def low_var_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """k3 clamped to at most 10, with a gradient of 0 beyond. [T], [T] -> [T].
+    """Return k3 clamped to at most 10, with zero gradient above. [T], [T] -> [T].
 
-    The maths of ``low_var_kl`` in slime (``slime/utils/ppo_utils.py``) and in verl (``verl/trainer/ppo/core_algos.py``,
-    where ``k3`` names the same).
+    As ``low_var_kl`` in slime (``slime/utils/ppo_utils.py``) and in verl (``verl/trainer/ppo/core_algos.py``,
+    where it is also called ``k3``).
     """
     return k3(logprobs, ref_logprobs).clamp(max=MAX_LOW_VAR_KL)

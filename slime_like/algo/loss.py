@@ -1,7 +1,7 @@
-"""Token losses bound to their config (table LOSSES). The caller multiplies by ``loss_weight`` and sums; nothing here
-knows of packing, micro-batches or ranks, so none of them can change the result.
+"""Token losses bound to their config (table LOSSES). The caller multiplies by ``loss_weight`` and sums; losses
+do not depend on packing, micro-batches or ranks.
 
-Every value stays finite at tokens that are not trained as well: infinity times a weight of 0 would be nan.
+Values are finite also at untrained tokens: infinity times a weight of 0 would be nan. Axis: T = tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime_like.registry import resolve
 
 @dataclass(slots=True)
 class PolicyLoss:
-    """A surrogate, with off-policy corrections, KL to the reference and an entropy bonus where their keys ask for them."""
+    """Policy loss: a surrogate with optional off-policy corrections, KL to the reference and entropy bonus."""
 
     config: PolicyConfig
     surrogate: Callable[[LossView, Tensor], Surrogate]
@@ -31,30 +31,30 @@ class PolicyLoss:
     needs_entropy: bool
 
     def __call__(self, view: LossView) -> LossOutput:
-        """[T] columns -> [T] loss, with slime's metric names (``train/<name>``).
+        """Return the [T] loss and metrics with slime's names (``train/<name>``).
 
-        ``old_logprobs=None`` means that this is the first update after the rollout: the ratio is 1 and only its
+        ``old_logprobs=None`` marks the first update after the rollout: the ratio is 1 and only its
         gradient counts.
         """
         cfg = self.config
-        old = view.logprobs.detach() if view.old_logprobs is None else view.old_logprobs
-        found = self.surrogate(view, view.rollout_logprobs if cfg.use_rollout_logprobs else old)
-        corrected = self.correct(cfg, old, view.rollout_logprobs, view.sequences)
-        means = found.means | corrected.means
-        loss = found.loss if corrected.weight is None else found.loss * corrected.weight
-        if corrected.keep is not None:
-            loss = loss * corrected.keep
-        means["pg_loss"] = loss.detach()
+        old_logprobs_T = view.logprobs.detach() if view.old_logprobs is None else view.old_logprobs
+        surrogate = self.surrogate(view, view.rollout_logprobs if cfg.use_rollout_logprobs else old_logprobs_T)
+        corrections = self.correct(cfg, old_logprobs_T, view.rollout_logprobs, view.sequences)
+        means = surrogate.means | corrections.means
+        loss_T = surrogate.loss if corrections.weight is None else surrogate.loss * corrections.weight
+        if corrections.keep is not None:
+            loss_T = loss_T * corrections.keep
+        means["pg_loss"] = loss_T.detach()
         if cfg.kl_loss_coef > 0:
             assert view.ref_logprobs is not None, "algo.kl_loss_coef > 0 needs reference scores"
-            kl = self.kl(view.logprobs, view.ref_logprobs)
-            loss = loss + cfg.kl_loss_coef * (kl if corrected.keep is None else kl * corrected.keep)
-            means["kl_loss"] = kl.detach()
+            kl_T = self.kl(view.logprobs, view.ref_logprobs)
+            loss_T = loss_T + cfg.kl_loss_coef * (kl_T if corrections.keep is None else kl_T * corrections.keep)
+            means["kl_loss"] = kl_T.detach()
         if view.entropy is not None:
-            bonus = cfg.entropy_coef * view.entropy
-            loss = loss - (bonus if corrected.keep is None else bonus * corrected.keep)
+            bonus_T = cfg.entropy_coef * view.entropy
+            loss_T = loss_T - (bonus_T if corrections.keep is None else bonus_T * corrections.keep)
             means["entropy_loss"] = view.entropy.detach()
-        return LossOutput(loss=loss, means=means, maxima=found.maxima)
+        return LossOutput(loss=loss_T, means=means, maxima=surrogate.maxima)
 
 
 @dataclass(slots=True)
@@ -64,23 +64,23 @@ class SftLoss:
     needs_entropy: bool = False
 
     def __call__(self, view: LossView) -> LossOutput:
-        """[T] log-probabilities -> [T] loss."""
-        loss = -view.logprobs
-        return LossOutput(loss=loss, means={"sft_loss": loss.detach()}, maxima={})
+        """Return the [T] loss."""
+        loss_T = -view.logprobs
+        return LossOutput(loss=loss_T, means={"sft_loss": loss_T.detach()}, maxima={})
 
 
 def policy_gradient(cfg: PolicyGradientConfig) -> LossFn:
-    """PPO's clipped policy gradient, token by token."""
+    """Return PPO's clipped policy gradient per token."""
     return _policy_loss(cfg, partial(per_token, cfg))
 
 
 def gspo(cfg: PolicyGradientConfig) -> LossFn:
-    """The clipped policy gradient with one ratio per sequence."""
+    """Return the clipped policy gradient with one ratio per sequence."""
     return _policy_loss(cfg, partial(per_sequence, cfg))
 
 
 def cispo(cfg: PolicyConfig) -> LossFn:
-    """Log-likelihood weighted by advantage and clipped ratio."""
+    """Return the log-likelihood loss weighted by advantage and clipped ratio."""
     return _policy_loss(cfg, partial(weighted, cfg))
 
 
@@ -91,5 +91,5 @@ def _policy_loss(cfg: PolicyConfig, surrogate: Callable[[LossView, Tensor], Surr
 
 
 def sft(cfg: AlgoConfig) -> LossFn:
-    """The supervised loss; it reads no key of ``cfg``."""
+    """Return the supervised loss, which reads no key of ``cfg``."""
     return SftLoss()

@@ -1,7 +1,7 @@
-"""Corrections for tokens that were sampled from another policy than the one that is trained: TIS, MIS, rejection.
+"""Corrections for tokens sampled from another policy than the trained one: TIS, MIS, rejection.
 
 All compare the old policy (the trainer's, before the update) with the rollout policy (the engine's) at sampled tokens.
-No gradient flows through any of them, and none changes a denominator: what is dropped counts as zero.
+None carries a gradient or changes a denominator: dropped tokens count as zero. Axis: T = tokens.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from slime_like.interfaces import Sequences
 
 @dataclass(frozen=True, slots=True)
 class ImportanceWeight:
-    """Weights of tokens and the ratios they come from."""
+    """Importance weights of tokens, before and after clipping."""
 
-    weight: Tensor  # [T], multiply the loss by it
+    weight: Tensor  # [T], factor of the loss
     raw: Tensor  # [T], pi_old / pi_rollout
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What the configured corrections do to a micro-batch, with their metrics."""
+    """Combined corrections of a micro-batch, with their metrics."""
 
-    weight: Tensor | None  # [T], of the policy gradient
-    keep: Tensor | None  # [T], 0 in rejected sequences: of every term of the loss
+    weight: Tensor | None  # [T], factor of the policy gradient
+    keep: Tensor | None  # [T], factor of every loss term, 0 in rejected sequences
     means: dict[str, Tensor]  # [T]
 
 
@@ -45,61 +45,63 @@ class OffPolicy(Protocol):
 def truncated_importance(
     old_logprobs: Tensor, rollout_logprobs: Tensor, clip: float, low: float = 0.0
 ) -> ImportanceWeight:
-    """``pi_old / pi_rollout`` per token, held in ``[low, clip]``: corrects an engine that samples from slightly other
+    """Return ``pi_old / pi_rollout`` per token, clamped to ``[low, clip]``: corrects an engine with slightly different
     probabilities.
 
-    Truncation bounds the variance; the bias it leaves is towards tokens that the engine made too rare.
+    Truncation bounds the variance; the remaining bias affects tokens that the engine samples too rarely.
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS).
     """
-    raw = _ratio(old_logprobs, rollout_logprobs)
-    return ImportanceWeight(weight=raw.clamp(min=low, max=clip), raw=raw)
+    raw_T = _ratio(old_logprobs, rollout_logprobs)
+    return ImportanceWeight(weight=raw_T.clamp(min=low, max=clip), raw=raw_T)
 
 
 def masked_importance(old_logprobs: Tensor, rollout_logprobs: Tensor, low: float, high: float) -> ImportanceWeight:
-    """``pi_old / pi_rollout`` per token inside ``[low, high]``, 0 outside: a token on which engine and trainer disagree
-    that much teaches nothing.
+    """Return ``pi_old / pi_rollout`` per token inside ``[low, high]``, 0 outside: drops tokens on which engine and
+    trainer disagree strongly.
 
     Source: Ling team 2025, "Every Step Evolves", arXiv:2510.18855 (IcePop).
     """
-    raw = _ratio(old_logprobs, rollout_logprobs)
-    return ImportanceWeight(weight=torch.where((raw >= low) & (raw <= high), raw, torch.zeros_like(raw)), raw=raw)
+    raw_T = _ratio(old_logprobs, rollout_logprobs)
+    return ImportanceWeight(
+        weight=torch.where((raw_T >= low) & (raw_T <= high), raw_T, torch.zeros_like(raw_T)), raw=raw_T
+    )
 
 
 def sequence_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences, *, geometric: bool) -> Tensor:
-    """[T] ratio of old to rollout policy of each token's whole sequence: the product over its tokens, or their geometric
+    """Return [T] the ratio of old to rollout policy of each token's sequence: product over its tokens, or geometric
     mean, which does not grow with length.
 
     Source: Liu et al. 2025, "When Speed Kills Stability" (sequence-level and geometric masks).
     """
-    log_ratio = (old_logprobs - rollout_logprobs).detach()
-    total = sequences.mean(log_ratio) if geometric else sequences.sum(log_ratio)
-    return sequences.spread(total).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratio_T = (old_logprobs - rollout_logprobs).detach()
+    log_ratio_S = sequences.mean(log_ratio_T) if geometric else sequences.sum(log_ratio_T)
+    return sequences.spread(log_ratio_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def correction(
     config: PolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences | None
 ) -> Correction:
-    """What ``config`` asks for, at [T] tokens. Metrics are those of every trained token, dropped ones included."""
-    weight, keep, means = None, None, dict[str, Tensor]()
+    """Return the corrections of ``config`` for [T] tokens. Metrics cover every trained token, dropped ones included."""
+    weight_T, keep_T, means = None, None, dict[str, Tensor]()
     if config.use_tis:
         tis = truncated_importance(old_logprobs, rollout_logprobs, config.tis_clip, config.tis_clip_low)
-        weight = tis.weight
+        weight_T = tis.weight
         means |= {"tis": tis.raw, "tis_abs": (tis.raw - 1).abs()}
         means["tis_clipfrac"] = (tis.weight != tis.raw).to(tis.raw.dtype)
     if config.use_mis:
         mis = masked_importance(old_logprobs, rollout_logprobs, config.mis_low, config.mis_high)
-        weight = mis.weight
+        weight_T = mis.weight
         means |= {"mis": mis.raw, "mis_abs": (mis.raw - 1).abs()}
         means["mis_maskfrac_low"] = (mis.raw < config.mis_low).to(mis.raw.dtype)
         means["mis_maskfrac_high"] = (mis.raw > config.mis_high).to(mis.raw.dtype)
     if config.rejection != "none":
-        assert sequences is not None, "rejection speaks of sequences"
-        ratio = sequence_ratio(old_logprobs, rollout_logprobs, sequences, geometric=config.rejection == "geometric")
+        assert sequences is not None, "rejection needs sequences"
+        ratio_T = sequence_ratio(old_logprobs, rollout_logprobs, sequences, geometric=config.rejection == "geometric")
         low = 0.0 if config.rejection_low is None else config.rejection_low
         high = float("inf") if config.rejection_high is None else config.rejection_high
-        keep = ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
-        means |= {"rejection_ratio": ratio, "rejection_frac": 1 - keep}
-    return Correction(weight, keep, means)
+        keep_T = ((ratio_T >= low) & (ratio_T <= high)).to(ratio_T.dtype)
+        means |= {"rejection_ratio": ratio_T, "rejection_frac": 1 - keep_T}
+    return Correction(weight_T, keep_T, means)
 
 
 def _ratio(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:

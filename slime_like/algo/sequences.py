@@ -1,4 +1,4 @@
-"""Sums and means over whole sequences, spread back to tokens, for losses that speak of sequences.
+"""Sums and means over sequences, and their expansion to tokens, for sequence-level losses.
 
 Under context parallelism a rank holds a part of each sequence. A sum over a sequence is then a sum over the ranks of the
 context parallel group, in the forward pass and, since each rank's loss depends on the other ranks' tokens, of the
@@ -17,23 +17,23 @@ from slime_like.interfaces import Reduce
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """``Sequences`` of one micro-batch: N of its tokens are on this rank, of S sequences in all."""
+    """``Sequences`` of one micro-batch with S sequences, N of whose tokens are on this rank."""
 
-    index: Tensor  # I64 [N], sequence of each token
-    trained: Tensor  # bool [N], tokens that count
-    num_trained: Tensor  # F [S], tokens that count of the whole sequence, on whatever rank
+    index: Tensor  # I64 [N], sequence index of each token
+    trained: Tensor  # bool [N], trained tokens
+    num_trained: Tensor  # F [S], trained tokens of each sequence over all ranks
     reduce: Reduce  # over the ranks that share the sequences; differentiable
 
     def sum(self, values: Tensor) -> Tensor:
-        """[N] -> [S]: sum over each whole sequence's trained tokens. Every rank of the group must call it."""
-        counted = torch.where(self.trained, values, torch.zeros_like(values))
-        empty = torch.zeros(len(self.num_trained), dtype=values.dtype, device=values.device)
-        return self.reduce.sum(empty.index_add(0, self.index, counted))
+        """Return [S]: sum over the trained tokens of each sequence. Collective over the group's ranks."""
+        trained_N = torch.where(self.trained, values, torch.zeros_like(values))
+        zeros_S = torch.zeros(len(self.num_trained), dtype=values.dtype, device=values.device)
+        return self.reduce.sum(zeros_S.index_add(0, self.index, trained_N))
 
     def mean(self, values: Tensor) -> Tensor:
-        """[N] -> [S]: mean over each whole sequence's trained tokens, 0 where there are none."""
+        """Return [S]: mean over the trained tokens of each sequence, 0 without any. Collective."""
         return self.sum(values) / self.num_trained.to(values.dtype).clamp(min=1)
 
     def spread(self, values: Tensor) -> Tensor:
-        """[S] -> [N]: each token gets its sequence's value."""
+        """Return [N]: the value [S] of each token's sequence."""
         return values[self.index]

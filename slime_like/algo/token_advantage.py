@@ -18,14 +18,14 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces import Reduce, TokenView
 from slime_like.registry import resolve
 
-MIN_VARIANCE = 1e-8  # a batch in which all returns are equal whitens to zeros, not to noise
+MIN_VARIANCE = 1e-8  # equal returns whiten to zeros, not to noise
 
 
 class ReinforcePlusPlus:
-    """REINFORCE++: discounted return per trained token, whitened over the whole batch.
+    """REINFORCE++: discounted return per trained token, whitened over the batch.
 
-    The reward of a sequence stands at its last trained token; ``kl_coef * KL(old || ref)`` is taken off at each trained
-    token. Tokens that the model did not write are no actions: they carry no reward and do not discount.
+    The reward of a sequence is at its last trained token, minus ``kl_coef * KL(old || ref)`` at each trained
+    token. Tokens that the model did not sample are not actions: they have no reward and cause no discount.
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262; whitening as in its reference implementation (OpenRLHF).
     """
 
@@ -40,17 +40,17 @@ class ReinforcePlusPlus:
 
     @property
     def required_scores(self) -> frozenset[str]:
-        """Columns of ``TokenView`` that must be filled before the call."""
+        """Return the columns of ``TokenView`` that must be filled before the call."""
         return frozenset({"old_logprobs", "ref_logprobs"}) if self._kl_coef > 0 else frozenset()
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """F32 [T] per view, 0 where not trained. Mean 0 and variance 1 over the trained tokens of all ranks."""
+        """Return F32 [T] per view, whitened over the trained tokens of all ranks, 0 at other tokens."""
         returns = [self._returns(view) for view in views]
         masks = [view.loss_weight > 0 for view in views]
         return whiten(returns, masks, reduce)
 
     def _returns(self, view: TokenView) -> Tensor:
-        """[T] discounted sum of the rewards at and after each trained token of its sequence."""
+        """Return [T] the discounted sum of rewards from each trained token on."""
         mask_T = view.loss_weight > 0
         segment_A = segments(view)
         rewards_A = token_rewards(view, segment_A, self._kl_coef, self._kl)
@@ -60,8 +60,8 @@ class ReinforcePlusPlus:
 
 
 class ReinforcePlusPlusBaseline:
-    """REINFORCE++-baseline: the group advantage at each trained token, less ``kl_coef * KL(old || ref)``, whitened over
-    the whole batch.
+    """REINFORCE++-baseline: group advantage at each trained token, minus ``kl_coef * KL(old || ref)``, whitened over
+    the batch.
 
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262, section 3.2.
     """
@@ -77,11 +77,11 @@ class ReinforcePlusPlusBaseline:
 
     @property
     def required_scores(self) -> frozenset[str]:
-        """Columns of ``TokenView`` that must be filled before the call."""
+        """Return the columns of ``TokenView`` that must be filled before the call."""
         return frozenset({"old_logprobs", "ref_logprobs"}) if self._kl_coef > 0 else frozenset()
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """F32 [T] per view, 0 where not trained. Mean 0 and variance 1 over the trained tokens of all ranks."""
+        """Return F32 [T] per view, whitened over the trained tokens of all ranks, 0 at other tokens."""
         masks = [view.loss_weight > 0 for view in views]
         return whiten([self._advantages(view) for view in views], masks, reduce)
 
@@ -95,11 +95,11 @@ class ReinforcePlusPlusBaseline:
 
 
 def discounted_returns(rewards_A: Tensor, segment_A: Tensor, gamma: float) -> Tensor:
-    """[A] ``sum_k gamma^k * reward[a + k]`` within each segment.
+    """Return [A] ``sum_k gamma^k * reward[a + k]`` within each segment.
 
     A doubling scan (Hillis and Steele 1986): after the step of stride s each entry holds the discounted sum of the
-    next 2s rewards, so log2 of the longest segment passes do. Unlike differences of one cumulative sum over the row it
-    neither under- nor overflows for small gamma nor lets one sequence's size disturb another's digits.
+    next 2s rewards, so log2(longest segment) passes suffice. Unlike differences of one cumulative sum over the row, it
+    neither under- nor overflows for small gamma, and large sequences do not cost others precision.
     """
     returns_A = rewards_A.clone()
     stride = 1
@@ -114,13 +114,13 @@ def discounted_returns(rewards_A: Tensor, segment_A: Tensor, gamma: float) -> Te
 
 
 def whiten(values: Sequence[Tensor], masks: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
-    """Shift and scale all masked entries of all ranks to mean 0 and variance 1 (biased); 0 where not masked.
+    """Shift and scale the masked entries of all ranks to mean 0 and variance 1 (biased); other entries become 0.
 
     Two passes in float64: the deviations are squared after the global mean is known, so that a large common offset
-    does not cancel. Every rank makes the same two reductions, also one whose views hold no trained token.
+    does not cancel. Every rank does the same two reductions, also without trained tokens.
     """
     device = values[0].device if values else None
-    masked = [value[mask].double() for value, mask in zip(values, masks, strict=True)]
+    masked = [value_T[mask_T].double() for value_T, mask_T in zip(values, masks, strict=True)]
     flat = torch.cat(masked) if masked else torch.zeros(0, dtype=torch.float64)
     local_count = torch.tensor(float(len(flat)), dtype=torch.float64, device=device)
     count_sum = reduce.sum(torch.stack([local_count, flat.sum()]))
@@ -129,7 +129,7 @@ def whiten(values: Sequence[Tensor], masks: Sequence[Tensor], reduce: Reduce) ->
     variance = reduce.sum((flat - mean).square().sum()) / count
     scale = variance.clamp(min=MIN_VARIANCE).rsqrt()
     whitened: list[Tensor] = []
-    for value, mask in zip(values, masks, strict=True):
-        normed = ((value.double() - mean) * scale).to(value.dtype)
-        whitened.append(torch.where(mask, normed, torch.zeros_like(normed)))
+    for value_T, mask_T in zip(values, masks, strict=True):
+        normed_T = ((value_T.double() - mean) * scale).to(value_T.dtype)
+        whitened.append(torch.where(mask_T, normed_T, torch.zeros_like(normed_T)))
     return whitened

@@ -1,4 +1,4 @@
-"""The critic's loss. As with token losses, the caller multiplies by ``loss_weight`` and sums."""
+"""Value loss of the critic. The caller multiplies by ``loss_weight`` and sums, as with token losses."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from slime_like.interfaces import LossOutput
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> LossOutput:
-    """``max((v - R)², (v_clipped - R)²) / 2`` with ``v_clipped`` within ``clip`` of the values that advantages came from.
+    """Return ``max((v - R)², (v_clipped - R)²) / 2`` with ``v_clipped`` within ``clip`` of the old values.
 
-    [T] each; ``clip=None`` leaves the plain squared error. The larger of the two makes clipping pessimistic: it stops a
-    value that runs away from its old one, never one that comes back.
+    All tensors are [T]; ``clip=None`` gives the plain squared error. Clipping is pessimistic: it blocks updates that
+    move a value away from its old estimate, never those that move it back.
     Source: Schulman et al.'s reference implementation of PPO (openai/baselines, ppo2/model.py).
     """
-    plain = (values - returns).square()
+    plain_T = (values - returns).square()
     means = {"values": values.detach(), "returns": returns}
-    loss = plain
+    loss_T = plain_T
     if clip is not None:
-        bounded = torch.clamp(values, old_values - clip, old_values + clip)
-        clipped = (bounded - returns).square()
-        loss = torch.maximum(plain, clipped)
-        means["value_clipfrac"] = (clipped > plain).to(values.dtype)
-    loss = loss / 2
-    return LossOutput(loss=loss, means={"value_loss": loss.detach(), **means}, maxima={})
+        bounded_T = torch.clamp(values, old_values - clip, old_values + clip)
+        clipped_T = (bounded_T - returns).square()
+        loss_T = torch.maximum(plain_T, clipped_T)
+        means["value_clipfrac"] = (clipped_T > plain_T).to(values.dtype)
+    loss_T = loss_T / 2
+    return LossOutput(loss=loss_T, means={"value_loss": loss_T.detach(), **means}, maxima={})

@@ -1,4 +1,4 @@
-"""Rules of rollout.agent: a coroutine function of the right shape, and only where something runs it."""
+"""Rules of rollout.agent: a coroutine function with the right signature, set only if rollout.generate runs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLED = "async def agent(base_url, api_key, prompt, metadata) -> float | None"
 
 
 def check_agent(config: RolloutConfig) -> None:
-    """Raise ``ConfigError`` unless ``rollout.agent`` can be run, or nothing is said of it."""
+    """Raise ``ConfigError`` unless ``rollout.agent`` can be run, or is unset and unused."""
     if config.generate != OPENAI_AGENT:
         setting, cure = f"rollout.generate={config.generate}", f"rollout.generate={OPENAI_AGENT}"
         refuse_unread("rollout.", config, KEYS, setting, cure)
@@ -30,7 +30,7 @@ def check_agent(config: RolloutConfig) -> None:
 
 
 def agent_function(path: str) -> Any:
-    """The function at a dotted path. Raises ``ConfigError`` where it is missing or cannot be called as an agent."""
+    """Return the function at a dotted path. Raises ``ConfigError`` if it is missing or cannot be called as an agent."""
     if ":" not in path:
         raise ConfigError(f"rollout.agent={path!r} is not a dotted path such as my_package.my_module:function")
     function = resolve("rollout.agent", path, {})

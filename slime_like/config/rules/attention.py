@@ -1,4 +1,4 @@
-"""What ``model.attention=te`` needs. TransformerEngine is looked for, never imported: rules stay light."""
+"""Rules of ``model.attention=te``. TransformerEngine is located, never imported: rules stay light."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ INSTALL = "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorc
 
 
 def installed() -> bool:
-    """Whether this environment has TransformerEngine."""
+    """Return whether this environment has TransformerEngine."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def check_attention(cfg: TrainConfig, device: str, dtype: str) -> None:
-    """Raise ``ConfigError`` where TransformerEngine's attention cannot run. ``device`` and ``dtype`` may still be auto."""
+    """Raise ``ConfigError`` if TransformerEngine's attention cannot run. ``device`` and ``dtype`` may be auto."""
     if cfg.model.attention != "te":
         return
     fix = "set model.attention=auto, which is our own torch attention"

@@ -1,15 +1,15 @@
-"""What ``run.deterministic=true`` rests on, and what breaks it."""
+"""Rules of ``run.deterministic=true``: settings that break reproducibility are refused."""
 
 from __future__ import annotations
 
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
-FAMILIES = ("qwen3",)  # whose engine and trainer have been seen to agree in every bit
+FAMILIES = ("qwen3",)  # tested: engine and trainer agree in every bit
 
 
 def check_seeds(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` where tokens would not follow from their seeds."""
+    """Raise ``ConfigError`` if seeds would not determine the tokens."""
     method = cfg.rollout.sglang.get("speculative_algorithm")
     if cfg.run.deterministic and method is not None:
         raise ConfigError(
@@ -19,18 +19,18 @@ def check_seeds(cfg: TrainConfig) -> None:
 
 
 def check_bits(cfg: TrainConfig, family: str, dtype: str) -> None:
-    """Raise ``ConfigError`` where engine and trainer could not have the same bits on a CPU."""
-    whole = "sums over a tensor that is split have another order than sums over the whole"
-    for key, value, wanted, reason in (
+    """Raise ``ConfigError`` if engine and trainer could not agree bitwise on a CPU."""
+    split_sums = "sums over a tensor that is split have another order than sums over the whole"
+    for key, value, required, reason in (
         ("model.dtype", dtype, "float32", "bfloat16 products round by shape"),
-        ("parallel.tp", cfg.parallel.tp, 1, whole),
-        ("parallel.cp", cfg.parallel.cp, 1, whole),
-        ("rollout.tp", cfg.rollout.tp, 1, whole),
+        ("parallel.tp", cfg.parallel.tp, 1, split_sums),
+        ("parallel.cp", cfg.parallel.cp, 1, split_sums),
+        ("rollout.tp", cfg.rollout.tp, 1, split_sums),
     ):
-        if value != wanted:
+        if value != required:
             raise ConfigError(
                 f"{key}={value} with run.deterministic=true on a CPU: {reason}, and engine and trainer must agree in "
-                f"every bit; set {key}={wanted} (data and pipeline parallelism keep the bits), or run.deterministic=false"
+                f"every bit; set {key}={required} (data and pipeline parallelism keep the bits), or run.deterministic=false"
             )
     if family not in (*FAMILIES, "auto"):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""loop.num_epoch: the number of rollouts follows from the rows of data.train, as in slime (--num-epoch) and verl.
+"""loop.num_epoch: number of rollouts from the rows of data.train, as in slime (--num-epoch) and verl.
 
-Both count the whole rollouts of one epoch (``get_num_rollout_per_epoch`` of ``slime/ray/rollout.py``; verl's data loader with
-``drop_last``) and multiply by the epochs. slime counts rows after it has left out those that are too long.
+Both count the complete rollouts of one epoch (``get_num_rollout_per_epoch`` of ``slime/ray/rollout.py``; verl's data loader with
+``drop_last``) and multiply by the epochs. slime counts rows after removing overlong ones.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from slime_like.util.row_count import rows_of
 
 
 def settle_epochs(cfg: TrainConfig) -> None:
-    """Set loop.num_rollout where loop.num_epoch is given. Raises ``ConfigError`` where the rows cannot be counted or are
-    fewer than one rollout takes."""
+    """Set loop.num_rollout if loop.num_epoch is set. Raises ``ConfigError`` if the rows cannot be counted or are
+    fewer than one rollout needs."""
     epochs, prompts = cfg.loop.num_epoch, cfg.rollout.batch_size
     if epochs is None:
         return
     if cfg.data.source != "file" or cfg.run.replay_from is not None:
-        other = f"data.source={cfg.data.source}" if cfg.data.source != "file" else "run.replay_from"
+        data_key = f"data.source={cfg.data.source}" if cfg.data.source != "file" else "run.replay_from"
         raise ConfigError(
-            f"loop.num_epoch={epochs} counts the rows of data.train, which {other} does not read: set loop.num_rollout, and "
+            f"loop.num_epoch={epochs} counts the rows of data.train, which {data_key} does not read: set loop.num_rollout, and "
             "loop.num_epoch=null"
         )
     check_data_file("data.train", cfg.data.train)

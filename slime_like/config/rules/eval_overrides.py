@@ -1,4 +1,4 @@
-"""Rules of ``evaluation.overrides``: settings of single held-out sets, over what ``evaluation`` says of all."""
+"""Rules of ``evaluation.overrides``: settings of single held-out sets, which override those of ``evaluation``."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ RANGES = {
 
 
 def check_overrides(config: EvalConfig, reward: RewardConfig) -> None:
-    """Raise ``ConfigError`` on an override of no set, of no setting, or with a value that cannot work."""
+    """Raise ``ConfigError`` on an override with an unknown set, an unknown setting or an invalid value."""
     for name, settings in config.overrides.items():
         key = f"evaluation.overrides.{name}"
         if name not in config.datasets:
-            known = nearest(name, config.datasets) if config.datasets else "evaluation.datasets names none"
-            raise ConfigError(f"{key}: there is no such set: {known}")
+            hint = nearest(name, config.datasets) if config.datasets else "evaluation.datasets names none"
+            raise ConfigError(f"{key}: there is no such set: {hint}")
         if not isinstance(settings, Mapping):
             raise ConfigError(f"{key}={settings!r} must be a mapping such as {{n_samples_per_prompt: 16}}")
         for setting in settings:  # pyright: ignore[reportUnknownVariableType]
@@ -49,9 +49,13 @@ def check_overrides(config: EvalConfig, reward: RewardConfig) -> None:
 
 
 def override_lengths(config: EvalConfig) -> list[tuple[str, int | None]]:
-    """Key and value of every override of ``max_response_len``."""
+    """Return key and value of every override of ``max_response_len``."""
     name = "max_response_len"
-    return [(f"evaluation.overrides.{s}.{name}", own[name]) for s, own in config.overrides.items() if name in own]
+    return [
+        (f"evaluation.overrides.{s}.{name}", overrides[name])
+        for s, overrides in config.overrides.items()
+        if name in overrides
+    ]
 
 
 def _check(key: str, setting: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rules of mixture-of-experts models, and of ``parallel.ep``: which rank holds which experts."""
+"""Rules of mixture-of-experts models and of ``parallel.ep``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
-RECOMPUTED = ("moe", "shared_experts")  # modules of model.recompute_modules that only experts have
+RECOMPUTED = ("moe", "shared_experts")  # values of model.recompute_modules for models with experts only
 
 
 def stage_ranks(cfg: TrainConfig, world: int) -> int:
-    """Ranks of one pipeline stage, which share its experts. Raises ``ConfigError`` unless ``parallel.ep`` divides them."""
+    """Return the number of ranks of a pipeline stage. Raises ``ConfigError`` unless ``parallel.ep`` divides it."""
     p = cfg.parallel
     stage = world // p.pp
     if stage % p.ep:
@@ -27,7 +27,7 @@ def stage_ranks(cfg: TrainConfig, world: int) -> int:
 
 
 def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``ConfigError`` where the model's experts cannot be laid out as asked, or it has none."""
+    """Raise ``ConfigError`` if the layout does not fit the model's experts, or needs experts that it lacks."""
     p, experts = cfg.parallel, model.num_experts
     if not experts:
         if p.ep > 1:
@@ -49,7 +49,7 @@ def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def check_sequence_parallel(key: str, tp: int, cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``ConfigError`` where tensor parallel ranks, of number ``tp`` by ``key``, would not share the tokens."""
+    """Raise ``ConfigError`` if ``tp`` > 1 tensor parallel ranks (set by ``key``) would not shard the tokens."""
     if model.num_experts and tp > 1 and not cfg.parallel.sequence_parallel:
         raise ConfigError(
             f"{key}={tp} with parallel.sequence_parallel=false and a model with experts ({model.folder}): every tensor "

@@ -1,4 +1,4 @@
-"""Rules that read files: the model folder, the layout against the model's shape, and the data files."""
+"""Rules that read files: the model folder, the layout for the model's shape, and the data files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
 def check_files(cfg: TrainConfig) -> None:
-    """Raise ``CheckpointError``, ``DataError`` or ``ConfigError`` on what is missing, broken or does not fit."""
+    """Raise ``CheckpointError``, ``DataError`` or ``ConfigError`` on a missing, broken or unsuitable file."""
     key, folder = "model.hf_checkpoint", cfg.model.hf_checkpoint
     model = read_hf_config(key, folder)
     family_of(cfg, model)
@@ -58,7 +58,7 @@ def check_files(cfg: TrainConfig) -> None:
 
 
 def family_of(cfg: TrainConfig, model: HfConfig) -> str:
-    """The weight-name family of the model. Raises ``ConfigError`` when its model_type has none."""
+    """Return the model's family. Raises ``ConfigError`` if its model_type has none."""
     if cfg.model.family != "auto":
         return cfg.model.family
     if model.model_type not in names.FAMILIES:
@@ -89,7 +89,7 @@ def _layout(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``CheckpointError`` on an output layer that SGLang 0.5.23 builds, but does not fill from the embedding."""
+    """Raise ``CheckpointError`` on a tied output layer that SGLang 0.5.23 would leave uninitialised."""
     generates = cfg.run.mode != "train_only" and not isinstance(cfg.algo, SftConfig)
     if generates and model.tied and model.model_type in ("qwen3_moe", "qwen3_next"):
         raise CheckpointError(
@@ -99,20 +99,20 @@ def _engine_reads(cfg: TrainConfig, model: HfConfig) -> None:
         )
 
 
-def _divides(key: str, size: int, whole: int, what: str, model: HfConfig) -> None:
-    if whole % size:
-        fits = [str(n) for n in range(1, whole + 1) if whole % n == 0]
+def _divides(key: str, size: int, total: int, unit: str, model: HfConfig) -> None:
+    if total % size:
+        fits = [str(n) for n in range(1, total + 1) if total % n == 0]
         raise ConfigError(
-            f"{key}={size} does not divide the {whole} {what} of the model in {model.folder}: "
+            f"{key}={size} does not divide the {total} {unit} of the model in {model.folder}: "
             f"set one of {', '.join(fits)}"
         )
 
 
 def _context(cfg: TrainConfig, model: HfConfig) -> None:
-    asked, most = cfg.rollout.max_context_len, model.max_positions
-    if asked is not None and asked > most:
+    limit, max_positions = cfg.rollout.max_context_len, model.max_positions
+    if limit is not None and limit > max_positions:
         raise ConfigError(
-            f"rollout.max_context_len={asked} is beyond the model's {most} positions (max_position_embeddings of "
+            f"rollout.max_context_len={limit} is beyond the model's {max_positions} positions (max_position_embeddings of "
             f"{model.folder}): lower it"
         )
     for key, value in (
@@ -120,9 +120,9 @@ def _context(cfg: TrainConfig, model: HfConfig) -> None:
         ("evaluation.max_response_len", cfg.evaluation.max_response_len),
         *override_lengths(cfg.evaluation),
     ):
-        if value is not None and value > (asked or most):
+        if value is not None and value > (limit or max_positions):
             raise ConfigError(
-                f"{key}={value} is longer than the model's {most} positions ({model.folder}), in which the prompt lies as "
+                f"{key}={value} is longer than the model's {max_positions} positions ({model.folder}), in which the prompt lies as "
                 "well: lower it"
             )
 
@@ -145,12 +145,12 @@ def _megatron(cfg: TrainConfig) -> None:
 
 
 def _reference(cfg: TrainConfig, model: HfConfig) -> None:
-    """The reference runs by swapping weights on the actor's ranks, so its shape is the actor's."""
+    """Check the reference: it runs by swapping weights on the actor's ranks, so it needs the actor's shape."""
     folder = cfg.model.ref_checkpoint
     if folder is None or isinstance(cfg.algo, SftConfig) or megatron_folder(Path(folder)) is not None:
         return
     reference = read_hf_config("model.ref_checkpoint", folder)
-    for what in (
+    for field in (
         "model_type",
         "num_layers",
         "hidden_size",
@@ -160,10 +160,10 @@ def _reference(cfg: TrainConfig, model: HfConfig) -> None:
         "num_experts",
         "gdn",
     ):
-        mine, its = getattr(model, what), getattr(reference, what)
-        if mine != its:
+        expected, actual = getattr(model, field), getattr(reference, field)
+        if expected != actual:
             raise CheckpointError(
-                f"model.ref_checkpoint={folder!r} has {what} {its}, model.hf_checkpoint has {mine}: "
+                f"model.ref_checkpoint={folder!r} has {field} {actual}, model.hf_checkpoint has {expected}: "
                 "the reference takes the actor's place on the same ranks, so their shapes must be equal"
             )
     check_shapes("model.ref_checkpoint", reference)
@@ -171,8 +171,8 @@ def _reference(cfg: TrainConfig, model: HfConfig) -> None:
 
 def check_data_file(key: str, text: str) -> None:
     """Raise ``DataError`` unless ``text`` names a data file, with an optional slice."""
-    found = _SLICE.fullmatch(text)
-    path = Path(found["path"] if found else text)
+    match = _SLICE.fullmatch(text)
+    path = Path(match["path"] if match else text)
     if "@[" in path.name:
         raise DataError(f"{key}={text!r}: a slice is written path@[a:b]; leave out a or b for the file's ends")
     if path.is_dir():

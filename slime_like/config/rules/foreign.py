@@ -1,4 +1,4 @@
-"""Keys that belong to SGLang (rollout.sglang.*) and megatron-core (model.megatron.*), checked without importing them.
+"""Rules of SGLang's (rollout.sglang.*) and megatron-core's (model.megatron.*) fields, without importing either.
 
 ``upstream/*.json`` lists the fields of SGLang's ``ServerArgs`` and Megatron's ``TransformerConfig`` with type and
 default; ``scripts/dump_upstream_keys.py`` generates them from the installed packages.
@@ -106,11 +106,11 @@ OWNED: dict[str, dict[str, str]] = {
         "expert_tensor_parallel_size": "the trainer (an expert is whole on its rank)",
     },
 }
-"""Fields that this project sets: field -> what sets it."""
+"""Fields that this project sets: field -> the key or component that sets it."""
 
 
 class UpstreamKey(TypedDict):
-    """One field of another project: its annotation, its default as source text, its flags beyond its own name."""
+    """Field of another project: annotation, default as source text, and flags other than its name."""
 
     type: str
     default: str | None
@@ -119,56 +119,56 @@ class UpstreamKey(TypedDict):
 
 @functools.cache
 def table(name: str) -> Mapping[str, UpstreamKey]:
-    """The fields of ``SGLANG`` or ``MEGATRON``."""
+    """Return the fields of ``SGLANG`` or ``MEGATRON``."""
     return cast("dict[str, UpstreamKey]", json.loads((FOLDER / f"{name}.json").read_text())["keys"])
 
 
 @functools.cache
 def source(name: str) -> str:
-    """Distribution and version a table was made from, such as ``sglang 0.5.23``."""
+    """Return distribution and version of a table's source, such as ``sglang 0.5.23``."""
     return str(json.loads((FOLDER / f"{name}.json").read_text())["source"])
 
 
 def check_foreign(root: str, values: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` on a key below ``root`` that does not exist, is set elsewhere or has the wrong type."""
     name = ROOTS[root]
-    known = table(name)
+    fields = table(name)
     for key, value in values.items():
         dotted = f"{root}.{key}={value!r}"
-        if key not in known or key.startswith("_"):
-            hint = nearest(key, known) if len(key) > 2 else "see its documentation"
+        if key not in fields or key.startswith("_"):
+            hint = nearest(key, fields) if len(key) > 2 else "see its documentation"
             hint = hint if hint.startswith("did you mean") else "no field has a similar name"
             raise ConfigError(f"{dotted}: {source(name)} has no such field: {hint}")
         if key in OWNED[name]:
             raise ConfigError(owned(dotted, OWNED[name][key], "this key"))
-        annotation = known[key]["type"]
+        annotation = fields[key]["type"]
         if not settable(annotation):
             raise ConfigError(
                 f"{dotted}: {source(name)} expects a Python object ({annotation}), which no config can hold: remove it"
             )
         if not accepts(annotation, value):
             raise ConfigError(
-                f"{dotted} does not fit {source(name)}: expected {annotation}, default {known[key]['default']}"
+                f"{dotted} does not fit {source(name)}: expected {annotation}, default {fields[key]['default']}"
             )
 
 
-def owned(given: str, owner: str, what: str) -> str:
-    """The message about a field of ``OWNED``; ``what`` is to be removed."""
+def owned(setting: str, owner: str, what: str) -> str:
+    """Return the message about a field of ``OWNED``; ``what`` names the setting to remove."""
     if owner in (ALL_TOKENS, TE_EXPERTS):
-        return f"{given} cannot be set: {owner}; remove {what}"
-    return f"{given} belongs to {owner}: remove {what}, and set it there"
+        return f"{setting} cannot be set: {owner}; remove {what}"
+    return f"{setting} belongs to {owner}: remove {what}, and set it there"
 
 
 def settable(annotation: str) -> bool:
-    """Whether some value of a config (numbers, words, lists, mappings) fits ``annotation``."""
+    """Return whether any config value (number, string, list, mapping) fits ``annotation``."""
     samples: list[Any] = [True, 1, 0.5, "auto", [1, 1], [0.5], ["a"], {}, [{}]]
     return "Literal" in annotation or any(accepts(annotation, sample) for sample in samples)
 
 
 def accepts(annotation: str, value: Any) -> bool:
-    """Whether ``value`` fits a type written as in Python source, such as ``Optional[List[int]]``.
+    """Return whether ``value`` fits a type annotation in source form, such as ``Optional[List[int]]``.
 
-    Classes other than numbers, words, lists and mappings accept nothing.
+    Classes other than numbers, strings, lists and mappings accept nothing.
     """
     return _accepts(ast.parse(annotation, mode="eval").body, value)
 

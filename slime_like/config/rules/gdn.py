@@ -1,4 +1,4 @@
-"""What each backend of Gated DeltaNet needs of model and machine; checked at load, in the plan, and once more on each rank."""
+"""Requirements of Gated DeltaNet backends on model and machine, checked at load, in the plan and on each rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLASHQLA_DIM = 128
 FLA_MAX_DIM = 256
 FLA_CAPABILITY = (8, 0)
 FLASHQLA_VALIDATED = ((9, 0), (10, 0), (10, 3))
-FLASHQLA_UNVALIDATED = ((12, 0), (12, 1))  # the kernels exist; ours have not been compared there
+FLASHQLA_UNVALIDATED = ((12, 0), (12, 1))  # kernels exist, but have not been compared with a reference there
 NEEDS: dict[str, dict[str, Version]] = {
     "fla": {"torch": (2, 7), "triton": (3, 3), "fla-core": (0, 6, 0)},
     # flash-qla before 0.1.3 has wrong gradients of g under strong decay; the convolution is fla's.
@@ -25,13 +25,13 @@ ANYWHERE = "set model.gdn.backend=torch (--qwen-gdn-backend torch), which runs a
 
 
 def check_gdn(cfg: TrainConfig, *, machine: bool = True) -> None:
-    """Raise ``ConfigError`` on ``model.gdn`` as far as it can be judged before the model is read.
+    """Raise ``ConfigError`` on ``model.gdn``, as far as it can be checked before the model is read.
 
-    Without ``machine`` what this one offers is not asked: the run is for another.
+    With ``machine=False`` this machine is not checked: the run is for another one.
     """
     config = cfg.model.gdn
     check_options(config, deterministic=cfg.run.deterministic)
-    # Nodes of a cluster are other machines than this one: each rank judges its own.
+    # Nodes of a cluster may differ from this machine: each rank checks its own.
     elsewhere = not machine or cfg.placement.ray_address is not None
     if config.backend == "auto" or cfg.run.mode == "rollout_only" or elsewhere:
         return
@@ -41,7 +41,7 @@ def check_gdn(cfg: TrainConfig, *, machine: bool = True) -> None:
 
 
 def check_has_gdn(config: GDNConfig, model: HfConfig) -> None:
-    """Raise ``ConfigError`` where kernels were chosen for layers that the model does not have."""
+    """Raise ``ConfigError`` if a backend was chosen for a model without Gated DeltaNet layers."""
     if config.backend != "auto" and model.gdn is None:
         raise ConfigError(
             f"model.gdn.backend={config.backend} with the model in {model.folder}, which has no Gated DeltaNet layers "
@@ -50,7 +50,7 @@ def check_has_gdn(config: GDNConfig, model: HfConfig) -> None:
 
 
 def check_optimizer(cfg: TrainConfig, model: HfConfig, dtype: str) -> None:
-    """Raise ``ConfigError`` where megatron could not save the optimizer: decays are float32 beside weights of 16 bits."""
+    """Raise ``ConfigError`` if Megatron could not save the optimizer: float32 decays among 16-bit weights."""
     if model.gdn is not None and dtype == "bfloat16" and not cfg.parallel.distributed_optimizer:
         raise ConfigError(
             "parallel.distributed_optimizer=false with Gated DeltaNet layers in bfloat16, whose decays stay float32: "
@@ -59,7 +59,7 @@ def check_optimizer(cfg: TrainConfig, model: HfConfig, dtype: str) -> None:
 
 
 def check_options(config: GDNConfig, *, deterministic: bool) -> None:
-    """Raise ``ConfigError`` where options of ``model.gdn`` contradict each other or ``run.deterministic``."""
+    """Raise ``ConfigError`` if options of ``model.gdn`` contradict each other or ``run.deterministic``."""
     for name, set_ in (("auto_cp", config.auto_cp), ("allow_unvalidated", config.allow_unvalidated)):
         if set_ and config.backend != "flashqla":
             raise ConfigError(
@@ -72,33 +72,33 @@ def check_options(config: GDNConfig, *, deterministic: bool) -> None:
         )
 
 
-def check_runtime(config: GDNConfig, here: Runtime, dtype: str, shape: GDNShape | None) -> None:
-    """Raise ``ConfigError``, with the reason and the fix, where the chosen kernels cannot run.
+def check_runtime(config: GDNConfig, machine: Runtime, dtype: str, shape: GDNShape | None) -> None:
+    """Raise ``ConfigError``, with reason and fix, if the chosen kernels cannot run.
 
-    ``config.backend`` may be auto; ``dtype`` too, which is bfloat16 on a GPU; ``shape`` None: not known yet.
+    ``config.backend`` and ``dtype`` may be auto (bfloat16 on a GPU); ``shape=None``: not known yet.
     """
-    name = gdn_backend(config.backend, here.device)
+    name = gdn_backend(config.backend, machine.device)
     if name not in NEEDS:  # runs anywhere, or checks what it needs when it is constructed
         return
-    asked = f"model.gdn.backend={name}"
-    if here.device != "cuda":
+    setting = f"model.gdn.backend={name}"
+    if machine.device != "cuda":
         kind = "FlashQLA's TileLang" if name == "flashqla" else "fla's Triton"
-        raise ConfigError(f"{asked} on a CPU: {kind} kernels run on NVIDIA GPUs only; {ANYWHERE}")
+        raise ConfigError(f"{setting} on a CPU: {kind} kernels run on NVIDIA GPUs only; {ANYWHERE}")
     if name == "flashqla":
-        _flashqla(config, here, dtype, shape)
+        _flashqla(config, machine, dtype, shape)
     else:
-        _fla(here, shape)
-    for package, least in NEEDS[name].items():
-        found = here.versions.get(package)
-        if found is None or found < least:
-            state = "is not installed" if found is None else f"{_dots(found)} is installed"
-            raise ConfigError(f"{asked} needs {package} >= {_dots(least)}, which {state}: {INSTALL}; or {ANYWHERE}")
+        _fla(machine, shape)
+    for package, minimum in NEEDS[name].items():
+        version = machine.versions.get(package)
+        if version is None or version < minimum:
+            state = "is not installed" if version is None else f"{_dots(version)} is installed"
+            raise ConfigError(f"{setting} needs {package} >= {_dots(minimum)}, which {state}: {INSTALL}; or {ANYWHERE}")
 
 
-def _fla(here: Runtime, shape: GDNShape | None) -> None:
-    if here.capability is not None and here.capability < FLA_CAPABILITY:
+def _fla(machine: Runtime, shape: GDNShape | None) -> None:
+    if machine.capability is not None and machine.capability < FLA_CAPABILITY:
         raise ConfigError(
-            f"model.gdn.backend=fla on a GPU of compute capability {_dots(here.capability)}: fla's kernels need "
+            f"model.gdn.backend=fla on a GPU of compute capability {_dots(machine.capability)}: fla's kernels need "
             f"{_dots(FLA_CAPABILITY)} (Ampere) or newer; {ANYWHERE}"
         )
     if shape is not None and shape.key_dim > FLA_MAX_DIM:
@@ -108,36 +108,36 @@ def _fla(here: Runtime, shape: GDNShape | None) -> None:
         )
 
 
-def _flashqla(config: GDNConfig, here: Runtime, dtype: str, shape: GDNShape | None) -> None:
-    asked, other = "model.gdn.backend=flashqla", "set model.gdn.backend=fla (--qwen-gdn-backend fla)"
-    if here.capability is not None and here.capability not in FLASHQLA_VALIDATED:
-        on = f"{asked} on a GPU of compute capability {_dots(here.capability)}"
-        if here.capability not in FLASHQLA_UNVALIDATED:
-            known = ", ".join(_dots(c) for c in FLASHQLA_VALIDATED)
-            raise ConfigError(f"{on}: FlashQLA has kernels for {known} (Hopper, B200, B300); {other}")
+def _flashqla(config: GDNConfig, machine: Runtime, dtype: str, shape: GDNShape | None) -> None:
+    setting, fix = "model.gdn.backend=flashqla", "set model.gdn.backend=fla (--qwen-gdn-backend fla)"
+    if machine.capability is not None and machine.capability not in FLASHQLA_VALIDATED:
+        on = f"{setting} on a GPU of compute capability {_dots(machine.capability)}"
+        if machine.capability not in FLASHQLA_UNVALIDATED:
+            supported = ", ".join(_dots(c) for c in FLASHQLA_VALIDATED)
+            raise ConfigError(f"{on}: FlashQLA has kernels for {supported} (Hopper, B200, B300); {fix}")
         if not config.allow_unvalidated:
             raise ConfigError(
-                f"{on}: FlashQLA has kernels for it that have not been validated here; {other}, or "
+                f"{on}: FlashQLA has kernels for it that have not been validated here; {fix}, or "
                 "model.gdn.allow_unvalidated=true after `python scripts/bench_gdn.py` has shown parity"
             )
-    if here.cuda is None or here.cuda < FLASHQLA_CUDA:
-        built = "without CUDA" if here.cuda is None else f"for CUDA {_dots(here.cuda)}"
+    if machine.cuda is None or machine.cuda < FLASHQLA_CUDA:
+        built = "without CUDA" if machine.cuda is None else f"for CUDA {_dots(machine.cuda)}"
         raise ConfigError(
-            f"{asked} needs CUDA >= {_dots(FLASHQLA_CUDA)}, but torch was built {built}: {INSTALL}; or {other}"
+            f"{setting} needs CUDA >= {_dots(FLASHQLA_CUDA)}, but torch was built {built}: {INSTALL}; or {fix}"
         )
     if dtype not in ("auto", "bfloat16"):
         raise ConfigError(
-            f"{asked} with model.dtype={dtype}: FlashQLA takes 16 bits only; set model.dtype=bfloat16, or {other}"
+            f"{setting} with model.dtype={dtype}: FlashQLA takes 16 bits only; set model.dtype=bfloat16, or {fix}"
         )
-    for what, size in (("key", shape.key_dim), ("value", shape.value_dim)) if shape is not None else ():
+    for part, size in (("key", shape.key_dim), ("value", shape.value_dim)) if shape is not None else ():
         if size != FLASHQLA_DIM:
             raise ConfigError(
-                f"{asked} with linear_{what}_head_dim={size}: FlashQLA takes {FLASHQLA_DIM} only; {other}"
+                f"{setting} with linear_{part}_head_dim={size}: FlashQLA takes {FLASHQLA_DIM} only; {fix}"
             )
-    if not here.nvcc:
+    if not machine.nvcc:
         raise ConfigError(
-            f"{asked}: TileLang compiles its kernels with nvcc, which is neither on PATH nor under CUDA_HOME: install the "
-            f"CUDA toolkit >= {_dots(FLASHQLA_CUDA)}, or {other}"
+            f"{setting}: TileLang compiles its kernels with nvcc, which is neither on PATH nor under CUDA_HOME: install the "
+            f"CUDA toolkit >= {_dots(FLASHQLA_CUDA)}, or {fix}"
         )
 
 

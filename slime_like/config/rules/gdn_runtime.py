@@ -1,4 +1,4 @@
-"""What this machine offers to the kernels of Gated DeltaNet: read from package metadata and the driver, nothing imported."""
+"""Runtime of Gated DeltaNet kernels on this machine, read from package metadata without importing packages."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ PACKAGES = ("torch", "triton", "fla-core", "flash-qla", "tilelang")
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """One machine. None: not known here (capability, cuda) or not installed (versions)."""
+    """Kernel runtime of a machine. None: unknown (capability, cuda) or not installed (versions)."""
 
     device: str  # cpu | cuda
     capability: tuple[int, int] | None
-    cuda: Version | None  # torch was built for
+    cuda: Version | None  # of torch's build
     versions: Mapping[str, Version | None]
     nvcc: bool
 
 
 def runtime(device: str, capability: tuple[int, int] | None) -> Runtime:
-    """This machine, with the compute capability of its GPU as the caller knows it."""
+    """Return the runtime of this machine; the caller gives the compute capability of its GPU."""
     return Runtime(device, capability, torch_cuda(), {name: installed(name) for name in PACKAGES}, has_nvcc())
 
 
 def installed(package: str) -> Version | None:
-    """Version of an installed distribution; None where there is none."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return version(metadata.version(package))
     except metadata.PackageNotFoundError:
@@ -40,23 +40,23 @@ def installed(package: str) -> Version | None:
 
 
 def version(text: str) -> Version:
-    """``2.14.1+cu130`` -> (2, 14, 1): the release, without what follows it."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    """Parse the release part of a version: ``2.14.1+cu130`` -> (2, 14, 1)."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def torch_cuda() -> Version | None:
-    """The CUDA version that the installed torch was built for, from its version.py."""
+    """Return the CUDA version of the installed torch, from its version.py."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
     source = Path(spec.origin).with_name("version.py")
-    found = re.search(r"^cuda\b[^=\n]*= *'([\d.]+)'", source.read_text(), re.MULTILINE) if source.exists() else None
-    return version(found[1]) if found else None
+    match = re.search(r"^cuda\b[^=\n]*= *'([\d.]+)'", source.read_text(), re.MULTILINE) if source.exists() else None
+    return version(match[1]) if match else None
 
 
 def has_nvcc() -> bool:
-    """Whether there is an nvcc where TileLang looks for one."""
+    """Return whether nvcc exists in the places that TileLang searches."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     if shutil.which("nvcc") or any(home and (Path(home) / "bin" / "nvcc").exists() for home in homes):
         return True

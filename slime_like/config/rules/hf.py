@@ -18,8 +18,8 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-"""Supported kinds of rotary embedding -> what each must say in config.json."""
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a family has one of these keys, or none
+"""Supported kinds of rotary embedding -> required numbers in config.json."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # each family uses at most one of these keys
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -31,7 +31,7 @@ Positive = Annotated[float, Meta(gt=0, le=1e12)]
 
 
 class Sizes(TypedDict, total=False):
-    """Keys of the text part of a config.json that a run reads, with their types; a config holds others as well."""
+    """Keys of the text part of a config.json that a run reads, with their types; other keys are allowed."""
 
     num_attention_heads: Few
     num_hidden_layers: Few
@@ -80,7 +80,7 @@ class ModelFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class GDNShape:
-    """The Gated DeltaNet layers of a hybrid model."""
+    """Shape of the Gated DeltaNet layers of a hybrid model."""
 
     key_heads: int
     value_heads: int
@@ -91,7 +91,7 @@ class GDNShape:
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """What the run needs to know of a model's config.json before it is loaded."""
+    """Parts of a model's config.json that rules and plan read."""
 
     folder: str
     model_type: str
@@ -102,14 +102,14 @@ class HfConfig:
     vocab_size: int
     max_positions: int
     num_experts: int  # 0: dense
-    tied: bool  # whether the output layer is the embedding, as far as config.json says so
+    tied: bool  # tie_word_embeddings of config.json; False if absent
     gdn: GDNShape | None = None  # None: attention in every layer
-    rope_key: str = "rope_scaling"  # where config.json says how rotary frequencies are scaled
+    rope_key: str = "rope_scaling"  # key of the rotary scaling in config.json
     rope: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def read_hf_config(key: str, folder: str) -> HfConfig:
-    """``config.json`` of ``folder``. Raises ``CheckpointError`` naming ``key`` where it is missing or not a model's."""
+    """Read ``config.json`` of ``folder``. Raises ``CheckpointError`` naming ``key`` if it is missing or not a model's."""
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise CheckpointError(f"{key}={folder!r} is not a folder: give the path of a downloaded Hugging Face model")
@@ -117,8 +117,8 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
     check_config(key, Path(folder), values)
     refuse_code(key, path, values)
     file = downloaded(key, path)
-    whole = file.typed(values, ModelFields)
-    text = whole.get("text_config") or values
+    top = file.typed(values, ModelFields)
+    text = top.get("text_config") or values
     if missing := [name for name in REQUIRED if name not in text]:
         raise CheckpointError(
             f"{key}={folder!r}: config.json has no {missing[0]!r}; is it the config of a causal language model?"
@@ -127,7 +127,7 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
     rope_key = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
     return HfConfig(
         folder=folder,
-        model_type=whole.get("model_type") or "",
+        model_type=top.get("model_type") or "",
         num_layers=text["num_hidden_layers"],
         hidden_size=text["hidden_size"],
         num_heads=text["num_attention_heads"],
@@ -135,7 +135,7 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
         vocab_size=text["vocab_size"],
         max_positions=text["max_position_embeddings"],
         num_experts=num_experts(text),
-        tied=bool(whole.get("tie_word_embeddings")),
+        tied=bool(top.get("tie_word_embeddings")),
         gdn=gdn_shape(text),
         rope_key=rope_key,
         rope=cast("dict[str, Any]", text.get(rope_key) or {}),
@@ -143,7 +143,7 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
 
 
 def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` where the JSON ``values`` of ``path`` name code of the folder: it is never run."""
+    """Raise ``CheckpointError`` if the JSON ``values`` of ``path`` name code in the folder, which is never run."""
     if code := values.get("auto_map"):
         raise CheckpointError(
             f"{key}: {path} has auto_map {code!r}: the model comes with code of its own, which is never run here "
@@ -153,7 +153,7 @@ def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
 
 
 def num_experts(text: Mapping[str, Any]) -> int:
-    """Routed experts of a layer; 0 also where no layer has any, whatever their number."""
+    """Return the number of routed experts per layer; 0 if mlp_only_layers makes every layer dense."""
     dense = set(cast("list[int]", text.get("mlp_only_layers") or ()))
     if dense.issuperset(range(int(text["num_hidden_layers"]))):
         return 0
@@ -161,7 +161,7 @@ def num_experts(text: Mapping[str, Any]) -> int:
 
 
 def gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:
-    """The Gated DeltaNet layers that the text part of a config.json describes; None where it has none."""
+    """Return the shape of Gated DeltaNet layers in the text part of a config.json; None without such layers."""
     if "linear_num_value_heads" not in text:
         return None
     return GDNShape(
@@ -174,26 +174,28 @@ def gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:
 
 
 def padded_vocabulary(vocab_size: int, tp: int) -> int:
-    """Rows of embedding and output layer: a multiple of 128 where tp divides that, so that checkpoints can be resharded."""
+    """Return the rows of embedding and output layer: a multiple of 128 if tp divides 128, for resharding."""
     multiple = 128 if 128 % tp == 0 else 128 * tp
     return -(-vocab_size // multiple) * multiple
 
 
 def check_rope(key: str, model: HfConfig) -> None:
-    """Raise ``CheckpointError`` on a scaling of rotary frequencies that is not supported or not told in full."""
+    """Raise ``CheckpointError`` on a scaling of rotary frequencies that is unsupported or incomplete."""
     kind = model.rope.get("rope_type", model.rope.get("type", "default"))
-    where = f"{key}={model.folder!r}: config.json has {model.rope_key}.rope_type={kind!r}"
+    setting = f"{key}={model.folder!r}: config.json has {model.rope_key}.rope_type={kind!r}"
     if kind not in ROPE_TYPES:
         raise CheckpointError(
-            f"{where}, which is not supported: only {', '.join(ROPE_TYPES)}; "
+            f"{setting}, which is not supported: only {', '.join(ROPE_TYPES)}; "
             "remove the scaling to train within the model's original positions"
         )
     if missing := [name for name in ROPE_TYPES[kind] if not isinstance(model.rope.get(name), (int, float))]:
-        raise CheckpointError(f"{where} without a number for {', '.join(missing)}: add it, as the model's page has it")
+        raise CheckpointError(
+            f"{setting} without a number for {', '.join(missing)}: add it, as the model's page has it"
+        )
 
 
 def read_json(key: str, path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ``CheckpointError`` naming ``key`` and the file."""
+    """Read a JSON object. Raises ``CheckpointError`` naming ``key`` and the file."""
     if not path.exists():
         raise CheckpointError(
             f"{key}: {path} is missing; give a folder in Hugging Face format (config.json, tokenizer, safetensors)"
@@ -202,12 +204,12 @@ def read_json(key: str, path: Path) -> dict[str, Any]:
 
 
 def downloaded(key: str, path: Path) -> InputFile:
-    """Return ``path`` of a Hugging Face folder, the value of ``key``, as a file to read."""
+    """Return ``path``, in the Hugging Face folder set by ``key``, as an input file."""
     return InputFile(path, CheckpointError, "download it again", key)
 
 
 def check_tokenizer(key: str, folder: str, *, needs_template: str) -> None:
-    """Raise ``CheckpointError`` where the tokenizer, or the chat template that ``needs_template`` asks for, is missing."""
+    """Raise ``CheckpointError`` if the tokenizer is missing, or the chat template that ``needs_template`` requires."""
     root = Path(folder)
     if not any((root / name).exists() for name in TOKENIZER_FILES):
         raise CheckpointError(
@@ -224,7 +226,7 @@ def check_tokenizer(key: str, folder: str, *, needs_template: str) -> None:
 
 
 def has_chat_template(key: str, folder: str) -> bool:
-    """Whether the tokenizer of ``folder`` comes with a chat template."""
+    """Return whether the tokenizer of ``folder`` has a chat template."""
     root = Path(folder)
     if (root / "chat_template.jinja").exists() or (root / "chat_template.json").exists():
         return True

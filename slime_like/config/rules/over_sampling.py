@@ -1,4 +1,4 @@
-"""Rules of over-sampling and partial rollouts across groups of keys; those within ``rollout`` are in its ``check``."""
+"""Rules of over-sampling and partial rollouts across config groups; ``RolloutConfig.check`` has the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slime_like.errors import ConfigError
 
 
 def check_over_sampling(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` where over-sampling cannot do what other keys promise, or a key of it has no effect."""
+    """Raise ``ConfigError`` if over-sampling contradicts another key, or one of its keys has no effect."""
     begun, bound = cfg.rollout.over_sampling_batch_size, cfg.rollout.max_partial_staleness
     if begun is not None and cfg.run.deterministic:
         raise ConfigError(

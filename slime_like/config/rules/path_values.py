@@ -1,4 +1,4 @@
-"""Paths as a user writes them: ``~`` stands for the home folder, and an empty one is a mistake."""
+"""Paths of a config: ``~`` is expanded, empty paths are refused."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PATHS = (
 
 
 def settle_paths(cfg: TrainConfig) -> None:
-    """Replace ``~`` by the home folder in every path of a config that is not sealed yet.
+    """Replace ``~`` by the home folder in every path of an unsealed config.
 
-    Raises ``ConfigError`` naming the key when a path is empty, or names a user who does not exist.
+    Raises ``ConfigError`` naming the key if a path is empty or names an unknown user.
     """
     for key in PATHS:
         group, _, name = key.partition(".")

@@ -1,4 +1,4 @@
-"""How decoder blocks are dealt to pipeline segments. Torch-free; the ranks cut the model by what is decided here.
+"""Assignment of decoder layers to pipeline segments. Torch-free; the ranks split the model by it.
 
 Segment ``v * pp + r`` is virtual stage v of pipeline rank r: with two ranks and two virtual stages, rank 0 holds the
 first and the third segment, rank 1 the second and the fourth.
@@ -15,9 +15,9 @@ UNEVEN = ("first_stage_layers", "last_stage_layers")
 
 
 def segments(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
-    """Decoder blocks per segment, ``pp * vpp`` numbers. Raises ``ConfigError`` where the keys do not add up.
+    """Return the decoder layers per segment, ``pp * vpp`` numbers. Raises ``ConfigError`` on inconsistent keys.
 
-    Without further keys an even split; where it leaves a rest, early segments get one block more.
+    The default is an even split; early segments get one layer more if there is a remainder.
     """
     check_pipeline(parallel)
     if parallel.pipeline_layout is not None:
@@ -36,7 +36,7 @@ def segments(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def even_segments(num_layers: int, pp: int, vpp: int) -> tuple[int, ...]:
-    """As equal as can be. Raises ``ConfigError`` where a segment would stay empty."""
+    """Return an even split. Raises ``ConfigError`` if a segment would be empty."""
     count = pp * vpp
     if num_layers < count:
         what = (
@@ -52,37 +52,41 @@ def even_segments(num_layers: int, pp: int, vpp: int) -> tuple[int, ...]:
 
 
 def check_pipeline(parallel: ParallelConfig) -> None:
-    """Raise ``ConfigError`` on keys that contradict each other, whatever the model."""
+    """Raise ``ConfigError`` on keys that contradict each other for any model."""
     pp, vpp = parallel.pp, parallel.vpp
-    given = [f"parallel.{key}={getattr(parallel, key)}" for key in UNEVEN if getattr(parallel, key) is not None]
+    settings = [f"parallel.{key}={getattr(parallel, key)}" for key in UNEVEN if getattr(parallel, key) is not None]
     if parallel.layers_per_virtual_stage is not None:
-        given.append(f"parallel.layers_per_virtual_stage={parallel.layers_per_virtual_stage}")
+        settings.append(f"parallel.layers_per_virtual_stage={parallel.layers_per_virtual_stage}")
     if parallel.pipeline_layout is not None:
-        given.append(f"parallel.pipeline_layout={parallel.pipeline_layout!r}")
+        settings.append(f"parallel.pipeline_layout={parallel.pipeline_layout!r}")
     if vpp > 1:
-        given.append(f"parallel.vpp={vpp}")
-    if given and pp == 1:
+        settings.append(f"parallel.vpp={vpp}")
+    if settings and pp == 1:
         raise ConfigError(
-            f"{given[0]} with parallel.pp=1: there is no pipeline to split; raise parallel.pp or remove it"
+            f"{settings[0]} with parallel.pp=1: there is no pipeline to split; raise parallel.pp or remove it"
         )
-    if parallel.pipeline_layout is not None and len(given) > 1:
-        others = [key for key in given if not key.startswith(("parallel.pipeline_layout", "parallel.vpp"))]
-        if others:
-            raise ConfigError(f"{others[0]} beside parallel.pipeline_layout, which says everything: remove one of them")
-    if parallel.layers_per_virtual_stage is not None and len(given) > 1:
-        other = next(key for key in given if not key.startswith("parallel.layers_per_virtual_stage"))
-        raise ConfigError(f"{other} beside parallel.layers_per_virtual_stage: each says how layers are split; keep one")
+    if parallel.pipeline_layout is not None and len(settings) > 1:
+        conflicts = [key for key in settings if not key.startswith(("parallel.pipeline_layout", "parallel.vpp"))]
+        if conflicts:
+            raise ConfigError(
+                f"{conflicts[0]} beside parallel.pipeline_layout, which says everything: remove one of them"
+            )
+    if parallel.layers_per_virtual_stage is not None and len(settings) > 1:
+        conflict = next(key for key in settings if not key.startswith("parallel.layers_per_virtual_stage"))
+        raise ConfigError(
+            f"{conflict} beside parallel.layers_per_virtual_stage: each says how layers are split; keep one"
+        )
 
 
 def parse_layout(text: str) -> tuple[int, ...]:
-    """Decoder layers per segment of a Megatron pipeline layout such as ``Et*3|(tt|)*2tL``.
+    """Return the decoder layers per segment of a Megatron pipeline layout such as ``Et*3|(tt|)*2tL``.
 
     ``t`` is a decoder layer, ``E`` the embedding, ``L`` the output layer, ``x*n`` and ``(...)*n`` repeat. Raises
-    ``ConfigError`` on anything else. Notation: megatron-core, transformer/pipeline_parallel_layer_layout.py.
+    ``ConfigError`` on other text. Notation: megatron-core, transformer/pipeline_parallel_layer_layout.py.
     """
     flat = re.sub(r"[,\s]", "", text)
     for pattern in (r"\(([^()]+)\)\*(\d+)", r"([A-Za-z])\*(\d+)"):
-        flat = re.sub(pattern, lambda found: found[1] * int(found[2]), flat)
+        flat = re.sub(pattern, lambda match: match[1] * int(match[2]), flat)
     wrong = f"parallel.pipeline_layout={text!r}"
     if strange := sorted(set(flat) - set("EtL|")):
         raise ConfigError(
@@ -113,20 +117,22 @@ def _checked_layout(parallel: ParallelConfig, text: str, num_layers: int) -> tup
 
 
 def _uneven(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers of the first and last rank as given, the rest evenly over the ranks between them (Megatron's rule)."""
+    """Return a split with configured first and last ranks and an even split between them (Megatron's rule)."""
     first, last, pp, vpp = parallel.first_stage_layers, parallel.last_stage_layers, parallel.pp, parallel.vpp
     middle = num_layers - (first or 0) - (last or 0)
     ranks = pp - (first is not None) - (last is not None)
-    said = " and ".join(
+    settings = " and ".join(
         f"parallel.{key}={value}" for key, value in zip(UNEVEN, (first, last), strict=True) if value is not None
     )
-    rest = f"{said} leave {middle} of the model's {num_layers} layers for the other {ranks} of parallel.pp={pp} ranks"
+    summary = (
+        f"{settings} leave {middle} of the model's {num_layers} layers for the other {ranks} of parallel.pp={pp} ranks"
+    )
     if middle < ranks or (ranks == 0) != (middle == 0) or (ranks and middle % ranks):
-        raise ConfigError(f"{rest}: every rank needs some, and those between as many each")
+        raise ConfigError(f"{summary}: every rank needs some, and those between as many each")
     per_rank = [middle // ranks] * ranks if ranks else []
     per_rank = [*([first] if first is not None else []), *per_rank, *([last] if last is not None else [])]
     if bad := [n for n in per_rank if n % vpp]:
-        raise ConfigError(f"{said}: ranks hold {per_rank} layers; parallel.vpp={vpp} does not divide {bad[0]}")
+        raise ConfigError(f"{settings}: ranks hold {per_rank} layers; parallel.vpp={vpp} does not divide {bad[0]}")
     return tuple(n // vpp for n in per_rank) * vpp
 
 

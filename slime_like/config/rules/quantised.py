@@ -1,4 +1,4 @@
-"""Quantised Hugging Face checkpoints, which are refused by name: cast without their scales they load as garbage."""
+"""Detection of quantised Hugging Face checkpoints, which are refused: cast without scales, they load as garbage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_like.errors import CheckpointError
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
 OTHER_CONFIG = "hf_quant_config.json"  # of NVIDIA's ModelOpt
-# End of a tensor's name -> the format that writes it. The first that fits is named.
+# Suffix of a tensor's name -> format that writes it; the first match counts.
 NAMES = {
     ".weight_scale_inv": "float8 with a scale per block",
     ".weight_packed": "compressed-tensors",
@@ -31,20 +31,20 @@ FIX = "give the model's bfloat16, float16 or float32 checkpoint, or a dequantise
 
 
 def check_config(key: str, folder: Path, values: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` where ``folder``, the value of ``key``, is quantised by its config.json or ModelOpt's file."""
+    """Raise ``CheckpointError`` if config.json or ModelOpt's file says that ``folder``, set by ``key``, is quantised."""
     for part, prefix in ((values, ""), (values.get("text_config"), "text_config.")):
         if not isinstance(part, Mapping):
             continue
         fields = cast("Mapping[str, Any]", part)
         for name in CONFIG_KEYS:
-            if (found := fields.get(name)) is not None:
-                raise _refused(key, folder, f"config.json has {prefix}{name}{_method(found)}")
+            if (method := fields.get(name)) is not None:
+                raise _refused(key, folder, f"config.json has {prefix}{name}{_method(method)}")
     if (folder / OTHER_CONFIG).exists():
         raise _refused(key, folder, f"it holds {OTHER_CONFIG}")
 
 
 def check_tensors(key: str, path: Path, dtypes: Mapping[str, str]) -> None:
-    """Raise ``CheckpointError`` where a tensor of the safetensors file ``path``, name -> dtype, is of a quantised model."""
+    """Raise ``CheckpointError`` if a tensor (name -> dtype) of the safetensors file ``path`` is quantised."""
     for name, dtype in dtypes.items():
         made_by = next((kind for end, kind in NAMES.items() if name.endswith(end)), "")
         whole_number = dtype in INTEGERS and name.endswith(".weight")
@@ -53,10 +53,10 @@ def check_tensors(key: str, path: Path, dtypes: Mapping[str, str]) -> None:
             raise _refused(key, path.parent, f"{path.name} holds {name!r} in {dtype}{by}")
 
 
-def _method(found: object) -> str:
-    if not isinstance(found, Mapping):
+def _method(value: object) -> str:
+    if not isinstance(value, Mapping):
         return ""
-    fields = cast("Mapping[str, Any]", found)
+    fields = cast("Mapping[str, Any]", value)
     name = next((field for field in ("quant_method", "quant_algo", "format") if fields.get(field)), None)
     return f".{name}={str(fields[name])[:40]!r}" if name else ""
 

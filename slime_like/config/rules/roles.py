@@ -1,4 +1,4 @@
-"""Rules of critic.* and teacher.*: those of the tree alone, and those that read the checkpoints they name."""
+"""Rules of critic.* and teacher.*: rules of the config alone, and rules that read checkpoints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from slime_like.config.schema.roles import CriticConfig, TeacherConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError
 
-# What a checkpoint's config.json must have in common with the policy's to be swapped into its place: every shape, and
-# what the same weights mean.
+# Keys of config.json that must be equal for two checkpoints to swap weights on the same ranks: every shape, and
+# the meaning of equal weights.
 SHAPE = (
     "model_type",
     "num_hidden_layers",
@@ -53,7 +53,7 @@ SHAPE = (
 
 
 def check_roles(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` on a role's key that nothing would read, that is missing or that contradicts another."""
+    """Raise ``ConfigError`` on a role's key that is unused, missing or contradicts another key."""
     _unread("critic", cfg.critic, "ppo", used=isinstance(cfg.algo, PpoConfig))
     _unread("teacher", cfg.teacher, "distill", used=isinstance(cfg.algo, DistillConfig))
     warmup, total = cfg.critic.warmup_rollouts, cfg.loop.num_rollout
@@ -96,15 +96,15 @@ def check_role_files(cfg: TrainConfig, model: HfConfig) -> None:
 
 def _critic(cfg: TrainConfig, model: HfConfig) -> None:
     key, folder = "critic.hf_checkpoint", cfg.critic.hf_checkpoint
-    its = model if folder is None else read_hf_config(key, folder)
+    critic = model if folder is None else read_hf_config(key, folder)
     if folder is not None:
-        if its.vocab_size != model.vocab_size:
+        if critic.vocab_size != model.vocab_size:
             raise CheckpointError(
-                f"{key}={folder!r} has a vocabulary of {its.vocab_size} tokens, model.hf_checkpoint one of "
+                f"{key}={folder!r} has a vocabulary of {critic.vocab_size} tokens, model.hf_checkpoint one of "
                 f"{model.vocab_size}: the critic reads the policy's tokens; give a model with the same tokenizer"
             )
-        check_shapes(key, its)
-    _layout("critic", cfg.critic, its, cfg)
+        check_shapes(key, critic)
+    _layout("critic", cfg.critic, critic, cfg)
     if cfg.critic.load is not None:
         if not Path(cfg.critic.load).is_dir():
             raise CheckpointError(f"critic.load={cfg.critic.load!r} is not a folder: give the critic folder of a run")
@@ -113,7 +113,7 @@ def _critic(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def check_critic(cfg: TrainConfig, source: Path, manifest: Manifest) -> None:
-    """Raise ``CheckpointError`` unless ``source`` is of a critic that has the run's body."""
+    """Raise ``CheckpointError`` unless ``source`` is a checkpoint of a critic with the run's model."""
     check_value_head(source, manifest)
     key, folder = "critic.hf_checkpoint", cfg.critic.hf_checkpoint
     if folder is None:
@@ -137,60 +137,60 @@ def _teacher(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def _same_vocabulary(student_folder: str, student: HfConfig, folder: str, teacher: HfConfig) -> None:
-    """A token must be the same token to both. Where tokenizers can be compared, rows of padding may differ in number."""
+    """Check that both share the tokenizer. If tokenizers can be compared, the number of padding rows may differ."""
     key = f"teacher.hf_checkpoint={folder!r}"
-    mine, its = _tokens(student_folder), _tokens(folder)
-    if mine is None or its is None:
+    student_ids, teacher_ids = _tokens(student_folder), _tokens(folder)
+    if student_ids is None or teacher_ids is None:
         if student.vocab_size != teacher.vocab_size:
             raise CheckpointError(
                 f"{key} has a vocabulary of {teacher.vocab_size} tokens, the student's is of {student.vocab_size} "
                 f"(model.hf_checkpoint={student_folder!r}): a teacher must have the student's tokenizer"
             )
         return
-    other = next((token for token, index in mine.items() if its.get(token) != index), None)
-    if other is not None or len(mine) != len(its):
-        token = other if other is not None else next(token for token in its if token not in mine)
+    mismatch = next((token for token, index in student_ids.items() if teacher_ids.get(token) != index), None)
+    if mismatch is not None or len(student_ids) != len(teacher_ids):
+        token = mismatch if mismatch is not None else next(token for token in teacher_ids if token not in student_ids)
         raise CheckpointError(
-            f"{key} has a vocabulary of {len(its)} tokens, the student's is of {len(mine)} "
-            f"(model.hf_checkpoint={student_folder!r}); {token!r} is token {its.get(token)} there and {mine.get(token)} "
+            f"{key} has a vocabulary of {len(teacher_ids)} tokens, the student's is of {len(student_ids)} "
+            f"(model.hf_checkpoint={student_folder!r}); {token!r} is token {teacher_ids.get(token)} there and {student_ids.get(token)} "
             "here: a teacher must have the student's tokenizer"
         )
-    top = max(mine.values(), default=0)
-    for name, found in ((key, teacher), (f"model.hf_checkpoint={student_folder!r}", student)):
-        if top >= found.vocab_size:
-            raise CheckpointError(f"{name} has {found.vocab_size} embeddings, its tokenizer knows token {top}")
+    top = max(student_ids.values(), default=0)
+    for name, config in ((key, teacher), (f"model.hf_checkpoint={student_folder!r}", student)):
+        if top >= config.vocab_size:
+            raise CheckpointError(f"{name} has {config.vocab_size} embeddings, its tokenizer knows token {top}")
 
 
 def _tokens(folder: str) -> dict[str, int] | None:
-    """Token -> id of a tokenizer.json; None where there is none, or one of another make."""
+    """Return token -> id of a tokenizer.json; None if it is missing or in another format."""
     path = Path(folder) / "tokenizer.json"
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         vocabulary: Any = values["model"]["vocab"]
         if not isinstance(vocabulary, dict):
             return None
-        found = cast("dict[str, int]", dict(vocabulary))
-        found.update({str(item["content"]): int(item["id"]) for item in values.get("added_tokens", [])})
+        ids = cast("dict[str, int]", dict(vocabulary))
+        ids.update({str(item["content"]): int(item["id"]) for item in values.get("added_tokens", [])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found
+    return ids
 
 
 def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, cfg: TrainConfig) -> None:
-    """The actor's sizes hold where the role has none of its own."""
+    """Check the role's layout; sizes that it does not set are the actor's."""
     if role.tp is not None:
-        for whole, what in ((model.num_heads, "attention"), (model.num_kv_heads, "key/value")):
-            if whole % role.tp:
+        for num_heads, kind in ((model.num_heads, "attention"), (model.num_kv_heads, "key/value")):
+            if num_heads % role.tp:
                 raise ConfigError(
-                    f"{group}.tp={role.tp} does not divide the {whole} {what} heads of the model in {model.folder}"
+                    f"{group}.tp={role.tp} does not divide the {num_heads} {kind} heads of the model in {model.folder}"
                 )
     tp, cp = role.tp or cfg.parallel.tp, role.cp or cfg.parallel.cp
     check_sequence_parallel(f"{group}.tp", tp, cfg, model)
     if model.gdn is not None:
-        for whole, what in ((model.gdn.key_heads, "key"), (model.gdn.value_heads, "value")):
-            if whole % tp:
+        for num_heads, kind in ((model.gdn.key_heads, "key"), (model.gdn.value_heads, "value")):
+            if num_heads % tp:
                 raise ConfigError(
-                    f"{group}.tp={tp} does not divide the {whole} linear attention {what} heads of the model in "
+                    f"{group}.tp={tp} does not divide the {num_heads} linear attention {kind} heads of the model in "
                     f"{model.folder}: lower it"
                 )
         gdn_cp_mode(cfg.model.gdn.cp_mode, model.gdn.key_heads, model.gdn.value_heads, tp=tp, cp=cp)
@@ -200,11 +200,11 @@ def _layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, cfg
         )
 
 
-def shape_difference(folder: str, other: str) -> str | None:
-    """The first key of config.json in which two models could not take each other's place, with both values."""
-    found = [read_json("config.json", Path(path) / "config.json") for path in (folder, other)]
-    mine, its = (values | values.get("text_config", {}) for values in found)
+def shape_difference(folder: str, other_folder: str) -> str | None:
+    """Return the first key of ``SHAPE`` in which two models differ, with both values; None if they match."""
+    configs = [read_json("config.json", Path(path) / "config.json") for path in (folder, other_folder)]
+    first, second = (values | values.get("text_config", {}) for values in configs)
     for name in SHAPE:
-        if mine.get(name) != its.get(name):
-            return f"{name} ({its.get(name)} and {mine.get(name)})"
+        if first.get(name) != second.get(name):
+            return f"{name} ({second.get(name)} and {first.get(name)})"
     return None

@@ -1,4 +1,4 @@
-"""How long a learning-rate schedule is: what the config leaves open is settled, what does not fit the run is refused."""
+"""Length of the learning-rate schedule: fill unset keys, refuse values that do not fit the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_like.errors import ConfigError
 
 
 def actor_steps(cfg: TrainConfig) -> tuple[int, str]:
-    """Optimizer steps of the actor in the whole run, and the keys that they come of."""
+    """Return the actor's number of optimizer steps in the run, and its formula in config keys."""
     warmup, formula = cfg.critic.warmup_rollouts, "loop.num_rollout * loop.steps_per_rollout"
     if warmup:
         formula = "(loop.num_rollout - critic.warmup_rollouts) * loop.steps_per_rollout"
@@ -20,10 +20,10 @@ def actor_steps(cfg: TrainConfig) -> tuple[int, str]:
 def settle_schedule(
     optim: OptimConfig, num_steps: int, formula: str = "", warmup_key: str = "optim.warmup_steps"
 ) -> OptimConfig:
-    """``optim`` with warmup_steps, decay_steps and, for wsd, wsd_decay_steps in whole optimizer steps.
+    """Return ``optim`` with warmup_steps, decay_steps and, for wsd, wsd_decay_steps in optimizer steps.
 
-    ``num_steps`` are the run's, of the keys of ``formula``; ``warmup_key`` is what the user set the warm-up by. Raises
-    ``ConfigError`` on a schedule that is longer than the run, leaves nothing to decay over, or is given steps that its
+    ``num_steps`` is the run's, computed by ``formula``; ``warmup_key`` is the key that sets the warm-up. Raises
+    ``ConfigError`` on a schedule that is longer than the run, leaves no steps to decay over, or has steps that its
     shape does not read.
     """
     if optim.min_lr > optim.lr:
@@ -51,9 +51,9 @@ def settle_schedule(
     _fits(warmup_key, warmup, num_steps, run, "the rate would never reach optim.lr")
     tail = (optim.wsd_decay_steps or max(1, decay // 10)) if is_wsd else 0
     if decays and warmup + tail >= decay + is_wsd:
-        more = f" and optim.wsd_decay_steps={tail} leave" if is_wsd else " leaves"
+        tail_text = f" and optim.wsd_decay_steps={tail} leave" if is_wsd else " leaves"
         raise ConfigError(
-            f"{warmup_key}={warmup}{more} none of {decay} optimizer steps for "
+            f"{warmup_key}={warmup}{tail_text} none of {decay} optimizer steps for "
             f"optim.schedule={optim.schedule}: lower it, or raise optim.decay_steps"
         )
     return replace(

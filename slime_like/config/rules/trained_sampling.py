@@ -1,7 +1,7 @@
-"""Samples that are trained on are drawn from the model's own distribution, at ``rollout.temperature``.
+"""Rules of trained samples: drawn from the model's distribution at ``rollout.temperature``, without changes.
 
-The trainer computes log-probabilities of that distribution and of no other. A key or an environment variable that makes an
-engine sample differently is refused at load; ``run.mode=rollout_only``, which trains on nothing, may have it.
+The trainer computes log-probabilities of that distribution only. A key or an environment variable that makes an
+engine sample differently is refused at load, except with ``run.mode=rollout_only``, which trains on nothing.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ _FIELDS = {
         "enable_flexkv",
     ),
 }
-CHANGES_SAMPLES: Mapping[str, str] = {field: why for why, fields in _FIELDS.items() for field in fields}
-"""Field of SGLang's ``ServerArgs`` -> why samples of an engine that has it cannot be trained on.
+CHANGES_SAMPLES: Mapping[str, str] = {field: reason for reason, fields in _FIELDS.items() for field in fields}
+"""Field of SGLang's ``ServerArgs`` -> reason why samples of an engine with it cannot be trained on.
 
-Every other field is listed in ``tests/config/sglang_fields.txt``; a test names fields of a new SGLang that are in neither.
+All other fields are listed in ``tests/config/sglang_fields.txt``; a test names fields of a new SGLang in neither.
 """
 HARMLESS: Mapping[str, tuple[object, ...]] = {
     "sampling_backend": ("flashinfer", "pytorch", "ascend", "intel_xpu"),
     "ep_dispatch_algorithm": ("static", "dynamic", "lp"),
 }
-"""Values of such a field, besides its default, that change nothing."""
+"""Harmless values of such a field, in addition to its default."""
 _PERTURBED = "it overwrites keys, values or drawn tokens at random, to test SGLang's checks"
 _EXPERTS = "tokens would go to made-up experts: the engine would run another model than the trainer"
 CHANGES_SAMPLES_BY_VARIABLE: Mapping[str, str] = {
@@ -79,15 +79,15 @@ CHANGES_SAMPLES_BY_VARIABLE: Mapping[str, str] = {
     "SGLANG_KV_CANARY_PERTURB_REAL_KV_POST_FORWARD_PROB": _PERTURBED,
     "SGLANG_KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB": _PERTURBED,
 }
-"""Environment variable of SGLang -> why samples of an engine that has it cannot be trained on.
+"""Environment variable of SGLang -> reason why samples of an engine with it cannot be trained on.
 
-Others with a name that speaks of sampling are listed in ``tests/config/sglang_environment.txt``; a test names those of a new
+Others with a name about sampling are listed in ``tests/config/sglang_environment.txt``; a test names those of a new
 SGLang that are in neither.
 """
 
 
 def check_trained_sampling(cfg: TrainConfig, environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` on a key or variable that makes an engine sample from a distribution that no trainer computes."""
+    """Raise ``ConfigError`` on a key or variable that makes an engine sample from a distribution other than the trainer's."""
     if cfg.run.mode == "rollout_only" or isinstance(cfg.algo, SftConfig):
         return
     for key, value, off in (("rollout.top_p", cfg.rollout.top_p, 1.0), ("rollout.top_k", cfg.rollout.top_k, -1)):
@@ -124,14 +124,14 @@ def check_drafts(cfg: TrainConfig, device: str) -> None:
 
 
 def changing_variables(environment: Mapping[str, str]) -> set[str]:
-    """Names in ``environment`` of variables of SGLang that are set to change what an engine samples."""
+    """Return the SGLang variables in ``environment`` that change sampling."""
     return {name for name in CHANGES_SAMPLES_BY_VARIABLE if not _is_off(environment.get(name, ""))}
 
 
 def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
-    """Raise ``ConfigError`` where the rollouts in ``folder`` were sampled from another distribution than ``cfg`` trains on.
+    """Raise ``ConfigError`` if the rollouts in ``folder`` were sampled from a distribution other than that of ``cfg``.
 
-    The settings of the run that dumped them are in ``config.yaml`` of its folder; a folder that was copied without that
+    The settings of the dumping run are in ``config.yaml`` of its folder; a folder copied without that
     file is not checked.
     """
     path = folder.parent / "config.yaml"
@@ -140,12 +140,12 @@ def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
     file = InputFile(path, ConfigError, "remove it to replay unchecked", "run.replay_from")
     rollouts = _mapping(file, _mapping(file, file.yaml(), "").get("rollout"), "rollout")
     for name in ("temperature", "top_p", "top_k"):
-        value, own = rollouts.get(name, getattr(RolloutConfig, name)), getattr(cfg.rollout, name)
-        if value != own:
+        value, configured = rollouts.get(name, getattr(RolloutConfig, name)), getattr(cfg.rollout, name)
+        if value != configured:
             fix = f"set rollout.{name}={value}" if name == "temperature" else "sample them again"
             raise ConfigError(
                 f"run.replay_from={str(folder)!r} holds rollouts that were sampled at rollout.{name}={value} ({path}), but "
-                f"rollout.{name} is {own}: the trainer would compute log-probabilities of another distribution; {fix}"
+                f"rollout.{name} is {configured}: the trainer would compute log-probabilities of another distribution; {fix}"
             )
     for field, value in _mapping(file, rollouts.get("sglang"), "rollout.sglang").items():
         if field in CHANGES_SAMPLES and not _is_harmless(field, value):
@@ -156,7 +156,7 @@ def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
 
 
 def _mapping(file: InputFile, value: object, key: str) -> dict[str, Any]:
-    """Return the value of ``key`` in a config file; an empty mapping where it is absent."""
+    """Return the mapping at ``key`` of a config file; empty if absent."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -174,4 +174,4 @@ def _is_off(value: str) -> bool:
     try:
         return float(value) <= 0
     except ValueError:
-        return value.lower() not in ("true", "yes", "y")  # anything else is off for SGLang too, which warns of it
+        return value.lower() not in ("true", "yes", "y")  # SGLang also reads other text as off, with a warning

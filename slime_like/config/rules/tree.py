@@ -1,4 +1,4 @@
-"""Rules across keys that need no file: every one fires at load, before any process, with key, value and fix."""
+"""Rules across keys that need no file: checked at load, before any process starts, with key, value and fix."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import is_path
 
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *RECOMPUTED)  # of layers that some family has
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *RECOMPUTED)  # of layers in any family
 BIG = 1e12
 
 
 def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, counted: bool = True) -> None:
     """Raise ``ConfigError`` on the first rule that ``cfg`` breaks.
 
-    Without ``machine``, only rules that hold on every machine are checked; without ``code``, dotted paths are not imported.
-    Without ``counted``, loop.num_rollout is not known yet.
+    With ``machine=False``, only rules that hold on every machine are checked; with ``code=False``, no dotted path is
+    imported; with ``counted=False``, loop.num_rollout is not known yet.
     """
     _ranges(cfg)
     check_names(cfg, code=code)
@@ -64,7 +64,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, co
 
 
 def _dp_attention(cfg: TrainConfig) -> None:
-    """SGLang splits the attention of one engine; further engines are another key."""
+    """Check attn_dp_size, which splits the attention within one engine."""
     size = cfg.rollout.sglang.get("attn_dp_size", 1)
     if size < 1 or cfg.rollout.tp % size:
         raise ConfigError(
@@ -74,21 +74,21 @@ def _dp_attention(cfg: TrainConfig) -> None:
 
 
 def samples_per_rollout(cfg: TrainConfig) -> int:
-    """Samples that one rollout asks for."""
+    """Return the number of samples per rollout."""
     return cfg.rollout.batch_size * cfg.rollout.n_samples_per_prompt
 
 
 def batch_identity(cfg: TrainConfig) -> int:
-    """Samples per optimizer step. Raises ``ConfigError`` unless prompts * samples = global batch * steps."""
+    """Return the samples per optimizer step. Raises ``ConfigError`` unless prompts * samples = global batch * steps."""
     prompts, per_prompt, steps = cfg.rollout.batch_size, cfg.rollout.n_samples_per_prompt, cfg.loop.steps_per_rollout
     total, step = prompts * per_prompt, cfg.loop.global_batch_size
-    asked = f"rollout.batch_size {prompts} * rollout.n_samples_per_prompt {per_prompt} = {total} samples per rollout"
+    product = f"rollout.batch_size {prompts} * rollout.n_samples_per_prompt {per_prompt} = {total} samples per rollout"
     if step is None:
         if total % steps:
             fits = [s for s in range(1, total + 1) if total % s == 0]
             near = sorted(sorted(fits, key=lambda s: abs(s - steps))[:2])
             raise ConfigError(
-                f"{asked}, which loop.steps_per_rollout={steps} does not divide: "
+                f"{product}, which loop.steps_per_rollout={steps} does not divide: "
                 f"set loop.steps_per_rollout={' or '.join(map(str, near))}"
             )
         return total // steps
@@ -99,13 +99,13 @@ def batch_identity(cfg: TrainConfig) -> int:
     fixes += [f"rollout.batch_size={step * steps // per_prompt}"] if step * steps % per_prompt == 0 else []
     fixes = fixes or ["loop.global_batch_size=null loop.steps_per_rollout=1"]
     raise ConfigError(
-        f"{asked}, but loop.global_batch_size {step} * loop.steps_per_rollout {steps} = {step * steps}: "
+        f"{product}, but loop.global_batch_size {step} * loop.steps_per_rollout {steps} = {step * steps}: "
         f"set {', or '.join(fixes)}"
     )
 
 
 def trainer_ranks(cfg: TrainConfig) -> int:
-    """Ranks of the trainer. Raises ``ConfigError`` unless they are a multiple of tp * pp * cp."""
+    """Return the number of trainer ranks. Raises ``ConfigError`` unless it is a multiple of tp * pp * cp."""
     p, place = cfg.parallel, cfg.placement
     model = p.tp * p.pp * p.cp
     product = f"parallel.tp {p.tp} * parallel.pp {p.pp} * parallel.cp {p.cp} = {model} ranks per model"
@@ -172,20 +172,20 @@ def _algorithm(cfg: TrainConfig) -> None:
 
 
 def _fixed_by_algorithm(algo: AlgoConfig, chosen: str) -> None:
-    """Refuse a loss or advantage of another algorithm, which reads other keys than those of ``algo``; a user's own may stand."""
+    """Refuse a loss or advantage of another algorithm, which reads other keys than those of ``algo``; dotted paths are accepted."""
     default = ALGORITHMS[chosen]()
     if algo.loss != default.loss and not is_path(algo.loss):
-        others = [name for name, schema in ALGORITHMS.items() if schema().loss == algo.loss]
+        algorithms = [name for name, schema in ALGORITHMS.items() if schema().loss == algo.loss]
         raise ConfigError(
             f"algo.loss={algo.loss!r} under algo={chosen}: that loss would not read the keys of algo={chosen}; "
-            f"choose the algorithm with algo={' or '.join(others)}"
+            f"choose the algorithm with algo={' or '.join(algorithms)}"
         )
-    own = isinstance(algo, PolicyConfig) and is_path(algo.token_advantage)
-    if algo.token_advantage != default.token_advantage and not own:
-        others = [name for name, schema in ALGORITHMS.items() if schema().token_advantage == algo.token_advantage]
+    is_user_function = isinstance(algo, PolicyConfig) and is_path(algo.token_advantage)
+    if algo.token_advantage != default.token_advantage and not is_user_function:
+        algorithms = [name for name, schema in ALGORITHMS.items() if schema().token_advantage == algo.token_advantage]
         raise ConfigError(
             f"algo.token_advantage={algo.token_advantage!r} under algo={chosen}: it would not read the keys of "
-            f"algo={chosen}; choose the algorithm with algo={' or '.join(others)}"
+            f"algo={chosen}; choose the algorithm with algo={' or '.join(algorithms)}"
         )
     if not isinstance(algo, DistillConfig) and (algo.group_advantage is None) != (default.group_advantage is None):
         source = default.token_advantage or "none, as labels say what is right"
@@ -264,7 +264,7 @@ def _schedule(cfg: TrainConfig) -> None:
 
 
 def _memory_and_overlap(cfg: TrainConfig) -> None:
-    """What a key needs of another."""
+    """Check keys of recompute, overlap and offload that require other keys."""
     model, p, optim = cfg.model, cfg.parallel, cfg.optim
     if model.recompute_num_layers is not None and model.recompute != "full":
         raise ConfigError(

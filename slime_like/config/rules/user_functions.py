@@ -1,4 +1,4 @@
-"""Signatures of functions that a config names by dotted path, checked before any process starts."""
+"""Signatures of user functions named by dotted path, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime_like.util.user_code import check_signature, describe, location
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The call that a key's function must accept."""
+    """Call that a key's function must accept."""
 
     call: str  # as a user writes it
     num_args: int
@@ -42,9 +42,9 @@ BOUND = {
 
 
 def check_function(key: str, name: str, table: dict[str, str]) -> None:
-    """Raise ``ConfigError`` unless ``name`` is of ``table``, or a dotted path to a function of the form of ``key``.
+    """Raise ``ConfigError`` unless ``name`` is in ``table``, or a dotted path to a function with the signature of ``key``.
 
-    A class that is named where a coroutine is expected is constructed with the config group, and its instances are called.
+    If a coroutine is expected, a class is also accepted: it is constructed with the config group and its instance called.
     """
     if name in table:
         return

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder, checked by their headers alone."""
+"""Checks of the safetensors files of a Hugging Face folder by their headers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slime_like.errors import CheckpointError
 from slime_like.util.reading import Count, InputFile, parse_json, shown, typed
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_BESIDE = re.compile(r"(?:^|\.)(?:mtp|visual|vision_tower|vision_model)\.")  # towers with layers of their own
+_BESIDE = re.compile(r"(?:^|\.)(?:mtp|visual|vision_tower|vision_model)\.")  # towers with separate layers
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-LONGEST_NAME = 255  # bytes of a file's name, on the file systems of Linux
+LONGEST_NAME = 255  # maximum bytes of a file name on Linux
 BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -26,12 +26,12 @@ BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits of an element of each dtype that safetensors knows."""
+"""Bits per element of each safetensors dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as the header of its file describes it."""
+    """Tensor entry of a safetensors header."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -39,10 +39,10 @@ class Stored:
 
 
 def check_weights(key: str, folder: str) -> int:
-    """Return the number of parameters in the safetensors of ``folder``, once every file is known to be there and whole.
+    """Return the number of parameters in the safetensors of ``folder``, after checking that every file is complete.
 
-    Whole: its header describes tensors that fill the file. Raises ``CheckpointError`` naming ``key`` and the file where
-    one is not, or where the model is quantised.
+    Complete: the tensors of the header fill the file. Raises ``CheckpointError`` naming ``key`` and the file if
+    one is incomplete, or the model is quantised.
     """
     return sum(map(_parameters, _headers(key, folder).values()))
 
@@ -54,13 +54,13 @@ def check_shapes(key: str, model: HfConfig) -> None:
         name: tensor for header in headers.values() for name, tensor in header.items() if not _BESIDE.search(name)
     }
     for name, tensor in tensors.items():
-        due = (model.vocab_size, model.hidden_size)
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and tensor.shape != due:
+        expected = (model.vocab_size, model.hidden_size)
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and tensor.shape != expected:
             raise CheckpointError(
-                f"{key}={model.folder!r}: {name} is {list(tensor.shape)}, and config.json says vocab_size {due[0]} and "
-                f"hidden_size {due[1]}: are config.json and the weights of one model?"
+                f"{key}={model.folder!r}: {name} is {list(tensor.shape)}, and config.json says vocab_size {expected[0]} and "
+                f"hidden_size {expected[1]}: are config.json and the weights of one model?"
             )
-    layers = {int(found[1]) for name in tensors if (found := _LAYER.search(name))}
+    layers = {int(match[1]) for name in tensors if (match := _LAYER.search(name))}
     if layers and (missing := set(range(model.num_layers)) - layers):
         raise CheckpointError(
             f"{key}={model.folder!r}: config.json says num_hidden_layers {model.num_layers}, and the weights have no layer "
@@ -74,7 +74,7 @@ def check_shapes(key: str, model: HfConfig) -> None:
 
 
 def _headers(key: str, folder: str) -> dict[str, dict[str, Stored]]:
-    """Return file name -> tensors of every safetensors file of ``folder``, each file checked."""
+    """Check every safetensors file of ``folder`` and return file name -> tensors."""
     root = Path(folder)
     index = root / INDEX
     if not index.exists():
@@ -86,10 +86,10 @@ def _headers(key: str, folder: str) -> dict[str, dict[str, Stored]]:
         return {SINGLE: read_header(key, single)}
     placed = read_index(key, index)
     headers = {name: read_header(key, root / name) for name in sorted(set(placed.values()))}
-    if lost := sorted(name for name, file in placed.items() if name not in headers[file]):
+    if misplaced := sorted(name for name, file in placed.items() if name not in headers[file]):
         raise CheckpointError(
-            f"{key}: {index} places {shown(lost[0])} in {placed[lost[0]]}, which does not hold it "
-            f"({len(lost)} such tensors); download the model again"
+            f"{key}: {index} places {shown(misplaced[0])} in {placed[misplaced[0]]}, which does not hold it "
+            f"({len(misplaced)} such tensors); download the model again"
         )
     return headers
 
@@ -100,10 +100,10 @@ def read_index(key: str, path: Path) -> dict[str, str]:
     placed = file.json_object().get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise file.refused("has no weight_map")
-    found = file.typed(placed, dict[str, str])
-    if strange := next((name for name in found.values() if Path(name).name != name or len(name) > LONGEST_NAME), None):
+    files = file.typed(placed, dict[str, str])
+    if strange := next((name for name in files.values() if Path(name).name != name or len(name) > LONGEST_NAME), None):
         raise file.refused(f"names the file {shown(strange)}, which is not beside it")
-    return found
+    return files
 
 
 def read_header(key: str, path: Path) -> dict[str, Stored]:
@@ -135,7 +135,7 @@ def read_header(key: str, path: Path) -> dict[str, Stored]:
 
 
 def _parsed(file: InputFile) -> tuple[dict[str, Stored], int]:
-    """Entries of the header, and where the tensors begin."""
+    """Return the header's entries and the offset of the tensors."""
     size = file.path.stat().st_size
     try:
         with file.path.open("rb") as content:
