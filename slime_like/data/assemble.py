@@ -1,16 +1,16 @@
 """Scored groups -> ``TrainBatch``: advantages, loss weights, optimizer steps, packed rows per dp rank.
 
-Decisions that the loss rests on:
+Decisions that define the loss:
 
-- **Weights are settled here, once**, over a whole optimizer step, so that the loss cannot depend on packing,
+- **Weights are computed here, once**, over an optimizer step, so that the loss cannot depend on packing,
   micro-batching or dp. ``token_mean``: each trained token 1/N. ``sequence_mean``: each episode 1/E, shared equally by
   its trained tokens. Both sum to 1 over a step. ``dr_grpo``: each trained token 1/(E * max_response_len), as its paper
-  has it; these sum to (mean length / max_response_len), not to 1, and are independent of packing all the same.
-- **Failed and aborted samples** stay in the batch, so that its shape does not depend on luck, with weight 0; they
-  stand in no baseline and in no denominator. Truncated samples are trained on unless ``mask_truncated``, which takes
+  defines it; these sum to (mean length / max_response_len), not to 1, and are also independent of packing.
+- **Failed and aborted samples** stay in the batch with weight 0, so that its shape does not depend on them; they
+  count in no baseline and no denominator. Truncated samples are trained on unless ``mask_truncated``, which removes
   their weight but leaves their rewards in the group's baseline.
 - **Baselines are per episode.** An episode that gave several samples counts once, with the mean of their rewards.
-- **Groups stay whole within an optimizer step** wherever there are at least as many groups as steps.
+- **Groups are not split between optimizer steps** if there are at least as many groups as steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slime_like.types import Sample, SampleGroup, Status
 
 @dataclass(frozen=True, slots=True)
 class AssembleSpec:
-    """How groups become a batch. ``group_advantage`` is None where advantages are per token or none are needed."""
+    """Settings of batch assembly. ``group_advantage`` is None if advantages are per token or not needed."""
 
     group_advantage: GroupAdvantage | None
     aggregation: str  # token_mean | sequence_mean | dr_grpo
@@ -42,15 +42,15 @@ class AssembleSpec:
     max_tokens_per_rank: int
     max_response_len: int
     mask_truncated: bool = False
-    mask_offpolicy: bool = False  # of a sample under several versions only the tokens of the newest are trained on
-    overlong: OverlongPenalty | None = None  # None: rewards count as they are
+    mask_offpolicy: bool = False  # of samples with several versions, train only on tokens of the newest
+    overlong: OverlongPenalty | None = None  # None: no penalty
 
 
 def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int) -> TrainBatch:
-    """All optimizer steps of one rollout.
+    """Return all optimizer steps of one rollout.
 
-    No groups (filters dropped them, or they are carried on until they fill a rollout): no step is taken.
-    Raises ``ConfigError`` when there are fewer samples than dp ranks in a step, ``DataError`` when a step holds
+    Without groups (dropped by filters, or carried over until they fill a rollout) there are no steps.
+    Raises ``ConfigError`` if a step has fewer samples than dp ranks, ``DataError`` if a step has
     no token to train on.
     """
     if not groups:
@@ -65,7 +65,7 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
 
 
 def _advantages(group: SampleGroup, spec: AssembleSpec) -> list[tuple[Sample, float | None]]:
-    """Each sample of a group with its advantage: 0 for one that is not trained, None where the ranks compute it."""
+    """Return each sample with its advantage: 0 if untrained, None if the trainer ranks compute it."""
     if spec.group_advantage is None:
         return [(sample, None) for sample in group.samples]
     rewards: dict[int, list[float]] = {}
@@ -79,10 +79,10 @@ def _advantages(group: SampleGroup, spec: AssembleSpec) -> list[tuple[Sample, fl
 
 
 def split_steps(groups: Sequence[Sequence[SequenceColumns]], steps: int, dp: int) -> list[list[SequenceColumns]]:
-    """Columns of each optimizer step, in the order they came.
+    """Return the columns of each optimizer step, in input order.
 
-    Cuts stand at the group boundaries nearest to equal numbers of samples. Only when that leaves a step with fewer
-    samples than dp ranks (few or very uneven groups) are groups cut.
+    Steps are cut at the group boundaries nearest to equal numbers of samples. Only if a step would have fewer
+    samples than dp ranks (few or very uneven groups), groups are split.
     """
     sizes = [len(group) for group in groups]
     total = sum(sizes)
@@ -125,7 +125,7 @@ def _step(columns: Sequence[SequenceColumns], spec: AssembleSpec, name: str) -> 
 
 
 def _token_weights(columns: Sequence[SequenceColumns], spec: AssembleSpec) -> list[float]:
-    """Weight of each trained token of each sequence."""
+    """Return the weight per trained token of each sequence."""
     tokens: Counter[tuple[int, int]] = Counter()
     for c in columns:
         tokens[c.episode] += c.num_trained

@@ -1,6 +1,6 @@
-"""Prompts as text: chat messages through the tokenizer's template, plain strings as they are.
+"""Rendering and tokenization of prompts: chat messages by the tokenizer's template, plain strings unchanged.
 
-Text becomes token ids once, without the tokenizer's own special tokens: a template writes its own, and a plain prompt
+Text is tokenised without adding special tokens: a template writes them itself, and a plain prompt
 is taken literally.
 """
 
@@ -20,7 +20,7 @@ Tokenizer = Any  # transformers' PreTrainedTokenizerBase, whose members carry no
 
 
 def check_messages(prompt: object) -> list[Message]:
-    """A list of chat messages, or ``ValueError`` saying what is wrong with it."""
+    """Return ``prompt`` as chat messages. Raises ``ValueError`` saying what is wrong with it."""
     if not isinstance(prompt, list) or not prompt:
         raise ValueError(f"is {shown(cast(object, prompt))}; it must be a string or a list of chat messages")
     messages: list[Message] = []
@@ -31,7 +31,7 @@ def check_messages(prompt: object) -> list[Message]:
         for name in ("role", "content"):
             if not isinstance(fields.get(name), str):
                 raise ValueError(f"message {i} has {name}={shown(fields.get(name))}; it must be a string")
-        # Parquet fills the fields that other rows have with None: a template would take them for present.
+        # Parquet fills absent fields with None, which a template would take for present.
         messages.append({name: value for name, value in fields.items() if value is not None})
     return messages
 
@@ -39,24 +39,24 @@ def check_messages(prompt: object) -> list[Message]:
 def render(
     tokenizer: Tokenizer, messages: Sequence[Message], kwargs: Mapping[str, Any], tools: Sequence[object] | None = None
 ) -> str:
-    """Return the text of a conversation up to where the assistant's answer begins; ``tools`` are JSON schemas.
+    """Return the text of a conversation including the assistant's generation prompt; ``tools`` are JSON schemas.
 
-    Raises whatever the template raises on messages that it refuses.
+    Errors of the template pass through.
     """
-    given = {**kwargs, "tools": list(tools)} if tools else kwargs
+    template_kwargs = {**kwargs, "tools": list(tools)} if tools else kwargs
     text = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **given
+        [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **template_kwargs
     )
     return cast(str, text)
 
 
 def has_template(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer came with a chat template."""
+    """Return whether the tokenizer has a chat template."""
     return bool(tokenizer.chat_template)
 
 
 def require_template(tokenizer: Tokenizer, needed_by: str) -> None:
-    """Raise ``ConfigError`` naming the tokenizer's folder when it has no chat template."""
+    """Raise ``ConfigError`` naming the tokenizer's folder if it has no chat template."""
     if not has_template(tokenizer):
         folder = tokenizer.name_or_path or "model.hf_checkpoint"
         raise ConfigError(
@@ -66,12 +66,12 @@ def require_template(tokenizer: Tokenizer, needed_by: str) -> None:
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> list[I32]:
-    """Token ids of each text, in one call: fast tokenizers work through a batch in parallel."""
+    """Return token ids of each text, in one call: fast tokenizers process a batch in parallel."""
     if not texts:
         return []
     try:
         encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
-    # The fault boundary of the tokenizer's own code, as of a vocabulary without the token for unknown words.
+    # Fault boundary of the tokenizer's code, which fails on a vocabulary without unk token, for example.
     except Exception as error:
         folder = tokenizer.name_or_path or "model.hf_checkpoint"
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Samples as columns: span bookkeeping turned into per-token arrays without a Python loop over tokens."""
+"""Per-token arrays of samples, built from spans without a Python loop over tokens."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from slime_like.batch import PackedBatch
 from slime_like.errors import EngineError
 from slime_like.types import F32, I32, Reward, Sample, Source, Span, Status
 
-UNTRAINED = (Status.FAILED, Status.ABORTED)  # their tokens get no weight, their rewards stand in no baseline
+UNTRAINED = (Status.FAILED, Status.ABORTED)  # no weight for their tokens, not in a baseline
 FILLER_ID = -1  # sample_id of a sequence that only keeps a rank busy
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceColumns:
-    """One sequence of L tokens, ready to be packed."""
+    """Columns of one sequence of L tokens, ready for packing."""
 
     sample: Sample
     advantage: float | None
-    trained: npt.NDArray[np.bool_]  # [L], tokens the loss counts
+    trained: npt.NDArray[np.bool_]  # [L], tokens in the loss
     versions: I32  # [L]
     rollout_logprobs: F32  # [L]
     num_trained: int
 
     @property
     def episode(self) -> tuple[int, int]:
-        """What counts as one sequence in a mean over sequences."""
+        """Return the key of the episode, the unit of means over sequences."""
         return self.sample.group_id, self.sample.episode_id
 
 
 def column(
     sample: Sample, advantage: float | None, masked: frozenset[Status] = frozenset(), newest: bool = False
 ) -> SequenceColumns:
-    """Per-token arrays of a sample; one whose status is ``masked`` is not trained on, and under ``newest`` only the tokens
-    of its newest weight version are. Raises ``EngineError`` when a sampled token has no log-probability.
+    """Return the per-token arrays of a sample; a status in ``masked`` is not trained on; with ``newest``, only the tokens
+    of its newest weight version are. Raises ``EngineError`` if a sampled token has no log-probability.
     """
     lengths = [span.stop - span.start for span in sample.spans]
     sampled = np.repeat([span.source is Source.MODEL for span in sample.spans], lengths)
@@ -46,7 +46,7 @@ def column(
     trained = sampled & (sample.status not in (*UNTRAINED, *masked))
     if newest:
         trained &= versions == versions.max(initial=-1)
-    trained[:1] = False  # nothing stands before a first token, so nothing predicts it
+    trained[:1] = False  # no token precedes the first one, so nothing predicts it
     unknown = int(np.isnan(sample.logprobs[trained]).sum())
     if unknown:
         raise EngineError(
@@ -58,7 +58,7 @@ def column(
 
 
 def filler(shortest: SequenceColumns) -> SequenceColumns:
-    """A sequence of at most two tokens and weight 0, for a rank that has fewer sequences than micro-batches."""
+    """Return a sequence of at most two tokens with weight 0, for a rank with fewer sequences than micro-batches."""
     length = min(2, len(shortest.sample.token_ids))
     sample = replace(
         shortest.sample,
@@ -73,7 +73,7 @@ def filler(shortest: SequenceColumns) -> SequenceColumns:
 
 
 def rows_of(columns: Sequence[SequenceColumns], token_weights: Sequence[float]) -> PackedBatch:
-    """One packed micro-batch; ``token_weights[i]`` goes to every trained token of sequence i."""
+    """Return one packed micro-batch; ``token_weights[i]`` is the weight of the trained tokens of sequence i."""
     samples = [c.sample for c in columns]
     lengths = np.array([len(s.token_ids) for s in samples], dtype=np.int64)
     trained = np.concatenate([c.trained for c in columns])

@@ -24,13 +24,13 @@ type Ranges = list[tuple[int, int]]
 
 
 def is_conversation(messages: Sequence[Message]) -> bool:
-    """Whether chat messages end with the assistant's turn, so that no label is needed."""
+    """Return whether chat messages end with an assistant turn, so that no label is needed."""
     return bool(messages) and messages[-1]["role"] == "assistant"
 
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """Tokens of a conversation, and which of them the assistant wrote."""
+    """Tokens of a conversation, with a mask of the assistant's tokens."""
 
     token_ids: I32  # [L]
     trained: npt.NDArray[np.bool_]  # [L]
@@ -38,15 +38,15 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Marks conversations by a tokenizer's chat template. ``how``: turns or whole (``data.conversation``)."""
+    """Tokenizer of conversations by chat template. ``how``: turns or whole (``data.conversation``)."""
 
     tokenizer: Tokenizer
     how: str = "turns"
     kwargs: Mapping[str, Any] | None = None  # of the chat template
 
     def mark(self, messages: Sequence[Message], tools: object, location: str) -> Marked:
-        """The tokens of ``messages``. Raises ``DataError`` naming ``location`` where the template refuses them or no turn of
-        the assistant is found, ``ConfigError`` for a tokenizer that cannot do this."""
+        """Return the tokens of ``messages``. Raises ``DataError`` naming ``location`` if the template refuses them or no turn of
+        the assistant is found, ``ConfigError`` for an unsuitable tokenizer."""
         require_template(self.tokenizer, "a conversation")
         pieces = (
             self._turns(messages, tools, location) if self.how == "turns" else self._whole(messages, tools, location)
@@ -82,19 +82,19 @@ class Conversations:
         return pieces
 
     def _frame(self) -> tuple[int, str]:
-        """Characters that the template puts before a conversation, and what it writes before an answer."""
-        asked = {"role": "user", "content": PLACEHOLDER}
-        twice = self._render([asked, asked], "data.conversation=turns")
+        """Return the length of the template's prefix of a conversation, and its generation prompt."""
+        user_turn = {"role": "user", "content": PLACEHOLDER}
+        twice = self._render([user_turn, user_turn], "data.conversation=turns")
         first, second = twice.find(PLACEHOLDER), twice.rfind(PLACEHOLDER)
         if not 0 <= first < second:
             raise ConfigError(
                 "data.conversation=turns: the chat template leaves out a message; set data.conversation=whole"
             )
-        after = len(twice) - second - len(PLACEHOLDER)
-        before = (second - first) - after - len(PLACEHOLDER)
-        once = self._render([asked], "data.conversation=turns")
-        open_turn = self._render([asked], "data.conversation=turns", generation=True)
-        return first - before, open_turn[len(once) :]
+        suffix_len = len(twice) - second - len(PLACEHOLDER)
+        header_len = (second - first) - suffix_len - len(PLACEHOLDER)
+        once = self._render([user_turn], "data.conversation=turns")
+        open_turn = self._render([user_turn], "data.conversation=turns", generation=True)
+        return first - header_len, open_turn[len(once) :]
 
     def _whole(self, messages: Sequence[Message], tools: object, location: str) -> list[tuple[str, Ranges]]:
         text = self._render(messages, location, tools=tools)
@@ -119,7 +119,7 @@ class Conversations:
     def _render(
         self, messages: Sequence[Message], location: str, *, tools: object = None, generation: bool = False
     ) -> str:
-        # A fault boundary: a chat template is a program of whoever made the tokenizer.
+        # Fault boundary: a chat template is third-party code.
         try:
             text = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],

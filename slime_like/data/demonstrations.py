@@ -1,4 +1,4 @@
-"""Supervised fine-tuning data: the label of each row, or the assistant's turns of a conversation. No engine runs."""
+"""Supervised fine-tuning data: labels of rows, or assistant turns of conversations. No engine runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, 
 
 
 class Demonstrations:
-    """Groups of one sample: prompt, then the label and the end-of-sequence token, or a conversation as its template writes it.
+    """Source of one-sample groups: prompt, label and end-of-sequence token, or a conversation rendered by its template.
 
-    Rows are tokenised once. The cursor is the source's: ``source.state()`` resumes it. Raises at construction ``DataError``
-    for a row without answer or beyond the context, ``ConfigError`` for a tokenizer without an end-of-sequence token.
+    Rows are tokenised once. The cursor is that of ``source``. Raises at construction ``DataError``
+    for a row without label or longer than the context, ``ConfigError`` for a tokenizer without an end-of-sequence token.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class Demonstrations:
         self._rows[prompt.prompt_id] = row
 
     def next(self, n: int, first_group_id: int) -> list[SampleGroup]:
-        """The next ``n`` demonstrations as groups numbered from ``first_group_id``."""
+        """Return the next ``n`` demonstrations as groups numbered from ``first_group_id``."""
         return [self._group(prompt, first_group_id + i) for i, prompt in enumerate(self._source.next(n))]
 
     def state(self) -> dict[str, Any]:
-        """The source's cursor."""
+        """Return the source's cursor."""
         return self._source.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken."""
+        """Continue at the cursor ``state``."""
         self._source.load_state(state)
 
     def _group(self, prompt: Prompt, group_id: int) -> SampleGroup:
@@ -84,7 +84,7 @@ class Demonstrations:
             sample_id=group_id,
             seed=0,
             token_ids=row.token_ids,
-            logprobs=np.zeros(len(row.token_ids), dtype=np.float32),  # nobody sampled it: no policy to correct for
+            logprobs=np.zeros(len(row.token_ids), dtype=np.float32),  # not sampled: no policy to correct for
             spans=tuple(_spans(row)),
             status=Status.COMPLETED,
             text=prompt.label or "",
@@ -94,7 +94,7 @@ class Demonstrations:
 
 
 def _spans(row: Marked) -> Iterator[Span]:
-    """The trained stretches as the model's, what stands before them as prompt, what lies between them as a tool's."""
+    """Yield spans: trained ranges as MODEL, the range before them as PROMPT, ranges between them as TOOL."""
     edges = [0, *(np.flatnonzero(np.diff(row.trained)) + 1).tolist(), len(row.trained)]
     for start, stop in pairwise(edges):
         if row.trained[start]:

@@ -1,6 +1,6 @@
-"""Groups on disk, columnar: what ``run.dump_rollouts`` writes, ``run.replay_from`` reads, and a checkpoint's leftover is.
+"""Columnar files of groups, for ``run.dump_rollouts``, ``run.replay_from`` and the leftover in checkpoints.
 
-One ``.npz`` without pickled objects: token columns end to end, and one JSON text for everything else.
+Each is an ``.npz`` without pickled objects: concatenated token columns, and one JSON text with all other fields.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _PromptEntry:
     messages: tuple[dict[str, Any], ...] = ()
 
     def prompt(self, token_ids: I32) -> Prompt:
-        others = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "length"}
-        return Prompt(token_ids=token_ids, **others)
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "length"}
+        return Prompt(token_ids=token_ids, **values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +70,28 @@ class _GroupEntry:
 
 
 def digest(columns: Mapping[str, Any]) -> str:
-    """Return a hash of every column but the hash itself."""
-    found = hashlib.sha256()
+    """Return a hash of all columns except the digest."""
+    sha256 = hashlib.sha256()
     for name in sorted(columns.keys() - {DIGEST}):
         column = np.ascontiguousarray(columns[name])
-        found.update(f"{name}\0{column.dtype.str}\0{column.shape}\0".encode())
-        found.update(column.tobytes())
-    return found.hexdigest()
+        sha256.update(f"{name}\0{column.dtype.str}\0{column.shape}\0".encode())
+        sha256.update(column.tobytes())
+    return sha256.hexdigest()
 
 
 def check_digest(columns: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where columns are not as they were written; a file of an older version has no hash."""
+    """Raise ``ValueError`` if columns do not match their digest; files of older versions have none."""
     if DIGEST in columns and str(columns[DIGEST]) != digest(columns):
         raise ValueError("its columns are not those that were written")
 
 
 def rollout_path(folder: Path, rollout_id: int) -> Path:
-    """Where rollout ``rollout_id`` lies in a folder of dumps."""
+    """Return the file of rollout ``rollout_id`` in a folder of dumps."""
     return folder / f"rollout_{rollout_id:07d}.npz"
 
 
 def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
-    """Write ``groups`` to ``path``, whole or not at all."""
+    """Write ``groups`` to ``path`` atomically."""
     samples = [sample for group in groups for sample in group.samples]
     header = {"format": FORMAT, "groups": [_group_header(group) for group in groups]}
     columns = {
@@ -111,7 +111,7 @@ def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
 
 
 def load_groups(path: Path) -> tuple[SampleGroup, ...]:
-    """Read what ``save_groups`` wrote. Raises ``DataError`` naming the file when it is missing or damaged."""
+    """Read a file of ``save_groups``. Raises ``DataError`` naming the file if it is missing or damaged."""
     if not path.exists():
         raise DataError(
             f"no dumped rollout at {path}: run.replay_from must be the rollouts folder of a run with run.dump_rollouts=true"
@@ -127,11 +127,11 @@ def load_groups(path: Path) -> tuple[SampleGroup, ...]:
 
 
 def _groups(columns: dict[str, Any]) -> tuple[SampleGroup, ...]:
-    """The groups in the arrays of a file. Raises ``ValueError``, ``KeyError`` or ``AssertionError`` where they contradict."""
+    """Return the groups in a file's arrays. Raises ``ValueError``, ``KeyError`` or ``AssertionError`` if inconsistent."""
     values = parse_json(str(columns["header"]))
-    found = values.get("format") if isinstance(values, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"dump format {shown(found)}, this version reads {FORMAT}")
+    file_format = values.get("format") if isinstance(values, dict) else None
+    if file_format != FORMAT:
+        raise ValueError(f"dump format {shown(file_format)}, this version reads {FORMAT}")
     entries = typed(values.get("groups"), tuple[_GroupEntry, ...])
     samples = [item for entry in entries for item in entry.samples]
     prompt_ids = _split(columns, "prompt_token_ids", np.int32, [entry.prompt.length for entry in entries])
@@ -142,17 +142,17 @@ def _groups(columns: dict[str, Any]) -> tuple[SampleGroup, ...]:
     at = 0
     for entry, ids in zip(entries, prompt_ids, strict=True):
         stop = at + len(entry.samples)
-        made = [
+        group_samples = [
             _sample(item, entry.group_id, (token_ids[k], logprobs[k]), extras.get(k, {}))
             for k, item in enumerate(entry.samples, at)
         ]
-        groups.append(SampleGroup(entry.group_id, entry.prompt.prompt(ids), tuple(made)))
+        groups.append(SampleGroup(entry.group_id, entry.prompt.prompt(ids), tuple(group_samples)))
         at = stop
     return tuple(groups)
 
 
 def _split(columns: Mapping[str, Any], name: str, dtype: type, lengths: Sequence[int]) -> list[Any]:
-    """Column ``name`` cut into pieces of these lengths."""
+    """Split column ``name`` into pieces of ``lengths``."""
     column, total = columns[name], sum(lengths)
     if column.dtype != dtype or column.shape != (total,):
         raise ValueError(f"{name} is {column.dtype}{list(column.shape)}, not {np.dtype(dtype)}[{total}]")
@@ -200,16 +200,16 @@ def _reward_entry(reward: Reward) -> list[Any]:
 
 
 def _extras(columns: Mapping[str, Any], count: int) -> dict[int, dict[str, Any]]:
-    """Extra arrays of each of ``count`` samples, by its place in the file."""
-    found: dict[int, dict[str, Any]] = {}
+    """Return sample index -> extra arrays, for a file of ``count`` samples."""
+    extras: dict[int, dict[str, Any]] = {}
     for key in columns:
-        kind, _, rest = key.partition("/")
+        kind, _, path = key.partition("/")
         if kind == "extra":
-            index, _, name = rest.partition("/")
+            index, _, name = path.partition("/")
             if int(index) not in range(count):
                 raise ValueError(f"{key} is of none of its {count} samples")
-            found.setdefault(int(index), {})[name] = columns[key]
-    return found
+            extras.setdefault(int(index), {})[name] = columns[key]
+    return extras
 
 
 def _sample(item: _SampleEntry, group_id: int, columns_L: tuple[Any, Any], extras: dict[str, Any]) -> Sample:

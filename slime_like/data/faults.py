@@ -1,4 +1,4 @@
-"""faults.jsonl of a run: faults that were planted, engines that were lost, and what came of each."""
+"""faults.jsonl of a run: injected faults, lost engines and their recoveries."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from slime_like.errors import DataError
 from slime_like.util.reading import InputFile, parse_json, reason, shown, typed
 
 FILE = "faults.jsonl"
-REWARD_SERVER = "reward server"  # as the target of a fault, and as what was lost
+REWARD_SERVER = "reward server"  # target of a fault, and name of the lost component
 
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A planted fault that struck."""
+    """Record of an injected fault."""
 
     fault: str  # as in chaos.faults
     target: str
     time: float  # unix seconds
-    note: str = ""  # why it could not
+    note: str = ""  # reason if the injection failed
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """An engine that was lost, or a reward server that was out of reach. Times in unix seconds; 0: not yet."""
+    """Record of a lost engine or an unreachable reward server. Times in unix seconds; 0: not yet."""
 
     engine: str  # its name, or REWARD_SERVER
     cause: str
     noticed: float
     up: float = 0.0  # started again
     joined: float = 0.0  # serves again
-    version: int = -1  # of the weights it then had
-    groups: int = 0  # that went on elsewhere; of a reward server: samples without its score
+    version: int = -1  # weight version when it rejoined
+    groups: int = 0  # groups continued on other engines; for a reward server, samples without its score
 
     @property
     def which(self) -> tuple[str, float]:
-        """The same for every note of one loss."""
+        """Return the key shared by all records of one loss."""
         return self.engine, self.noticed
 
 
@@ -55,7 +55,7 @@ class Outcome:
 
 
 def append(run_dir: Path, *notes: InjectedFault | Recovery) -> None:
-    """Add lines to the run's file; whole ones, as the driver may be about to die."""
+    """Append records to the run's file in one write, as the driver may be about to die."""
     if not notes:
         return
     text = "".join(json.dumps({"kind": type(note).__name__, **asdict(note)}) + "\n" for note in notes)
@@ -67,9 +67,9 @@ def append(run_dir: Path, *notes: InjectedFault | Recovery) -> None:
 
 
 def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:
-    """What the file holds, all parts of the run together; nothing where there is none. Raises ``DataError``.
+    """Return faults and recoveries of all parts of a run; empty without a file. Raises ``DataError``.
 
-    A loss is noted as it is noticed, and again as it comes to its end: the newest note counts.
+    A loss is recorded when it is noticed and again when it is resolved: the newest record counts.
     """
     strikes: list[InjectedFault] = []
     recoveries: list[Recovery] = []
@@ -91,46 +91,54 @@ def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:
 
 
 def newest(recoveries: Sequence[Recovery]) -> list[Recovery]:
-    """The last note of each loss, which tells how far it has come."""
-    return list({lost.which: lost for lost in recoveries}.values())
+    """Return the latest record of each loss."""
+    return list({recovery.which: recovery for recovery in recoveries}.values())
 
 
 def outcomes(strikes: Sequence[InjectedFault], recoveries: Sequence[Recovery]) -> list[Outcome]:
-    """Each planted fault with what it led to, then losses that nobody planted."""
-    left = list(recoveries)
-    found: list[Outcome] = []
+    """Return each injected fault with its effect, then losses without an injected fault."""
+    unmatched = list(recoveries)
+    results: list[Outcome] = []
     for at, strike in enumerate(strikes):
-        after = min((s.time for s in strikes[at + 1 :] if s.target == strike.target), default=float("inf"))
-        led = next((r for r in left if r.engine == strike.target and strike.time <= r.noticed < after), None)
-        if led is not None:
-            left.remove(led)
-        what = _came_of(led, strike.time) if led is not None else strike.note or _no_loss(strike, recoveries, after)
-        found.append(Outcome(strike.fault, strike.target, what))
-    found += [Outcome(_first(lost.cause), lost.engine, _came_of(lost, lost.noticed)) for lost in left]
-    return found
+        next_time = min((s.time for s in strikes[at + 1 :] if s.target == strike.target), default=float("inf"))
+        effect = next(
+            (r for r in unmatched if r.engine == strike.target and strike.time <= r.noticed < next_time), None
+        )
+        if effect is not None:
+            unmatched.remove(effect)
+        what = (
+            _came_of(effect, strike.time)
+            if effect is not None
+            else strike.note or _no_loss(strike, recoveries, next_time)
+        )
+        results.append(Outcome(strike.fault, strike.target, what))
+    results += [
+        Outcome(_first(recovery.cause), recovery.engine, _came_of(recovery, recovery.noticed)) for recovery in unmatched
+    ]
+    return results
 
 
-def _came_of(lost: Recovery, since: float) -> str:
+def _came_of(recovery: Recovery, since: float) -> str:
     parts = (
-        [f"noticed after {max(0.0, lost.noticed - since):.1f} s ({_first(lost.cause)})"]
-        if since != lost.noticed
+        [f"noticed after {max(0.0, recovery.noticed - since):.1f} s ({_first(recovery.cause)})"]
+        if since != recovery.noticed
         else []
     )
-    if lost.engine == REWARD_SERVER:
-        parts.append(f"answers again after {lost.up - since:.1f} s" if lost.up else "has not answered since")
-        return ", ".join([*parts, f"{lost.groups} samples without its score (reward.fallback)"])
-    parts.append(f"up after {lost.up - since:.1f} s" if lost.up else "not up again")
-    if lost.joined:
-        weights = f"serves version {lost.version}" if lost.version >= 0 else "serves"
-        parts.append(f"{weights} after {lost.joined - since:.1f} s")
-    elif lost.up:
+    if recovery.engine == REWARD_SERVER:
+        parts.append(f"answers again after {recovery.up - since:.1f} s" if recovery.up else "has not answered since")
+        return ", ".join([*parts, f"{recovery.groups} samples without its score (reward.fallback)"])
+    parts.append(f"up after {recovery.up - since:.1f} s" if recovery.up else "not up again")
+    if recovery.joined:
+        weights = f"serves version {recovery.version}" if recovery.version >= 0 else "serves"
+        parts.append(f"{weights} after {recovery.joined - since:.1f} s")
+    elif recovery.up:
         parts.append("no push has reached it since")
-    parts.append(f"{lost.groups} groups went on elsewhere")
+    parts.append(f"{recovery.groups} groups went on elsewhere")
     return ", ".join(parts)
 
 
-def _no_loss(strike: InjectedFault, recoveries: Sequence[Recovery], after: float) -> str:
-    """Why a fault led to no loss of an engine that was noticed before the next fault struck it, ``after``."""
+def _no_loss(strike: InjectedFault, recoveries: Sequence[Recovery], next_time: float) -> str:
+    """Explain why a fault caused no engine loss before ``next_time``, the time of the target's next fault."""
     if strike.fault.partition(":")[0] in FATAL:
         return "ends the run, which the same command continues"
     if strike.fault.partition(":")[0] in REWARDS:
@@ -139,7 +147,7 @@ def _no_loss(strike: InjectedFault, recoveries: Sequence[Recovery], after: float
         return "replaced at the next call"
     if any(r.engine == strike.target and r.noticed <= strike.time < (r.up or float("inf")) for r in recoveries):
         return "it was being restarted"
-    if after < float("inf"):
+    if next_time < float("inf"):
         return "no engine was lost before the next fault struck it"
     return "no engine was lost, or that part of the run ended before it was noticed"
 

@@ -22,7 +22,7 @@ SUFFIXES = (".jsonl", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row before it is understood. ``fields`` is None where the row is not an object; ``problem`` says why."""
+    """Row before validation. ``fields`` is None if the row is not an object; ``problem`` is the reason."""
 
     index: int  # 0-based, in the whole file
     location: str  # "line 7" (jsonl) or "row 6" (parquet)
@@ -32,7 +32,7 @@ class RawRow:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file that exists, and which of its rows are wanted."""
+    """Existing data file with the selected range of rows."""
 
     path: Path
     start: int
@@ -43,10 +43,10 @@ class DataFile:
     def open(cls, key: str, spec: str) -> DataFile:
         """Parse ``path`` or ``path@[a:b]`` given by config key ``key``.
 
-        Raises ``DataError`` when the file is missing, of another kind or empty, or when the slice is.
+        Raises ``DataError`` if the file is missing, of another type or empty, or the slice is empty.
         """
-        found = SLICE.match(spec)
-        if found is None and "@[" in spec:
+        match = SLICE.match(spec)
+        if match is None and "@[" in spec:
             raise DataError(f"{key}={spec!r}: a slice is written path@[a:b]; leave out a or b for the file's ends")
         path = file_of(spec)
         if path.suffix not in SUFFIXES:
@@ -56,7 +56,7 @@ class DataFile:
         if not path.is_file():
             raise DataError(f"{key}={spec!r}: there is no file {path}; {_nearest_file(path)}")
         num_rows = count_rows(path)
-        bounds = slice(*(int(found[name]) if found and found[name] else None for name in ("start", "stop")))
+        bounds = slice(*(int(match[name]) if match and match[name] else None for name in ("start", "stop")))
         start, stop, _ = bounds.indices(num_rows)
         if start >= stop:
             reason = f"its slice of {num_rows} rows is empty" if num_rows else "the file is empty"
@@ -64,7 +64,7 @@ class DataFile:
         return cls(path, start, stop, num_rows)
 
     def rows(self) -> Iterator[RawRow]:
-        """The wanted rows, in the file's order; rows outside the slice are not parsed."""
+        """Yield the selected rows in file order; rows outside the slice are not parsed."""
         return self._jsonl() if self.path.suffix == ".jsonl" else self._parquet()
 
     def _jsonl(self) -> Iterator[RawRow]:
@@ -94,7 +94,7 @@ class DataFile:
                     yield RawRow(index, f"row {index}", fields)
 
     def _next(self, batches: Iterator[Any], index: int) -> Any:
-        """The next rows of a parquet file, None at its end. Raises ``DataError`` where they are damaged."""
+        """Return the next rows of a parquet file, None at its end. Raises ``DataError`` if they are damaged."""
         try:
             return next(batches, None)
         except (ValueError, OSError, NotImplementedError) as error:  # ArrowException is one of these
@@ -105,24 +105,24 @@ class DataFile:
 
 def file_of(spec: str) -> Path:
     """Return the file of ``path`` or ``path@[a:b]``."""
-    found = SLICE.match(spec)
-    return Path(found["path"] if found else spec).expanduser()
+    match = SLICE.match(spec)
+    return Path(match["path"] if match else spec).expanduser()
 
 
 def _parse(index: int, location: str, line: bytes) -> RawRow:
     try:
         fields = json.loads(line.rstrip(b"\r\n"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        # The decoder counts lines within this one line: its own position would contradict the file's.
-        why = f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-        return RawRow(index, location, None, f"is not JSON ({why}); each line must be one JSON object")
+        # The decoder counts lines within this line: its line number would contradict the file's.
+        problem = f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        return RawRow(index, location, None, f"is not JSON ({problem}); each line must be one JSON object")
     if not isinstance(fields, dict):
         return RawRow(index, location, None, f"is a JSON {type(fields).__name__}; each line must be one JSON object")
     return RawRow(index, location, cast(dict[str, Any], fields))
 
 
 def _nearest_file(path: Path) -> str:
-    """What stands in the folder instead, or which part of the folder's path is missing."""
+    """Return a hint: similar or existing data files of the folder, or the missing part of its path."""
     if not path.parent.is_dir():
         existing = next((p for p in path.parents if p.is_dir()), Path("."))
         return f"the folder {path.parent} does not exist (but {existing} does)"

@@ -1,4 +1,4 @@
-"""rollout/* metrics of the groups one training step consumes."""
+"""rollout/* metrics of the groups that a rollout trains on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime_like.types import SampleGroup, Status
 
 
 def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[Metric]:
-    """Rewards, lengths, endings and staleness. ``trainer_version`` is that of the weights about to be trained."""
+    """Return metrics of rewards, lengths, statuses and staleness. ``trainer_version`` is before the update."""
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return []
@@ -28,7 +28,7 @@ def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[M
         Mean("rollout/truncated_ratio", float(np.mean([sample.status is Status.TRUNCATED for sample in samples]))),
         Mean("rollout/aborted_ratio", float(np.mean([sample.status is Status.ABORTED for sample in samples]))),
     ]
-    generated = any(group.oldest_version >= 0 for group in groups)  # demonstrations have no reward worth a name
+    generated = any(group.oldest_version >= 0 for group in groups)  # demonstrations have no meaningful reward
     if scored and generated:
         metrics.append(Mean("rollout/raw_reward", float(np.mean([reward.score for reward in scored]))))
         spread = [np.std([s.reward.score for s in group.samples if s.reward is not None]) for group in groups]

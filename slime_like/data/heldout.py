@@ -1,4 +1,4 @@
-"""The held-out sets of a run, each with the settings it is asked and read with."""
+"""Held-out sets of a run with their sampling and reading settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime_like.config.schema.rollout import DataConfig, EvalConfig
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """One held-out set. None: as the run has it."""
+    """Settings of one held-out set. None: the run's value."""
 
     name: str
     path: str
@@ -20,24 +20,24 @@ class EvalSet:
     top_p: float
     top_k: int
     max_response_len: int | None = None  # rollout.max_response_len
-    rm_type: str | None = None  # reward of every row, in place of its own
-    input_key: str | None = None  # of data.*, as what follows
+    rm_type: str | None = None  # reward of every row; overrides the row's
+    input_key: str | None = None  # this and the following keys override data.*
     label_key: str | None = None
     metadata_key: str | None = None
     apply_chat_template: bool | None = None
 
     def columns(self, data: DataConfig) -> DataConfig:
-        """How its rows are read: as the training data's, but for what the set has of its own."""
+        """Return the data config of this set: ``data`` with the set's overrides."""
         names = ("input_key", "label_key", "metadata_key", "apply_chat_template")
         return replace(data, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})
 
 
 def eval_sets(config: EvalConfig) -> tuple[EvalSet, ...]:
-    """Every held-out set, in the order of ``evaluation.datasets``. The config was checked at load."""
+    """Return the held-out sets in the order of ``evaluation.datasets``. The config was checked at load."""
     return tuple(_set(name, path, config, config.overrides.get(name, {})) for name, path in config.datasets.items())
 
 
-def _set(name: str, path: str, config: EvalConfig, own: Mapping[str, Any]) -> EvalSet:
+def _set(name: str, path: str, config: EvalConfig, overrides: Mapping[str, Any]) -> EvalSet:
     shared = EvalSet(
         name=name,
         path=path,
@@ -47,4 +47,4 @@ def _set(name: str, path: str, config: EvalConfig, own: Mapping[str, Any]) -> Ev
         top_k=config.top_k,
         max_response_len=config.max_response_len,
     )
-    return replace(shared, **own)
+    return replace(shared, **overrides)

@@ -1,4 +1,4 @@
-"""What happens to groups that do not fill a rollout's optimizer steps."""
+"""Carrying or dropping of groups that do not fill a rollout's optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_like.types import SampleGroup
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Groups to train on now, groups to keep for the next rollout, and how many samples were thrown away."""
+    """Groups to train on now, groups carried to the next rollout, and the number of dropped samples."""
 
     used: tuple[SampleGroup, ...]
     carried: tuple[SampleGroup, ...]
@@ -18,11 +18,11 @@ class Split:
 
 
 def split_leftover(groups: Sequence[SampleGroup], samples_per_rollout: int, policy: str) -> Split:
-    """Whole groups, in order, up to ``samples_per_rollout`` samples; the rest is carried or dropped by ``policy``.
+    """Use complete groups, in order, up to ``samples_per_rollout`` samples; carry or drop the others by ``policy``.
 
-    Too few samples for a rollout (filters dropped groups): ``carry`` uses none and keeps them all, so that the caller
-    collects more; ``drop`` trains on what there is, in smaller steps. A first group that is larger than a whole rollout
-    is used as it is: it would never fit. An episode of several samples counts once, as a rollout asks for episodes.
+    If samples are too few for a rollout (filters dropped groups), ``carry`` uses none and carries all, so that the caller
+    collects more; ``drop`` trains on all of them in smaller steps. A first group that is larger than a rollout
+    is used alone: it would never fit. An episode of several samples counts once, as rollout sizes count episodes.
 
     Example: groups of 4, 4 and 4 samples, 8 per rollout: the first two are used, the third is carried or dropped.
     """
@@ -33,5 +33,5 @@ def split_leftover(groups: Sequence[SampleGroup], samples_per_rollout: int, poli
     while count < len(groups) and (count == 0 or total + sizes[count] <= samples_per_rollout):
         total += sizes[count]
         count += 1
-    used, rest = tuple(groups[:count]), tuple(groups[count:])
-    return Split(used, rest, 0) if policy == "carry" else Split(used, (), sum(sizes[count:]))
+    used, unused = tuple(groups[:count]), tuple(groups[count:])
+    return Split(used, unused, 0) if policy == "carry" else Split(used, (), sum(sizes[count:]))

@@ -1,4 +1,4 @@
-"""A soft punishment for responses that come near the length limit, taken off the reward before advantages are computed."""
+"""Soft penalty for responses near the length limit, subtracted from the reward before advantages are computed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from slime_like.types import Sample, SampleGroup
 
 @dataclass(frozen=True, slots=True)
 class OverlongPenalty:
-    """Nothing is taken off up to ``max_len - buffer_len`` response tokens; from there it grows linearly to ``factor`` at
+    """Length penalty: 0 up to ``max_len - buffer_len`` response tokens, then growing linearly to ``factor`` at
     ``max_len``.
 
-    The groups that filters judge, dumps and ``rollout/raw_reward`` keep the reward as it was given.
+    Filters, dumps and ``rollout/raw_reward`` see the reward without the penalty.
     Source: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13.
 
-    Example: ``OverlongPenalty(100, 20, 1.0)`` takes 0.5 off a response of 90 tokens and 1 off one of 100.
+    Example: ``OverlongPenalty(100, 20, 1.0)`` subtracts 0.5 at 90 tokens and 1 at 100.
     """
 
     max_len: int  # tokens, rollout.max_response_len
@@ -28,18 +28,18 @@ class OverlongPenalty:
     factor: float
 
     def penalty(self, sample: Sample) -> float:
-        """What is taken off the score, at least 0."""
+        """Return the penalty of a sample, at least 0."""
         over = sample.num_response_tokens - (self.max_len - self.buffer_len)
         return self.factor * min(max(over / self.buffer_len, 0.0), 1.0)
 
     def shaped(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """The same groups with lower scores; accuracies stay."""
+        """Return the groups with penalised scores; accuracies are unchanged."""
         return [replace(group, samples=tuple(self._shaped(sample) for sample in group.samples)) for group in groups]
 
     def metrics(self, groups: Sequence[SampleGroup]) -> list[Metric]:
-        """``rollout/overlong_penalty``, mean over the samples that count."""
-        found = [self.penalty(s) for group in groups for s in group.samples if s.status not in UNTRAINED]
-        return [Mean("rollout/overlong_penalty", float(np.mean(found)))] if found else []
+        """Return ``rollout/overlong_penalty``, the mean over trained samples."""
+        penalties = [self.penalty(s) for group in groups for s in group.samples if s.status not in UNTRAINED]
+        return [Mean("rollout/overlong_penalty", float(np.mean(penalties)))] if penalties else []
 
     def _shaped(self, sample: Sample) -> Sample:
         if sample.reward is None or sample.status in UNTRAINED:

@@ -1,4 +1,4 @@
-"""Whole sequences packed into micro-batches (rows) under a token budget."""
+"""Packing of sequences into micro-batches (rows) under a token budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_like.data.partition import balance
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of ``lengths`` in rows of at most ``budget`` tokens; a longer sequence gets a row of its own.
+    """Return indices of ``lengths`` in rows of at most ``budget`` tokens; a longer sequence gets a separate row.
 
     Longest first into the first row with room (Johnson 1973: at most 11/9 of the fewest rows, plus one).
 
@@ -32,9 +32,9 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
 
 
 def split_to(rows: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """As many as ``count`` rows, made by halving the row of most tokens that still holds two sequences.
+    """Return ``count`` rows by repeatedly halving the row with the most tokens and at least two sequences.
 
-    Returns fewer when every row holds a single sequence.
+    Returns fewer rows if every row has a single sequence.
     """
     rows = [list(row) for row in rows]
     while len(rows) < count:
@@ -42,14 +42,14 @@ def split_to(rows: list[list[int]], lengths: Sequence[int], count: int) -> list[
         if not divisible:
             break
         largest = max(divisible, key=lambda i: (sum(lengths[j] for j in rows[i]), -i))
-        whole = rows.pop(largest)
-        halves = balance([lengths[j] for j in whole], 2)
-        rows[largest:largest] = [[whole[j] for j in half] for half in halves]
+        row_to_split = rows.pop(largest)
+        halves = balance([lengths[j] for j in row_to_split], 2)
+        rows[largest:largest] = [[row_to_split[j] for j in half] for half in halves]
     return rows
 
 
 def pack_equal(lengths: Sequence[int], dp: int, budget: int) -> list[list[list[int]]]:
-    """``[dp][m]`` rows of sequence indices, the same m for every dp rank.
+    """Return ``[dp][m]`` rows of sequence indices, with the same m for every dp rank.
 
     Ranks with fewer rows split theirs, which costs less than an idle micro-batch. A rank whose rows are all single
     sequences gets empty lists: the caller fills them, since every rank must take part in every micro-batch.

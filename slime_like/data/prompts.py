@@ -1,4 +1,4 @@
-"""The default data source: a file in slime's format, checked and tokenised once, shuffled per epoch, resumable."""
+"""Default data source: a file in slime's format, checked and tokenised once, shuffled per epoch, resumable."""
 
 from __future__ import annotations
 
@@ -26,54 +26,54 @@ ROLLOUTS_APART = 4
 
 @dataclass(frozen=True, slots=True)
 class SourceContext:
-    """What a data source gets besides its config group: one dataset of the run."""
+    """Arguments of a data source in addition to its config group: one dataset of the run."""
 
     path: str  # data.train, or a file of evaluation.datasets
     tokenizer: Tokenizer
     max_context_len: int  # prompt and response together
     needs_label: Callable[[str | None], bool]  # of a row's rm_type; raises ConfigError on an unknown one
     row_problem: Callable[[str | None, str | None, Mapping[str, Any]], str] = (
-        any_row  # (rm_type, label, metadata) -> why not
+        any_row  # (rm_type, label, metadata) -> problem, or empty
     )
-    rm_type: str | None = None  # reward of every row, in place of their own
+    rm_type: str | None = None  # reward of every row; overrides theirs
     seed: int = 0
     shuffle: bool = True
     dataset: str = "train"
     key: str = "data.train"  # the config key that named the path, for messages
     vocab_size: int | None = None  # of the model; None: not checked
     supervised: bool = False  # rows are demonstrations: a label, or chat messages that end with the assistant's turn
-    batch_size: int = 1  # prompts that a rollout begins with
-    most_prompts: int = 1  # that it can ask for, refills included
+    batch_size: int = 1  # prompts at the start of a rollout
+    most_prompts: int = 1  # maximum prompts of a rollout, refills included
 
 
 def distinct_run(num_rows: int, batch_size: int, most_prompts: int) -> int:
-    """Prompts in a row that are distinct, also across the border of two epochs.
+    """Return the number of consecutive prompts that are distinct, also across the border of two epochs.
 
-    A whole batch where the file has as many rows. For refills, and for prompts that over-sampling gives back a few times
-    before they are answered, half the file at most, so that epochs stay shuffled.
+    A full batch if the file has that many rows. For refills, and for prompts that over-sampling returns a few times
+    before they are completed, half the file at most, so that epochs stay shuffled.
     """
     return max(min(batch_size, num_rows), min(ROLLOUTS_APART * most_prompts, num_rows // 2), 1)
 
 
 def moved_back(order: Sequence[int], before: Sequence[int]) -> list[int]:
-    """``order`` with the rows of ``before``, the last ones of the epoch before, no earlier than ``len(before)`` after those.
+    """Return ``order`` with each row of ``before`` (the end of the last epoch) at least ``len(before)`` places after it.
 
-    Each moves back as little as that takes. ``before`` must be shorter than ``order``.
+    Rows move back as little as possible. ``before`` must be shorter than ``order``.
     """
     earliest = {row: place for place, row in enumerate(before, 1)}
-    rest, held, free, moved = iter(order), set[int](), deque[int](), list[int]()
+    remaining, delayed, free, moved = iter(order), set[int](), deque[int](), list[int]()
     for place in range(len(order)):
-        if 0 < place <= len(before) and before[place - 1] in held:
+        if 0 < place <= len(before) and before[place - 1] in delayed:
             free.append(before[place - 1])
         while not free:
-            row = next(rest)
-            (free.append if earliest.get(row, 0) <= place else held.add)(row)
+            row = next(remaining)
+            (free.append if earliest.get(row, 0) <= place else delayed.add)(row)
         moved.append(free.popleft())
     return moved
 
 
 class _Cursor(TypedDict):
-    """The state of a ``FileSource``."""
+    """State of a ``FileSource``."""
 
     epoch: Count
     offset: Count
@@ -85,7 +85,7 @@ class _Cursor(TypedDict):
 
 
 class FileSource:
-    """A resumable stream of prompts from one file. Holds no tokenizer: it pickles to wherever prompts are asked.
+    """Resumable stream of prompts from one file. Holds no tokenizer, so it pickles to other processes.
 
     Raises at construction: ``DataError`` for a missing or empty file or a bad row (file, line, key, reason, fix);
     ``ConfigError`` for chat messages without a chat template. With ``data.on_bad_row=skip`` bad rows are left out and
@@ -109,20 +109,20 @@ class FileSource:
         self._distinct = distinct_run(len(self.prompts), context.batch_size, context.most_prompts)
         self._epoch = 0
         self._offset = 0
-        self._before: list[int] = []  # the last rows of the epoch before, oldest first
+        self._before: list[int] = []  # last rows of the previous epoch, oldest first
         self._order = self._order_of(0)
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def location(self, prompt_id: int) -> str:
-        """File and line of a prompt, for messages."""
+        """Return file and line of a prompt, for messages."""
         return f"{self._file.path}, {self._locations[prompt_id]}"
 
     def next(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts; a new epoch, in a new order, starts where one ends.
+        """Return the next ``n`` prompts; a new epoch, in a new order, starts when one ends.
 
-        Across that border no batch holds a prompt twice: prompts at the end of one epoch are moved back in the next.
+        Across that border no batch has a prompt twice: prompts at the end of one epoch are moved back in the next.
         """
         chosen: list[Prompt] = []
         while len(chosen) < n:
@@ -131,17 +131,17 @@ class FileSource:
                 self._epoch += 1
                 self._offset = 0
                 self._order = self._order_of(self._epoch)
-            taken: list[int] = self._order[self._offset : self._offset + n - len(chosen)].tolist()
-            chosen.extend(self.prompts[i] for i in taken)
-            self._offset += len(taken)
+            indices: list[int] = self._order[self._offset : self._offset + n - len(chosen)].tolist()
+            chosen.extend(self.prompts[i] for i in indices)
+            self._offset += len(indices)
         return chosen
 
     def metrics(self) -> tuple[Metric, ...]:
-        """``data/bad_rows``: rows left out under ``data.on_bad_row=skip``."""
+        """Return ``data/bad_rows``: rows skipped under ``data.on_bad_row=skip``."""
         return (Last("data/bad_rows", float(self.num_bad_rows)),)
 
     def state(self) -> dict[str, Any]:
-        """The cursor, and what the dataset was: JSON-able."""
+        """Return the cursor and a fingerprint of the dataset, as JSON values."""
         return {
             "epoch": self._epoch,
             "offset": self._offset,
@@ -153,19 +153,19 @@ class FileSource:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where ``state`` was taken. Raises ``DataError`` when the prompts or their order differ."""
+        """Continue at the cursor ``state``. Raises ``DataError`` if the prompts or their order differ."""
         try:
             typed(state, _Cursor)
         except ValueError as error:
             raise DataError(
                 f"the cursor of the checkpoint cannot be used ({error}): resume from another checkpoint"
             ) from error
-        here = self.state()
+        current = self.state()
         owners = {"rows": self._key, "fingerprint": self._key, "seed": "run.seed", "shuffle": "data.shuffle"}
         for name, key in owners.items():
-            if state[name] != here[name]:
+            if state[name] != current[name]:
                 raise DataError(
-                    f"{self._file.path}: {name} was {state[name]} when the checkpoint was written and is {here[name]} "
+                    f"{self._file.path}: {name} was {state[name]} when the checkpoint was written and is {current[name]} "
                     f"now, so the run cannot go on with its next prompts; restore {key} or choose a new run.dir"
                 )
         if state["offset"] > len(self.prompts):
@@ -183,7 +183,7 @@ class FileSource:
         self._order = self._order_of(self._epoch)
 
     def _reject(self, location: str, reason: str) -> None:
-        """A row that cannot be used: raise, or count it, as ``data.on_bad_row`` says."""
+        """Raise on an unusable row or count it, by ``data.on_bad_row``."""
         message = f"{self._file.path}, {location}: {reason}"
         if not self._skip:
             raise DataError(f"{message} (data.on_bad_row=skip leaves bad rows out and counts them)")

@@ -1,4 +1,4 @@
-"""Versions behind sampled tokens: which tokens the trainer can compare directly with what the engine said of them."""
+"""Provenance of sampled tokens: masks of tokens whose engine and trainer log-probabilities should be equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row of a dataset understood: columns checked, chat rendered, label and reward settled. Tokens come later.
+"""Validation of dataset rows: check columns, render chat, resolve label and reward. Tokenization comes later.
 
 A row: ``{"prompt": "2+2=" | [chat messages], "label": "4", "metadata": {...}, "rm_type": "math"}``; column names by
 ``data.*_key``, ``rm_type`` also inside the metadata. A column ``tools`` goes to the chat template and into the metadata, as in slime.
@@ -26,12 +26,12 @@ LONGEST_NAME = 200  # of a reward, as a row has it
 
 
 class BadRow(Exception):
-    """Why a row cannot be used; never leaves this package."""
+    """Error of an unusable row; caught within this package."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A row before tokenisation."""
+    """Row before tokenization."""
 
     index: int
     location: str
@@ -42,7 +42,7 @@ class PromptRow:
     messages: tuple[Message, ...] = ()
 
     def prompt(self, token_ids: I32, dataset: str) -> Prompt:
-        """The row with its tokens."""
+        """Return the row as a prompt with its tokens."""
         return Prompt(
             prompt_id=self.index,
             token_ids=token_ids,
@@ -57,7 +57,7 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Raw rows -> ``PromptRow``, by the keys of ``data``.
+    """Reader of raw rows -> ``PromptRow``, by the keys of ``data``.
 
     Raises ``BadRow`` for a row that cannot be used, ``ConfigError`` for a chat without a chat template: that is no
     matter of one row.
@@ -71,14 +71,14 @@ class RowReader:
     supervised: bool = False  # chat messages may end with the assistant's turn, which stands for a label
 
     def read(self, raw: RawRow) -> PromptRow:
-        """The row, its prompt rendered as text."""
+        """Return the row with its prompt rendered as text."""
         if raw.fields is None:
             raise BadRow(raw.problem)
         cfg, fields = self.config, raw.fields
         prompt = _column(fields, cfg.input_key)
         if prompt is None:
-            known = ", ".join(map(repr, fields)) or "no column"
-            raise BadRow(f"has no {cfg.input_key!r} but {known}; set data.input_key to the column of the prompt")
+            column_names = ", ".join(map(repr, fields)) or "no column"
+            raise BadRow(f"has no {cfg.input_key!r} but {column_names}; set data.input_key to the column of the prompt")
         metadata = _metadata(cfg.metadata_key, _column(fields, cfg.metadata_key))
         tools = _tools(fields.get(TOOLS))
         metadata |= {} if tools is None else {TOOLS: tools}
@@ -108,7 +108,7 @@ class RowReader:
             raise BadRow(str(error)) from error
 
     def _text(self, prompt: object, tools: list[object] | None) -> tuple[str, tuple[Message, ...]]:
-        """What is asked, and the messages it was rendered from."""
+        """Return the prompt's text, and the messages it was rendered from."""
         cfg = self.config
         if isinstance(prompt, str) and not cfg.apply_chat_template:
             return prompt, ()
@@ -122,16 +122,16 @@ class RowReader:
         if not has_template(self.tokenizer):
             by = "data.apply_chat_template=true" if isinstance(prompt, str) else "a prompt of chat messages"
             require_template(self.tokenizer, by)
-        asked = messages
+        question = messages
         if self._answers_itself(prompt):
-            asked = messages[: next(i for i, message in enumerate(messages) if message["role"] == "assistant")]
-            if not asked:
+            question = messages[: next(i for i, message in enumerate(messages) if message["role"] == "assistant")]
+            if not question:
                 raise BadRow(
                     f"{cfg.input_key!r} begins with the assistant's turn; a conversation begins with a question"
                 )
-        # A fault boundary: a chat template is a program of whoever made the tokenizer.
+        # Fault boundary: a chat template is third-party code.
         try:
-            return render(self.tokenizer, asked, cfg.chat_template_kwargs, tools), tuple(messages)
+            return render(self.tokenizer, question, cfg.chat_template_kwargs, tools), tuple(messages)
         except Exception as error:
             raise BadRow(f"{self._template()} refused {cfg.input_key!r}: {reason(error)}") from error
 
@@ -141,7 +141,7 @@ class RowReader:
 
 
 def length_problem(key: str, token_ids: I32, max_context_len: int, max_prompt_len: int | None = None) -> str:
-    """Why a prompt of these tokens cannot be asked; empty when it can."""
+    """Return the problem with a prompt of these tokens; empty if there is none."""
     if not len(token_ids):
         return f"{key!r} has no token; a prompt needs at least one"
     if max_prompt_len is not None and len(token_ids) > max_prompt_len:
@@ -156,7 +156,7 @@ def length_problem(key: str, token_ids: I32, max_context_len: int, max_prompt_le
 
 
 def vocabulary_problem(key: str, token_ids: I32, vocab_size: int | None) -> str:
-    """Return why the model cannot read a prompt of these tokens; empty when it can."""
+    """Return the problem with token ids outside the vocabulary; empty if there is none."""
     if vocab_size is None or int(token_ids.max()) < vocab_size:
         return ""
     return (
@@ -166,7 +166,7 @@ def vocabulary_problem(key: str, token_ids: I32, vocab_size: int | None) -> str:
 
 
 def _column(fields: Mapping[str, Any], key: str) -> Any:
-    """A column, or what a dotted key names inside of one: ``reward_model.ground_truth``."""
+    """Return a column, or the nested field of a dotted key: ``reward_model.ground_truth``."""
     if key in fields or "." not in key:
         return fields.get(key)
     outer, _, inner = key.partition(".")
@@ -175,7 +175,7 @@ def _column(fields: Mapping[str, Any], key: str) -> Any:
 
 
 def _check_text(key: str, text: str) -> None:
-    """Half a surrogate pair is a character to JSON and Python, and none to a tokenizer."""
+    """Refuse lone surrogates, which JSON and Python accept and tokenizers do not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -185,7 +185,7 @@ def _check_text(key: str, text: str) -> None:
 
 
 def any_row(rm_type: str | None, label: str | None, metadata: Mapping[str, Any]) -> str:
-    """What a reward without demands says of a row: nothing."""
+    """Accept any row (for a reward without requirements)."""
     del rm_type, label, metadata
     return ""
 
@@ -205,18 +205,18 @@ def _label(key: str, value: object) -> str | None:
 
 
 def _tools(value: object) -> list[object] | None:
-    """Return the column ``tools`` of a row: a list, or its JSON as text; None where there is none."""
-    found = value
+    """Return the column ``tools`` of a row, a list or its JSON as text; None if absent."""
+    parsed = value
     if isinstance(value, str):
         try:
-            found = json.loads(value) if value else None
+            parsed = json.loads(value) if value else None
         except (ValueError, RecursionError):
-            found = value
-    if found is None:
+            parsed = value
+    if parsed is None:
         return None
-    if not isinstance(found, list):
+    if not isinstance(parsed, list):
         raise BadRow(f"{TOOLS!r} is {shown(value)}; tools are a list of JSON schemas, or its text")
-    tools = cast("list[object]", found)
+    tools = cast("list[object]", parsed)
     _check_json(TOOLS, tools)
     return tools
 
@@ -237,7 +237,7 @@ def _metadata(key: str, value: object) -> dict[str, Any]:
 
 
 def _check_json(key: str, value: object) -> None:
-    """A parquet column holds more than JSON does; dumps and checkpoints could not keep it."""
+    """Refuse parquet values that JSON, and so dumps and checkpoints, cannot hold."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Rows of a batch dealt to any number of data-parallel ranks, and columns dealt from one such number to another."""
+"""Distribution of a batch's rows over data-parallel ranks, and redistribution of columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Shard = list[list[PackedBatch]]
 
 
 def deal[Item](items: Sequence[Item], ranks: int, filler: Item) -> list[list[Item]]:
-    """``items`` in order on ``ranks``, as many on each; what is missing at the end is ``filler``.
+    """Split ``items``, in order, into ``ranks`` lists of equal length, padded with ``filler``.
 
     Example: ``deal([1, 2, 3], 2, 0) == [[1, 2], [3, 0]]``.
     """
@@ -23,13 +23,13 @@ def deal[Item](items: Sequence[Item], ranks: int, filler: Item) -> list[list[Ite
 
 
 def shards(batch: TrainBatch, ranks: int) -> list[Shard]:
-    """The rows of every step on ``ranks``; as the batch has them when it was assembled for so many."""
+    """Split the rows of every step over ``ranks``; no change if the batch was assembled for as many."""
     dealt = [deal([rows for rank in step.rows for rows in rank], ranks, NO_ROWS) for step in batch.steps]
     return [[step[rank] for step in dealt] for rank in range(ranks)]
 
 
 def redeal(columns: Sequence[Columns], batch: TrainBatch, ranks: int) -> list[Columns]:
-    """Columns per rank of any dealing of ``batch``, dealt to ``ranks``."""
+    """Redistribute per-rank columns of ``batch`` over ``ranks``."""
     dealt = []
     for k, step in enumerate(batch.steps):
         flat = [column for rank in columns for column in rank[k]][: sum(len(rank) for rank in step.rows)]
@@ -48,4 +48,4 @@ NO_ROWS = PackedBatch(
     advantages=None,
     sample_ids=np.zeros(0, dtype=np.int64),
 )
-"""A micro-batch without tokens: a rank must take part in as many as the others."""
+"""Micro-batch without tokens: every rank must run the same number of micro-batches."""

@@ -1,6 +1,6 @@
-"""A few sequences of a rollout, token by token: what the engine and the trainer thought of each, and what it counted.
+"""Per-token tables of a few sequences: log-probabilities of engine and trainer, loss weights and advantages.
 
-``run.dump_rollouts`` writes one beside each rollout's groups: ``tokens_<id>.npz``, without pickled objects. The trainer's
+``run.dump_rollouts`` writes one next to each rollout's groups: ``tokens_<id>.npz``, without pickled objects. The trainer's
 log-probabilities are those of the weights that the rollout is about to train, before the first optimizer step.
 """
 
@@ -25,12 +25,12 @@ DTYPES = {
     **dict.fromkeys(("cu_seqlens", "token_ids", "versions"), np.int32),
     **dict.fromkeys(("rollout_logprobs", "trainer_logprobs", "loss_weight", "advantages"), np.float32),
 }
-"""Of the columns of a view."""
+"""Dtypes of a view's columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """S sequences of T tokens together. ``[T]`` columns stand at the token they speak of, as in ``PackedBatch``."""
+    """Table of S sequences with T tokens in total. ``[T]`` columns are aligned with tokens, as in ``PackedBatch``."""
 
     version: int  # of the trainer that scored them
     sample_ids: I64  # [S]
@@ -40,7 +40,7 @@ class TokenTable:
     rollout_logprobs: F32  # [T], nan where not sampled
     trainer_logprobs: F32  # [T], nan at a sequence's first token
     loss_weight: F32  # [T], 0 where not trained
-    advantages: F32  # [T], nan where not trained, or where the ranks have not computed it yet
+    advantages: F32  # [T], nan where not trained or not computed yet
 
     def __post_init__(self) -> None:
         count = int(self.cu_seqlens[-1])
@@ -48,19 +48,19 @@ class TokenTable:
             assert getattr(self, item.name).shape == (count,), f"{item.name} for {count} tokens"
 
     def sequence(self, index: int) -> slice:
-        """Where sequence ``index`` stands in the columns."""
+        """Return the slice of sequence ``index`` in the columns."""
         return slice(int(self.cu_seqlens[index]), int(self.cu_seqlens[index + 1]))
 
 
 def view_path(folder: Path, rollout_id: int) -> Path:
-    """Where the view of a rollout lies in a folder of dumps."""
+    """Return the file of a rollout's view in a folder of dumps."""
     return folder / f"tokens_{rollout_id:07d}.npz"
 
 
 def choose(batch: TrainBatch, groups: Sequence[SampleGroup], max_tokens: int) -> PackedBatch | None:
-    """The best and the worst sample of the first groups, at most ``MOST`` and ``max_tokens``, as one packed row.
+    """Return the best and worst samples of the first groups, up to ``MOST`` and ``max_tokens``, as one packed row.
 
-    None where the batch trains on none of them.
+    None if the batch trains on none of them.
     """
     places = {
         int(sample_id): (rows, index)
@@ -71,20 +71,20 @@ def choose(batch: TrainBatch, groups: Sequence[SampleGroup], max_tokens: int) ->
         if int(sample_id) != FILLER_ID
     }
     chosen: list[tuple[PackedBatch, int]] = []
-    left = max_tokens
+    remaining_tokens = max_tokens
     for sample_id in _candidates(groups):
         if sample_id not in places or len(chosen) == MOST:
             continue
         rows, index = places[sample_id]
         length = int(rows.cu_seqlens[index + 1] - rows.cu_seqlens[index])
-        if length <= left:
+        if length <= remaining_tokens:
             chosen.append((rows, index))
-            left -= length
+            remaining_tokens -= length
     return _packed(chosen) if chosen else None
 
 
 def token_view(rows: PackedBatch, trainer_logprobs_T: F32, version: int) -> TokenTable:
-    """The view of packed ``rows`` that the trainer of ``version`` has scored."""
+    """Return the view of packed ``rows`` scored by the trainer at ``version``."""
     lengths = np.diff(rows.cu_seqlens)
     first = np.zeros(len(rows.token_ids), dtype=bool)
     first[rows.cu_seqlens[:-1]] = True
@@ -103,19 +103,19 @@ def token_view(rows: PackedBatch, trainer_logprobs_T: F32, version: int) -> Toke
     )
 
 
-def with_advantages(view: TokenTable, found: Mapping[int, F32]) -> TokenTable:
-    """The view with the advantages that the ranks computed: sample id -> [L]; nan stays where nothing is trained."""
+def with_advantages(view: TokenTable, new_advantages: Mapping[int, F32]) -> TokenTable:
+    """Return the view with ``new_advantages``, sample id -> [L] advantages of the ranks; untrained tokens stay nan."""
     advantages = view.advantages.copy()
     for index, sample_id in enumerate(view.sample_ids):
-        where = view.sequence(index)
-        column = found.get(int(sample_id))
-        if column is not None and len(column) == where.stop - where.start:
-            advantages[where] = np.where(view.loss_weight[where] > 0, column, np.float32(np.nan))
+        span = view.sequence(index)
+        column = new_advantages.get(int(sample_id))
+        if column is not None and len(column) == span.stop - span.start:
+            advantages[span] = np.where(view.loss_weight[span] > 0, column, np.float32(np.nan))
     return replace(view, advantages=advantages)
 
 
 def save_view(path: Path, view: TokenTable) -> None:
-    """Write ``view`` to ``path``, whole or not at all."""
+    """Write ``view`` to ``path`` atomically."""
     columns = {item.name: np.asarray(getattr(view, item.name)) for item in fields(view)} | {"format": np.array(FORMAT)}
     columns[DIGEST] = np.array(digest(columns))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,17 +126,17 @@ def save_view(path: Path, view: TokenTable) -> None:
 
 
 def load_view(path: Path) -> TokenTable:
-    """Read what ``save_view`` wrote. Raises ``DataError`` naming the file."""
+    """Read a file of ``save_view``. Raises ``DataError`` naming the file."""
     file = InputFile(path, fix="dump it again")
     columns = file.arrays()
     try:
         if str(columns["format"]) != str(FORMAT):
             raise ValueError(f"format {shown(columns['format'])}, this version reads {FORMAT}")
-        found = {item.name: columns[item.name] for item in fields(TokenTable)}
-        view = TokenTable(version=int(found.pop("version")), **found)
+        arrays = {item.name: columns[item.name] for item in fields(TokenTable)}
+        view = TokenTable(version=int(arrays.pop("version")), **arrays)
         for name, dtype in DTYPES.items():
-            if found[name].dtype != dtype or found[name].ndim != 1:
-                raise ValueError(f"{name} is {found[name].dtype}{list(found[name].shape)}, not {np.dtype(dtype)}[]")
+            if arrays[name].dtype != dtype or arrays[name].ndim != 1:
+                raise ValueError(f"{name} is {arrays[name].dtype}{list(arrays[name].shape)}, not {np.dtype(dtype)}[]")
         edges = view.cu_seqlens
         if len(edges) != len(view.sample_ids) + 1 or edges[0] != 0 or (np.diff(edges) < 0).any():
             raise ValueError("cu_seqlens does not count its sequences")
@@ -149,7 +149,7 @@ def load_view(path: Path) -> TokenTable:
 
 
 def _candidates(groups: Sequence[SampleGroup]) -> Iterator[int]:
-    """Ids of the best and the worst sample of each group, group by group; what is not scored counts as 0."""
+    """Yield the ids of the best and the worst sample of each group; unscored samples count as 0."""
     for group in groups:
         ordered = sorted(group.samples, key=lambda s: -_score(s.reward))
         yield from dict.fromkeys(sample.sample_id for sample in (*ordered[:1], *ordered[-1:]))
@@ -160,19 +160,19 @@ def _score(reward: Reward | None) -> float:
 
 
 def _packed(chosen: Sequence[tuple[PackedBatch, int]]) -> PackedBatch:
-    """The chosen sequences of several rows as rows of their own."""
+    """Pack the chosen sequences of several rows into one row."""
     places = [(rows, slice(int(rows.cu_seqlens[i]), int(rows.cu_seqlens[i + 1])), i) for rows, i in chosen]
-    lengths = [where.stop - where.start for _, where, _ in places]
+    lengths = [span.stop - span.start for _, span, _ in places]
     advantages = [rows.advantages[i] for rows, _, i in places if rows.advantages is not None]
     names = sorted(set.intersection(*(set(rows.extras) for rows, _, _ in places)))
     return PackedBatch(
-        token_ids=np.concatenate([rows.token_ids[where] for rows, where, _ in places]),
+        token_ids=np.concatenate([rows.token_ids[span] for rows, span, _ in places]),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        loss_weight=np.concatenate([rows.loss_weight[where] for rows, where, _ in places]),
-        versions=np.concatenate([rows.versions[where] for rows, where, _ in places]),
-        rollout_logprobs=np.concatenate([rows.rollout_logprobs[where] for rows, where, _ in places]),
+        loss_weight=np.concatenate([rows.loss_weight[span] for rows, span, _ in places]),
+        versions=np.concatenate([rows.versions[span] for rows, span, _ in places]),
+        rollout_logprobs=np.concatenate([rows.rollout_logprobs[span] for rows, span, _ in places]),
         rewards=np.array([rows.rewards[i] for rows, _, i in places], dtype=np.float32),
         advantages=np.array(advantages, dtype=np.float32) if len(advantages) == len(places) else None,
         sample_ids=np.array([rows.sample_ids[i] for rows, _, i in places], dtype=np.int64),
-        extras={name: np.concatenate([rows.extras[name][where] for rows, where, _ in places]) for name in names},
+        extras={name: np.concatenate([rows.extras[name][span] for rows, span, _ in places]) for name in names},
     )

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder, without transformers where tokenizer.json alone says everything.
+"""Tokenizer of a checkpoint folder, without transformers if tokenizer.json is sufficient.
 
 Importing transformers brings torch and takes seconds in a process that only turns text into ids and back.
 """
@@ -14,11 +14,11 @@ from slime_like.errors import ConfigError
 from slime_like.util.reading import InputFile, parse_json, reason
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-# With these classes transformers uses tokenizer.json as it stands; other settings than these could change what it does.
+# With these classes transformers uses tokenizer.json unchanged; other settings could change its behaviour.
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 PLAIN_SETTINGS = {*NAMED_TOKENS, "backend", "chat_template", "is_local", "model_max_length", "tokenizer_class"}
 OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")
-LARGE = 100_000  # from this size of a vocabulary on, transformers looks for a fault of some tokenizers and mends it
+LARGE = 100_000  # from this vocabulary size on, transformers looks for and fixes a bug of some tokenizers
 
 
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "chat_template.json", *OTHER_FILES)
@@ -27,7 +27,7 @@ Token = str | dict[str, Any] | None
 
 
 class Settings(TypedDict, total=False):
-    """Keys of a tokenizer_config.json that a tokenizer is made by, with their types; it holds others as well."""
+    """Keys of a tokenizer_config.json that a tokenizer is built from, with types; other keys are allowed."""
 
     tokenizer_class: str | None
     bos_token: Token
@@ -39,7 +39,7 @@ class Settings(TypedDict, total=False):
 
 
 def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
-    """Return the tokenizer that ``transformers.AutoTokenizer`` makes, or an equal one at a hundredth of the time.
+    """Return the tokenizer of ``transformers.AutoTokenizer``, or an equal one that loads in a hundredth of the time.
 
     Raises ``ConfigError`` naming ``key``, the value of which is ``folder``, and the file that cannot be used.
     """
@@ -53,7 +53,7 @@ def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    # The fault boundary of tokenizers and transformers, which raise whatever their parsers meet.
+    # Fault boundary of tokenizers and transformers, whose parsers raise many types.
     except Exception as error:
         present = ", ".join(name for name in (*JSON_FILES, *TEXT_FILES) if (Path(folder) / name).exists())
         raise ConfigError(
@@ -63,7 +63,7 @@ def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
 
 
 def _check_files(folder: Path, key: str) -> None:
-    """Raise ``ConfigError`` on a file of a tokenizer that is no JSON or text, or has a field of another type."""
+    """Raise ``ConfigError`` on a tokenizer file that is not JSON or text, or has a field of a wrong type."""
     for name in JSON_FILES:
         file = InputFile(folder / name, ConfigError, "copy the tokenizer files there again", key)
         if file.path.exists():
@@ -76,9 +76,9 @@ def _check_files(folder: Path, key: str) -> None:
 
 
 class PlainTokenizer:
-    """``tokenizers.Tokenizer`` behind the few members of transformers' tokenizers that this project uses.
+    """``tokenizers.Tokenizer`` with the few members of transformers' tokenizers that this project uses.
 
-    Any other member (a chat template's rendering, for one) is that of the transformers tokenizer, loaded when first asked for.
+    Other members (such as rendering of a chat template) are those of the transformers tokenizer, loaded on first use.
     """
 
     def __init__(self, folder: Path, backend: Any, settings: dict[str, Any]) -> None:
@@ -98,12 +98,12 @@ class PlainTokenizer:
     ) -> dict[str, list[Any]]:
         """``{"input_ids": one list per text}``, and with ``return_offsets_mapping`` where each token lies in its text."""
         del return_attention_mask
-        found = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
-        offsets = {"offset_mapping": [encoding.offsets for encoding in found]} if return_offsets_mapping else {}
-        return {"input_ids": [encoding.ids for encoding in found], **offsets}
+        encodings = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+        offsets = {"offset_mapping": [encoding.offsets for encoding in encodings]} if return_offsets_mapping else {}
+        return {"input_ids": [encoding.ids for encoding in encodings], **offsets}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     @cached_property
@@ -119,14 +119,14 @@ class PlainTokenizer:
 
 
 def _plain(folder: Path) -> PlainTokenizer | None:
-    """The tokenizer of ``folder``, or None where its files say more than tokenizer.json does, or cannot be read."""
+    """Return the tokenizer of ``folder``; None if its other files matter, or files cannot be read."""
     try:
         settings = parse_json((folder / "tokenizer_config.json").read_bytes())
         content = parse_json((folder / "tokenizer.json").read_bytes())
         special = {token["content"] for token in content["added_tokens"] if token["special"]}
         size = len(content["model"]["vocab"]) + len(content["added_tokens"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # transformers says what is wrong with it
+        return None  # transformers raises the error
     tokens = [settings[name] for name in NAMED_TOKENS if settings.get(name) is not None]
     as_it_stands = (
         settings.get("tokenizer_class") in PLAIN_CLASSES
@@ -134,7 +134,7 @@ def _plain(folder: Path) -> PlainTokenizer | None:
         and all(isinstance(token, str) and token in special for token in tokens)
         and content.get("truncation") is None
         and content.get("padding") is None
-        and content.get("post_processor") is not None  # transformers would write one
+        and content.get("post_processor") is not None  # transformers would add one
         and size < LARGE
         and not any((folder / name).exists() for name in OTHER_FILES)
     )
