@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,50 @@ def test_a_line_in_its_table_adds_a_part_of_the_model(
     monkeypatch.setitem(table, "mine", f"own_model:{kind}")
     load_config([*argv, f"{key}=mine"], files=False)
     assert resolve(key, "mine", table).__name__ == kind
+
+
+@pytest.mark.parametrize("mode", ["colocated", "split"])
+def test_a_line_in_the_table_of_its_placement_adds_a_transport(
+    mode: str, argv: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, other = names.COLOCATED_TRANSPORTS, names.SPLIT_TRANSPORTS
+    if mode == "split":
+        table, other = other, table
+    line = f"placement.mode={mode} weights.transport=mine"
+    assert "'mine' is unknown" in message(argv, line, files=False)
+    monkeypatch.setitem(table, "mine", "own_parts:Source")
+    assert load_config([*argv, *line.split()], files=False).weights.transport == "mine"
+    monkeypatch.delitem(table, "mine")
+    monkeypatch.setitem(other, "mine", "own_parts:Source")
+    assert f"with placement.mode={mode}" in message(argv, line, files=False)
+
+
+OWN_ALGORITHM = """
+from dataclasses import dataclass
+from slime_like.config.schema.algo import GrpoConfig
+from slime_like.config.schema.base import key
+
+@dataclass(kw_only=True)
+class MineConfig(GrpoConfig):
+    name: str = key("mine", "Algorithm.")
+    loss: str = key("mine", "Token loss.")
+    warmth: float = key(0.5, "Weight of something.")
+"""
+LOAD_OWN_ALGORITHM = """
+import sys
+from slime_like.config.schema import names
+names.ALGORITHMS["mine"] = "own_algo:MineConfig"
+names.LOSSES["mine"] = "own_algo:Loss"
+from slime_like.config.load.loader import from_yaml, load_config, to_yaml
+cfg = load_config([*sys.argv[1:], "algo=mine", "algo.warmth=0.25"], files=False)
+assert from_yaml(to_yaml(cfg)) == cfg
+print(cfg.algo.name, cfg.algo.loss, cfg.algo.warmth)
+"""
+
+
+def test_a_line_in_the_table_of_algorithms_adds_a_schema(argv: list[str], folder: Path) -> None:
+    """In a process of its own: the tables are read when the config is first imported."""
+    (folder / "own_algo.py").write_text(OWN_ALGORITHM)
+    command = [sys.executable, "-c", LOAD_OWN_ALGORITHM, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["mine", "mine", "0.25"], done.stderr

@@ -17,6 +17,7 @@ from slime_like.config.rules.hf import HfConfig, read_hf_config
 from slime_like.config.rules.trained_sampling import check_drafts
 from slime_like.config.rules.tree import batch_identity, samples_per_rollout
 from slime_like.config.schema.algo import SftConfig
+from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
 from slime_like.config.schema.resolved import ActorSpec, CriticSpec, EngineSpec, TeacherSpec, TransportSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
@@ -173,7 +174,7 @@ def _engines(cfg: TrainConfig, device: str, dtype: str, context: int) -> tuple[E
 def _transport(cfg: TrainConfig, device: str, notes: Notes) -> TransportSpec:
     kind = cfg.weights.transport
     if kind == "auto":
-        kind = "tensor" if cfg.placement.mode == "colocated" else "broadcast"
+        kind = next(iter(COLOCATED_TRANSPORTS if cfg.placement.mode == "colocated" else SPLIT_TRANSPORTS))
         notes.add("weights.transport", kind, f"placement.mode is {cfg.placement.mode}")
     backend = "nccl" if device == "cuda" else "gloo"
     return TransportSpec(kind, backend, int(cfg.weights.bucket_mb * 2**20), cfg.weights.push_deadline_s)

@@ -14,7 +14,7 @@ from ray.util import get_node_ip_address
 from slime_like.batch import Columns, PackedBatch
 from slime_like.cluster.supervise.stacks import dump_stacks_on_signal
 from slime_like.cluster.workers.peaks import MemoryPeaks
-from slime_like.config.schema.names import TRANSPORTS
+from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
 from slime_like.config.schema.resolved import ActorSpec, TransportSpec
 from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import TensorMeta, WeightReceiver, WeightSender, WeightSource
@@ -216,7 +216,7 @@ class PushSender:
 
 
 def _make_sender(clients: Sequence[WeightReceiver], transport: TransportSpec, group_name: str) -> WeightSender:
-    factory: Any = resolve("weights.transport", transport.kind, TRANSPORTS)
+    factory: Any = resolve("weights.transport", transport.kind, COLOCATED_TRANSPORTS | SPLIT_TRANSPORTS)
     return factory(clients, transport=transport, group_name=group_name, host=_own_address())
 
 

@@ -54,7 +54,7 @@ def _where(text: str) -> str:
 def _option(group: str, name: str, text: str) -> ConfigError:
     """Return the error about an unknown ``algo=`` or ``recipe=``."""
     options = [line.strip() for line in re.findall(r"^\s+([\w-]+)$", text, re.MULTILINE)]
-    options = [o for o in options if not o.endswith("_schema")]
     flag = "+recipe" if group == "recipe" else group
     hint = nearest(name, options) if options else f"there is no file in configs/{group}"
-    return ConfigError(f"{flag}={name} is unknown: {hint} (files of configs/{group})")
+    place = "table ALGORITHMS" if group == "algo" else f"files of configs/{group}"
+    return ConfigError(f"{flag}={name} is unknown: {hint} ({place})")

@@ -17,6 +17,7 @@ from slime_like.config.rules.pipeline import check_pipeline
 from slime_like.config.rules.roles import check_roles
 from slime_like.config.rules.schedule import actor_steps, settle_schedule
 from slime_like.config.rules.trained_sampling import check_trained_sampling
+from slime_like.config.schema import names
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.base import within
 from slime_like.config.schema.known import ALGORITHMS
@@ -24,7 +25,7 @@ from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
 from slime_like.config.schema.role_algo import DistillConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.registry import is_path
+from slime_like.registry import check, is_path
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *RECOMPUTED)  # of layers in any family
 BIG = 1e12
@@ -246,10 +247,11 @@ def _placement(cfg: TrainConfig) -> None:
             f"loop.max_staleness={cfg.loop.max_staleness} with placement.mode=colocated: rollout and training share "
             "devices and cannot overlap; set placement.mode=split, or loop.max_staleness=0"
         )
-    if (mode, transport) in (("split", "tensor"), ("colocated", "broadcast")):
-        right = "broadcast" if mode == "split" else "tensor"
+    tables = {"colocated": names.COLOCATED_TRANSPORTS, "split": names.SPLIT_TRANSPORTS}
+    if transport != "auto" and transport not in tables[mode]:
+        check("weights.transport", transport, tables["colocated"] | tables["split"] | {"auto": ""})
         raise ConfigError(
-            f"weights.transport={transport} with placement.mode={mode}: set weights.transport={right} or auto"
+            f"weights.transport={transport} with placement.mode={mode}: set weights.transport={' or '.join(tables[mode])} or auto"
         )
     if cfg.placement.actor_num_nodes > 1 and cfg.placement.ray_address is None:
         raise ConfigError(

@@ -8,37 +8,14 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields
 from typing import Any, cast
 
-from slime_like.config.schema.algo import (
-    CispoConfig,
-    DapoConfig,
-    DrGrpoConfig,
-    GrpoConfig,
-    GspoConfig,
-    ReinforcePlusPlusBaselineConfig,
-    ReinforcePlusPlusConfig,
-    RlooConfig,
-    SftConfig,
-)
+from slime_like.config.schema import names
 from slime_like.config.schema.base import MISSING, keys
 from slime_like.config.schema.policy import AlgoConfig
-from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.config.schema.root import TrainConfig
-from slime_like.registry import nearest
+from slime_like.registry import nearest, resolve
 
-ALGORITHMS: dict[str, type[AlgoConfig]] = {
-    "grpo": GrpoConfig,
-    "dr_grpo": DrGrpoConfig,
-    "rloo": RlooConfig,
-    "gspo": GspoConfig,
-    "cispo": CispoConfig,
-    "dapo": DapoConfig,
-    "reinforce_pp": ReinforcePlusPlusConfig,
-    "reinforce_pp_baseline": ReinforcePlusPlusBaselineConfig,
-    "ppo": PpoConfig,
-    "distill": DistillConfig,
-    "sft": SftConfig,
-}
-"""``algo=<name>`` -> schema, the default first. Each has a file configs/algo/<name>.yaml."""
+ALGORITHMS: dict[str, type[AlgoConfig]] = {name: resolve("algo", name, names.ALGORITHMS) for name in names.ALGORITHMS}
+"""``algo=<name>`` -> schema, the default first."""
 
 TYPE_WORDS = {
     "int": "a whole number",

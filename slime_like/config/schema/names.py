@@ -1,5 +1,19 @@
 """Tables of config names: name -> "module:attribute". Torch-free; a new entry is one file and one line."""
 
+ALGORITHMS = {
+    "grpo": "slime_like.config.schema.algo:GrpoConfig",
+    "dr_grpo": "slime_like.config.schema.algo:DrGrpoConfig",
+    "rloo": "slime_like.config.schema.algo:RlooConfig",
+    "gspo": "slime_like.config.schema.algo:GspoConfig",
+    "cispo": "slime_like.config.schema.algo:CispoConfig",
+    "dapo": "slime_like.config.schema.algo:DapoConfig",
+    "reinforce_pp": "slime_like.config.schema.algo:ReinforcePlusPlusConfig",
+    "reinforce_pp_baseline": "slime_like.config.schema.algo:ReinforcePlusPlusBaselineConfig",
+    "ppo": "slime_like.config.schema.role_algo:PpoConfig",
+    "distill": "slime_like.config.schema.role_algo:DistillConfig",
+    "sft": "slime_like.config.schema.algo:SftConfig",
+}
+"""``algo=<name>`` -> schema of its keys, the default first."""
 LOSSES = {
     "policy_gradient": "slime_like.algo.loss:policy_gradient",
     "gspo": "slime_like.algo.loss:gspo",
@@ -82,7 +96,10 @@ GDN_BACKENDS = {
 CPU_KERNELS = {
     "c": "slime_like_plugins.megatron_cpu.layer:with_c_kernels",
 }
-TRANSPORTS = {
+COLOCATED_TRANSPORTS = {
     "tensor": "slime_like.weights.tensor:TensorSender",
+}
+SPLIT_TRANSPORTS = {
     "broadcast": "slime_like.weights.broadcast:BroadcastSender",
 }
+"""``weights.transport`` by ``placement.mode``; ``auto`` is the first of its table."""

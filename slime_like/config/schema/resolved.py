@@ -119,7 +119,7 @@ class EngineSpec:
 class TransportSpec:
     """Settings of the weight transport from trainer ranks to engines."""
 
-    kind: str  # a name of table TRANSPORTS
+    kind: str  # a name of table COLOCATED_TRANSPORTS or SPLIT_TRANSPORTS
     backend: str  # gloo | nccl, of a broadcast group
     max_bytes: int  # maximum bucket size
     deadline_s: float

@@ -38,8 +38,7 @@ class WeightsConfig(Config):
 
     transport: str = key(
         "auto",
-        "Weight transport: tensor (colocated), broadcast (split) or auto.",
-        choices=("auto", "tensor", "broadcast"),
+        "tensor (table COLOCATED_TRANSPORTS), broadcast (table SPLIT_TRANSPORTS) or auto, the first that fits placement.mode.",
     )
     bucket_mb: float = key(512.0, "Maximum bucket size in MB (slime: --update-weight-buffer-size).")
     probe_sequences: int = key(
