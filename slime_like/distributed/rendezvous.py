@@ -1,4 +1,4 @@
-"""The store at which the ranks of a process group meet. It has no key, so that it listens at one address only."""
+"""The rendezvous store of a process group. It has no authentication, so it listens at one address only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from slime_like.util.ports import Meeting, interface_environment, listen
 
 
 def join_store(meeting: Meeting, world_size: int, *, is_master: bool, timeout: datetime.timedelta) -> dist.TCPStore:
-    """Return this rank's end of the store, which the master serves from a socket that listens at ``meeting.host``.
+    """Return this rank's client of the store, which the master serves from a socket that listens at ``meeting.host``.
 
-    torch's own master listens at every address of the machine: whoever reaches one can read and delete keys.
+    torch's own master listens at every address of the machine, and any client can read and delete keys.
     """
     fd = None
     if is_master:
@@ -31,9 +31,9 @@ def join_store(meeting: Meeting, world_size: int, *, is_master: bool, timeout: d
 
 
 def keep_to_interface(host: str) -> None:
-    """Make groups of this process that are created from now on listen only where ``host`` is reached.
+    """Make groups of this process that are created from now on listen only at the interface that reaches ``host``.
 
-    Variables that are set already stay: clusters with several networks name theirs.
+    Variables that are already set are kept: clusters with several networks choose their own.
     """
     for name, value in interface_environment(host).items():
         os.environ.setdefault(name, value)

@@ -1,7 +1,7 @@
-"""Who was where: the rings of a node's ranks read side by side, after a collective failed or did not end.
+"""Comparison of the rings of a node's ranks, after a collective failed or did not end.
 
-Torch-free: a rank reads them when its own op fails, the driver when a rank is dead or silent. What the ranks of a group
-issued is compared by number: collectives count in their group, sends and receives between two ranks.
+Torch-free: a rank reads the rings when its own op fails, the driver when a rank is dead or silent. Ops are compared by
+number: collectives are numbered per group, sends and receives per pair of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TAIL = 12  # ops of each rank in a dump
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFinding:
-    """One op that not all ranks took part in, or not in the same way."""
+    """An op that some ranks did not issue, or issued differently."""
 
     op: str
     group: GroupInfo
@@ -34,7 +34,7 @@ class CollectiveFinding:
 
     @property
     def headline(self) -> str:
-        """Who is to blame, in one line."""
+        """One line that names the likely cause."""
         what = f"{self.op} #{self.sequence} in group {self.group.label}"
         if self.different:
             return f"{what}: {'; '.join(self.different)}"
@@ -46,48 +46,51 @@ class CollectiveFinding:
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.group.ranks))
-        lines = [f"{self.headline} (phase {self.phase}, ranks {ranks})", *(f"  arrived: {one}" for one in self.arrived)]
-        return "\n".join([*lines, *(f"  did not arrive: {one}" for one in self.absent)])
+        lines = [
+            f"{self.headline} (phase {self.phase}, ranks {ranks})",
+            *(f"  arrived: {rank}" for rank in self.arrived),
+        ]
+        return "\n".join([*lines, *(f"  did not arrive: {rank}" for rank in self.absent)])
 
 
 def findings(readings: Mapping[str, Reading], now_ns: int | None = None) -> list[CollectiveFinding]:
-    """What is wrong, the op that has waited longest first; empty where every rank has issued the same and none waits."""
+    """Return mismatched or pending ops, the longest wait first; empty if all ranks issued the same ops and none waits."""
     now = time.perf_counter_ns() if now_ns is None else now_ns
-    found: list[CollectiveFinding] = []
+    result: list[CollectiveFinding] = []
     for role in sorted({name.rpartition("_rank")[0] for name in readings}):
         ranks = {int(n.rpartition("_rank")[2]): r for n, r in readings.items() if n.rpartition("_rank")[0] == role}
         groups = {r.group.name: r.group for reading in ranks.values() for r in reading.records if not r.group.foreign}
         for group in groups.values():
-            found += _of_group(group, ranks, now)
-        found += _receives(ranks, now)
-    return sorted(found, key=lambda f: (not f.different, not f.absent, not f.lost, f.since_ns))
+            result += _of_group(group, ranks, now)
+        result += _receives(ranks, now)
+    return sorted(result, key=lambda f: (not f.different, not f.absent, not f.lost, f.since_ns))
 
 
 def _of_group(group: GroupInfo, ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
-    """The first collective of a group at which its ranks part, or that some of them still wait in."""
+    """Yield the first collective of a group that its ranks issued differently, or that a rank still waits in."""
     issued = {rank: _collectives(ranks[rank], group) for rank in group.ranks if rank in ranks}
     last = {rank: max(ops, default=0) for rank, ops in issued.items()}
     numbers = sorted({number for ops in issued.values() for number in ops})
     for number in numbers:
-        here = {rank: ops[number] for rank, ops in issued.items() if number in ops}
+        arrived = {rank: ops[number] for rank, ops in issued.items() if number in ops}
         absent = [rank for rank in group.ranks if last.get(rank, 0) < number]
-        different = list(_different(here))
-        waits = any(record.ended_ns in (0, FAILED) for record in here.values())
+        different = list(_different(arrived))
+        waits = any(record.ended_ns in (0, FAILED) for record in arrived.values())
         if not (different or absent or waits):
             continue
-        first = min(here.values(), key=lambda record: record.started_ns)
+        first = min(arrived.values(), key=lambda record: record.started_ns)
         yield CollectiveFinding(
             first.op.name,
             group,
             number,
             first.phase,
             first.started_ns,
-            tuple(f"rank {rank} ({_issued(record, now)})" for rank, record in sorted(here.items())),
+            tuple(f"rank {rank} ({_issued(record, now)})" for rank, record in sorted(arrived.items())),
             tuple(f"rank {rank} ({_whereabouts(ranks.get(rank), now)})" for rank in absent),
             tuple(different),
             tuple(
                 f"rank {rank} (process {ranks[rank].pid} {ranks[rank].state})"
-                for rank in sorted(here)
+                for rank in sorted(arrived)
                 if ranks[rank].state != "running"
             ),
         )
@@ -98,27 +101,27 @@ def _collectives(reading: Reading, group: GroupInfo) -> dict[int, OpRecord]:
     return {r.sequence: r for r in reading.records if r.group.name == group.name and r.op.kind is Kind.COLLECTIVE}
 
 
-def _different(here: Mapping[int, OpRecord]) -> Iterator[str]:
-    """Ranks whose op or size is not what most have."""
-    sizes = all(record.op.alike for record in here.values())
-    signature = {rank: (r.op.name, r.num_bytes if sizes else 0) for rank, r in here.items()}
+def _different(arrived: Mapping[int, OpRecord]) -> Iterator[str]:
+    """Describe ranks whose op or size differs from the majority."""
+    sizes = all(record.op.alike for record in arrived.values())
+    signature = {rank: (r.op.name, r.num_bytes if sizes else 0) for rank, r in arrived.items()}
     counts = Counter(signature.values())
     if len(counts) < 2:
         return
-    # Of two ranks neither is the odd one: both are named.
-    most = max(counts.values())
-    usual = [what for what, count in counts.items() if count == most]
+    # Without a majority, as with two ranks, all are named.
+    max_count = max(counts.values())
+    usual = [what for what, count in counts.items() if count == max_count]
     for what in counts:
         if what not in usual or len(usual) > 1:
             who = ", ".join(str(rank) for rank, has in signature.items() if has == what)
-            yield f"rank {who} issued {what[0]} of {here[int(who.split(',')[0])].num_bytes} bytes"
+            yield f"rank {who} issued {what[0]} of {arrived[int(who.split(',')[0])].num_bytes} bytes"
     if len(usual) == 1:
-        rest = ", ".join(str(rank) for rank, has in signature.items() if has == usual[0])
-        yield f"ranks {rest} {usual[0][0]} of {here[int(rest.split(',')[0])].num_bytes} bytes"
+        majority = ", ".join(str(rank) for rank, has in signature.items() if has == usual[0])
+        yield f"ranks {majority} {usual[0][0]} of {arrived[int(majority.split(',')[0])].num_bytes} bytes"
 
 
 def _receives(ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
-    """Receives in flight whose send was not issued."""
+    """Yield receives in flight whose send was not issued."""
     for rank, reading in ranks.items():
         for record in reading.records:
             waits = record.ended_ns in (0, FAILED) and record.op.name == "irecv"
@@ -126,8 +129,8 @@ def _receives(ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFind
                 continue
             group = record.group
             sender = group.ranks[record.peer]
-            mine = group.ranks.index(rank)
-            if any(r.sequence >= record.sequence for r in _sends(ranks.get(sender), group, mine)):
+            group_rank = group.ranks.index(rank)
+            if any(r.sequence >= record.sequence for r in _sends(ranks.get(sender), group, group_rank)):
                 continue
             absent = f"rank {sender}, which is to send ({_whereabouts(ranks.get(sender), now)})"
             arrived = f"rank {rank} ({_issued(record, now)})"
@@ -149,7 +152,7 @@ def _issued(record: OpRecord, now: int) -> str:
 
 
 def _whereabouts(reading: Reading | None, now: int) -> str:
-    """Where a rank is instead."""
+    """Describe a rank's state and its last op."""
     if reading is None:
         return "no record of it on this node"
     process = f"process {reading.pid} {reading.state}"
@@ -165,34 +168,40 @@ def _whereabouts(reading: Reading | None, now: int) -> str:
 
 
 def missing(readings: Mapping[str, Reading], ranks: Iterable[int], me: str, rebuild: int) -> str:
-    """Which of ``ranks`` did not come to make communicators the ``rebuild``-th time, as the rank called ``me`` sees it."""
+    """Describe the ranks that did not join the ``rebuild``-th rebuild of communicators, as seen by rank ``me``."""
     role, now = me.rpartition("_rank")[0], time.perf_counter_ns()
-    found = {rank: readings.get(f"{role}_rank{rank}") for rank in ranks}
-    late = [
+    by_rank = {rank: readings.get(f"{role}_rank{rank}") for rank in ranks}
+    absent = [
         f"rank {rank} ({_whereabouts(reading, now)})"
-        for rank, reading in found.items()
+        for rank, reading in by_rank.items()
         if reading is not None and (reading.state != "running" or reading.rebuilds < rebuild)
     ]
-    unseen = ", ".join(str(rank) for rank, reading in found.items() if reading is None)
-    said = f"did not come: {', '.join(late)}" if late else "every rank whose record is on this node came"
-    return f"{said}; no record on this node: ranks {unseen}" if unseen else said
+    unseen = ", ".join(str(rank) for rank, reading in by_rank.items() if reading is None)
+    text = f"did not come: {', '.join(absent)}" if absent else "every rank whose record is on this node came"
+    return f"{text}; no record on this node: ranks {unseen}" if unseen else text
 
 
 def report(folder: Path | None) -> str:
-    """All findings of a folder of rings, the likeliest cause first; empty where there are none."""
-    return "" if folder is None or not folder.is_dir() else "\n".join(str(one) for one in findings(read_rings(folder)))
+    """Return all findings of a folder of rings, the likeliest cause first; empty if there are none."""
+    return (
+        ""
+        if folder is None or not folder.is_dir()
+        else "\n".join(str(finding) for finding in findings(read_rings(folder)))
+    )
 
 
 def dump(folder: Path) -> str:
-    """Findings, and memory and the last ops of every rank, for a crash bundle; empty where no rank left a ring."""
+    """Return findings, memory and the last ops of every rank, for a crash bundle; empty if there are no rings."""
     readings = read_rings(folder) if folder.is_dir() else {}
     if not readings:
         return ""
     now = time.perf_counter_ns()
-    found = findings(readings, now)
-    lines = [*(str(one) for one in found)] or ["every rank issued the same collectives, and none waits in one"]
+    problems = findings(readings, now)
+    lines = [*(str(finding) for finding in problems)] or [
+        "every rank issued the same collectives, and none waits in one"
+    ]
     for reading in readings.values():
-        memory = "free memory never asked for" if reading.memory is None else reading.memory.told(now)
+        memory = "free memory never asked for" if reading.memory is None else reading.memory.describe(now)
         lines += ["", f"{reading.name}: process {reading.pid} {reading.state}, {memory}; oldest first"]
         lines += _tail(reading.records[-TAIL:], now)
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""The last collectives of one rank in memory that other processes of the node can read: after a hang, or after its death.
+"""Ring buffer of a rank's last collectives, in memory that other processes of the node can read after a hang or crash.
 
 A ring is a file of ``/dev/shm`` mapped by its rank: recording an op is two writes to memory, no call, no round trip.
 ``slime_like.distributed.forensics.report`` reads it. Torch-free, as the driver reads rings too.
@@ -25,19 +25,19 @@ from slime_like.util.private import create_private, private_folder
 SHARED = Path("/dev/shm")
 PREFIX = "slime_like."
 MAGIC = 0x51_6C_69_6D_65_02
-# Bytes: magic, pid, start time of the process, slots, its namespace of process ids, rebuilds begun; then of memory: what
-# was free, held by the process, and there in all, as last asked for, and when that was.
+# Words: magic, pid, start time of the process, slots, its pid namespace, number of rebuilds; then of the last memory
+# query: free bytes, bytes held by the process, total bytes, time.
 HEAD = 128
 RECORD = struct.Struct("7q")  # index, started ns, ended ns, bytes, code, sequence, peer
 REBUILDS, FREE, HELD, TOTAL, ASKED = 5, 6, 7, 8, 9  # words of the head
-ENDED, FAILED = 2, -1  # field that says when an op ended; what it holds where it failed
+ENDED, FAILED = 2, -1  # field with an op's end time; its value if the op failed
 OP_BITS, PHASE_BITS = 8, 8
 CODES = {op.name: number for number, op in enumerate(OPS)}
 
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """A process group as a ring names it."""
+    """A process group in a ring's description."""
 
     number: int  # on this rank
     name: str  # the same on every rank
@@ -62,21 +62,21 @@ class OpRecord:
 
     @property
     def in_flight(self) -> bool:
-        """Whether it has not ended."""
+        """True if the op has not ended."""
         return self.ended_ns == 0
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """Memory as a rank last asked for it, in bytes."""
+    """A rank's last memory query, in bytes."""
 
     free: int
     held: int  # by the rank's process
     total: int
     asked_ns: int
 
-    def told(self, now_ns: int) -> str:
-        """In a few words."""
+    def describe(self, now_ns: int) -> str:
+        """Return a short description."""
         return (
             f"memory {(now_ns - self.asked_ns) / 1e9:.1f} s ago: {self.free / 2**30:.2f} of {self.total / 2**30:.2f} GiB "
             f"free, it held {self.held / 2**30:.2f}"
@@ -84,7 +84,7 @@ class MemoryState:
 
 
 class Ring:
-    """What a rank writes. ``folder`` None: memory of its own, for a rank whose ops nobody reads."""
+    """The ring of this rank, for writing. ``folder`` None: private memory, which no other process reads."""
 
     def __init__(self, folder: Path | None, name: str, slots: int) -> None:
         """``slots`` is rounded up to a power of two."""
@@ -103,32 +103,32 @@ class Ring:
         self.words[1], self.words[2], self.words[3] = os.getpid(), start_time(os.getpid()), self.slots
         self.words[4] = pid_namespace()
         self.words[0] = MAGIC
-        # For each op its number, where its record begins, in bytes, and the word that says when it ended.
+        # Per op: its number, the offset of its record in bytes, and the word of its end time.
         offsets = [self.place(slot) * 8 for slot in range(self.slots)]
         ends = [self.place(slot) + ENDED for slot in range(self.slots)]
         self.take: Callable[[], tuple[int, int, int]] = zip(
             itertools.count(), itertools.cycle(offsets), itertools.cycle(ends), strict=False
         ).__next__
-        self.let_go: Callable[[], object] = lambda: None  # before the memory goes
+        self.let_go: Callable[[], object] = lambda: None  # called before the memory is released
         self._groups: list[GroupInfo] = []
         self._phases: dict[str, int] = {}
 
     @property
     def num_groups(self) -> int:
-        """Groups so far: the number of the next."""
+        """Number of groups so far, which is the next group's number."""
         return len(self._groups)
 
     def place(self, index: int) -> int:
-        """Where in ``words`` the record of op ``index`` begins."""
+        """Return the position in ``words`` of the record of op ``index``."""
         return (HEAD + (index & (self.slots - 1)) * RECORD.size) // 8
 
     def add_group(self, info: GroupInfo) -> None:
-        """Make a group's number known to readers."""
+        """Publish a group's number to readers."""
         self._groups.append(info)
         self._describe()
 
     def phase(self, name: str) -> int:
-        """The number of a phase, made known to readers."""
+        """Return the number of a phase, published to readers."""
         if name not in self._phases:
             self._phases[name] = len(self._phases) % (1 << PHASE_BITS)
             self._describe()
@@ -144,48 +144,48 @@ class Ring:
         scratch.rename(self.path.with_suffix(".json"))
 
     def rebuilding(self, number: int) -> None:
-        """This rank begins to make its communicators again, for the ``number``-th time."""
+        """Record that this rank starts the ``number``-th rebuild of its communicators."""
         self.words[REBUILDS] = number
 
     def free(self, num_bytes: int, total: int) -> None:
-        """So much memory was found free just now."""
+        """Record the free memory, queried just now."""
         self.words[FREE], self.words[TOTAL], self.words[ASKED] = num_bytes, total, time.perf_counter_ns()
 
     def held(self, num_bytes: int) -> None:
-        """So much was found to be held by this process."""
+        """Record the memory held by this process."""
         self.words[HELD] = num_bytes
 
     def memory_state(self) -> MemoryState | None:
-        """What was noted last."""
+        """Return the last recorded memory query, if any."""
         words = self.words
         return MemoryState(words[FREE], words[HELD], words[TOTAL], words[ASKED]) if words[ASKED] else None
 
     def close(self) -> None:
-        """Remove the file, and the folder when this was the last."""
+        """Remove the file, and the folder if it is empty."""
         self.let_go()
         self.words.release()
         self.memory.close()
         if self.path is not None and self.folder is not None:
             self.path.unlink(missing_ok=True)
             self.path.with_suffix(".json").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # others are in it, or the last of them has removed it
+            with contextlib.suppress(OSError):  # not empty, or removed by another rank
                 self.folder.rmdir()
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A ring as another process finds it."""
+    """A ring as read by another process."""
 
     name: str  # such as trainer_rank1
     pid: int
     state: str  # running, stopped, dead ...
     records: tuple[OpRecord, ...]  # oldest first
-    rebuilds: int = 0  # how often it began to make its communicators again
-    memory: MemoryState | None = None  # None: it never asked
+    rebuilds: int = 0  # number of rebuilds of its communicators that it started
+    memory: MemoryState | None = None  # None: never queried
 
 
 def read_rings(folder: Path) -> dict[str, Reading]:
-    """Every ring of ``folder`` by name. A ring that is being made is left out."""
+    """Return every ring of ``folder`` by name, without incomplete ones."""
     return {path.stem: reading for path in sorted(folder.glob("*.ring")) if (reading := _read(path)) is not None}
 
 
@@ -200,11 +200,11 @@ def _read(path: Path) -> Reading | None:
         described = {"groups": [], "phases": []}
     if len(data) < HEAD or struct.unpack_from("=q", data)[0] != MAGIC:
         return None
-    _, pid, started, slots, _, rebuilds, free, held, total, asked = struct.unpack_from("=10q", data)
+    _, pid, started, slots, _, rebuilds, free, num_held, total, query_ns = struct.unpack_from("=10q", data)
     groups = {number: GroupInfo(number, name, label, tuple(r), f) for number, name, label, r, f in described["groups"]}
-    found = sorted(_records(data, slots, groups, described["phases"]), key=lambda record: record.index)
-    memory = MemoryState(free, held, total, asked) if asked else None
-    return Reading(path.stem, pid, process_state(pid, started), tuple(found), rebuilds, memory)
+    records = sorted(_records(data, slots, groups, described["phases"]), key=lambda record: record.index)
+    memory = MemoryState(free, num_held, total, query_ns) if query_ns else None
+    return Reading(path.stem, pid, process_state(pid, started), tuple(records), rebuilds, memory)
 
 
 def _records(data: bytes, slots: int, groups: dict[int, GroupInfo], phases: list[str]) -> Iterator[OpRecord]:
@@ -215,15 +215,15 @@ def _records(data: bytes, slots: int, groups: dict[int, GroupInfo], phases: list
         if not started or op >= len(OPS) or number not in groups:
             continue
         name = phases[phase] if phase < len(phases) else "?"
-        place = None if peer == NO_PEER else peer
-        yield OpRecord(index, started, ended, size, OPS[op], name, groups[number], sequence, place)
+        known_peer = None if peer == NO_PEER else peer
+        yield OpRecord(index, started, ended, size, OPS[op], name, groups[number], sequence, known_peer)
 
 
 NO_PEER = -2
 
 
 def process_state(pid: int, started: int) -> str:
-    """What /proc says of the process that made a ring."""
+    """Return the state in /proc of the process that created a ring."""
     state, since = _stat(pid)
     return (
         {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(state, "running") if since == started else "dead"
@@ -231,12 +231,12 @@ def process_state(pid: int, started: int) -> str:
 
 
 def start_time(pid: int) -> int:
-    """Clock ticks from boot to the start of a process: with its id, its identity. -1 where there is none."""
+    """Return clock ticks from boot to the start of a process, which identify it with its id. -1 if there is none."""
     return _stat(pid)[1]
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State and start time, read at once: processes end while they are looked at."""
+    """Return state and start time in one read, since processes may end in between."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -245,7 +245,7 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def pid_namespace() -> int:
-    """What this process's id is an id in: containers may share /dev/shm and still number their processes each."""
+    """Return this process's pid namespace: containers may share /dev/shm but not process ids."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -253,9 +253,9 @@ def pid_namespace() -> int:
 
 
 def sweep(shared: Path = SHARED, keep: Path | None = None) -> list[Path]:
-    """Remove this user's folders of rings all of whose processes are dead: what runs that were killed left behind.
+    """Remove this user's ring folders whose processes are all dead, left behind by killed runs. Returns them.
 
-    ``keep``: the folder that this process and others are about to fill, of which one may find only what was there before.
+    ``keep``: the folder that this process and others are about to fill.
     """
     removed: list[Path] = []
     for folder in shared.glob(f"{PREFIX}*"):
@@ -269,7 +269,7 @@ def sweep(shared: Path = SHARED, keep: Path | None = None) -> list[Path]:
 def _is_own(folder: Path) -> bool:
     try:
         state = folder.lstat()
-    except OSError:  # removed meanwhile
+    except OSError:  # removed in the meantime
         return False
     return stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
 

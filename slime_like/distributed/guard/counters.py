@@ -1,4 +1,4 @@
-"""What is counted of each op in each process group of a rank, and how it is told."""
+"""Counters of each op in each process group of a rank, and their metrics."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from slime_like.metrics.types import Max, Metric, Min, Sum
 
 
 def one_by_one() -> Callable[[], int]:
-    """What counts its calls from 1."""
+    """Return a function that counts its calls from 1."""
     return itertools.count(1).__next__
 
 
 class Group:
-    """A process group on this rank. Mutable and bare: it changes with every op."""
+    """A process group on this rank. Mutable, without dataclass: it changes with every op."""
 
     __slots__ = ("info", "next", "numbers")
 
     def __init__(self, info: GroupInfo, numbers: Callable[[], Callable[[], int]] = one_by_one) -> None:
-        """``numbers``: this module's, or what ``csrc/tally.h`` has in its place."""
+        """``numbers``: ``one_by_one``, or its equivalent in ``csrc/tally.h``."""
         self.info, self.numbers = info, numbers
         self.next = numbers()  # the number of its next collective
 
 
 class Counter:
-    """One op in one group. Mutable and bare: the wrapper adds to it with every call. ``counter_type`` makes its classes."""
+    """One op in one group. Mutable: the wrapper adds to it with every call. ``counter_type`` makes its classes."""
 
     __slots__ = tuple[str, ...]()
 
-    # What changes with every op.
+    # Changed by every op.
     calls: int
     bytes: int
     ns: int  # in the op and in waiting for it, on this rank's thread
-    due: float  # when the guard wants to be called, in ns of perf_counter_ns
+    due: float  # time of the guard's next check, in ns of perf_counter_ns
     code: int  # op, phase and group, as the ring has them
     next: Callable[[], int]  # the number of its next collective
     peers: dict[int, Callable[[], int]]  # the number of its next send to, or receive from, each peer
     target: Any  # the ProcessGroup that carries out its calls
-    # And with checks.
+    # Changed by checks only.
     op: Op
     group: Group
     policy: MemoryPolicy
@@ -53,7 +53,7 @@ class Counter:
     clears: int
     clear_ns: int
     freed: int
-    told: tuple[int, ...]
+    reported: tuple[int, ...]
 
     def __init__(self, op: Op, group: Group, policy: MemoryPolicy, code: int) -> None:
         self.op, self.group, self.policy, self.code = op, group, policy, code
@@ -61,15 +61,15 @@ class Counter:
         self.due = 0
         self.calls = self.bytes = self.ns = 0
         self.checks = self.check_ns = self.shortages = self.clears = self.clear_ns = self.freed = 0
-        self.told = (0,) * 9
+        self.reported = (0,) * 9
 
     def meet(self, peer: int) -> int:
-        """The number of the first send to, or receive from, ``peer``."""
+        """Return the number of the first send to, or receive from, ``peer``."""
         self.peers[peer] = self.group.numbers()
         return self.peers[peer]()
 
     def fresh(self) -> tuple[int, ...]:
-        """What was added since the last call of this."""
+        """Return the increments since the last call."""
         now = (
             self.calls,
             self.bytes,
@@ -81,8 +81,8 @@ class Counter:
             self.clear_ns,
             self.freed,
         )
-        new = tuple(a - b for a, b in zip(now, self.told, strict=True))
-        self.told = now
+        new = tuple(a - b for a, b in zip(now, self.reported, strict=True))
+        self.reported = now
         return new
 
 
@@ -91,24 +91,24 @@ COLD = tuple(name for name in Counter.__annotations__ if name not in HOT)
 
 
 class Tally:
-    """The fields that change with every op; ``csrc/tally.h`` has a type with the same."""
+    """The fields that change with every op; ``csrc/tally.h`` defines the same type in C."""
 
     __slots__ = HOT
 
 
 @functools.cache
 def counter_type(tally: type = Tally) -> type[Counter]:
-    """Counters whose fields that change with every op are those of ``tally``."""
+    """Return a counter class on top of ``tally``, which holds the fields that change with every op."""
     return type("Counter", (Counter, tally), {"__slots__": COLD})
 
 
 def metrics(counters: Iterable[Counter], lowest: int | None) -> Iterator[Metric]:
-    """``comm/...`` and ``guard/...`` of one rank since the last call of this. Over ranks counts add up, times do not."""
+    """Yield ``comm/...`` and ``guard/...`` of one rank since the last call. Over ranks counts are summed, times are not."""
     named: dict[str, list[int]] = {}  # two groups may have one label
     for counter in counters:
-        found = named.setdefault(f"{counter.group.info.label}/{counter.op.name}", [0] * 9)
+        totals_so_far = named.setdefault(f"{counter.group.info.label}/{counter.op.name}", [0] * 9)
         named[f"{counter.group.info.label}/{counter.op.name}"] = [
-            a + b for a, b in zip(found, counter.fresh(), strict=True)
+            a + b for a, b in zip(totals_so_far, counter.fresh(), strict=True)
         ]
     for name, (calls, size, ns, checks, check_ns, _, clears, _, freed) in named.items():
         if not calls:

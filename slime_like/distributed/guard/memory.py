@@ -1,4 +1,4 @@
-"""Where the guard asks for free memory, and how it gives some back: the CUDA driver, torch's allocator, or the host."""
+"""Sources of free memory for the guard, and how each releases memory: CUDA driver, torch's allocator, or host."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from slime_like.distributed.forensics.ring import Ring
 
 
 class MemorySource(Protocol):
-    """What the guard knows of memory. All numbers are bytes."""
+    """A source of free-memory readings. All numbers are bytes."""
 
     name: str
     total: int
 
     def free(self) -> int:
-        """What may still be taken."""
+        """Return the free memory."""
         ...
 
     def held(self) -> int:
-        """What this process holds: how fast it grows tells when memory runs out."""
+        """Return the memory held by this process, whose growth predicts when memory runs out."""
         ...
 
     def trim(self) -> None:
-        """Give back what is cached, without waiting for anything."""
+        """Release cached memory, without waiting for anything."""
         ...
 
     def clear(self) -> None:
-        """Wait for the device, collect garbage, then give back what is cached."""
+        """Wait for the device, collect garbage, then release cached memory."""
         ...
 
 
@@ -49,19 +49,19 @@ class CudaDriver:
         self.total = int(torch.cuda.mem_get_info(device)[1])
 
     def free(self) -> int:
-        """``cudaMemGetInfo``."""
+        """Return the free memory of ``cudaMemGetInfo``."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def held(self) -> int:
-        """Reserved by torch's allocator (as ``torch.cuda.memory_reserved``, which flattens and sorts all statistics first)."""
+        """Return the memory reserved by torch's allocator (``torch.cuda.memory_reserved`` sorts all statistics first)."""
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["reserved_bytes"]["all"]["current"])
 
     def trim(self) -> None:
-        """Cached blocks go back to the driver."""
+        """Return cached blocks to the driver."""
         torch.cuda.empty_cache()
 
     def clear(self) -> None:
-        """As slime's ``clear_memory``."""
+        """Synchronize, collect garbage and empty the cache, as slime's ``clear_memory``."""
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -73,7 +73,7 @@ class TorchAllocator(CudaDriver):
     name = "allocator"
 
     def free(self) -> int:
-        """All memory less what live tensors take: cached blocks count as free."""
+        """Return total memory minus live tensors: cached blocks count as free."""
         return self.total - int(torch.cuda.memory_allocated(self._device))
 
 
@@ -93,19 +93,19 @@ class HostMemory:
         self.total = min([physical, *(limit for limit, _, _ in self._limits)])
 
     def free(self) -> int:
-        """The least that any limit leaves; a group's page cache that the kernel would drop counts as free."""
-        found = _kilobytes(_text(self._meminfo), "MemAvailable:")
+        """Return the minimum over all limits; a group's reclaimable page cache counts as free."""
+        available = _kilobytes(_text(self._meminfo), "MemAvailable:")
         for limit, usage, stat in self._limits:
-            dropped = next((int(n) for name, n in _pairs(_text(stat)) if name in _INACTIVE), 0)
-            found = min(found, limit - int(_text(usage)) + dropped)
-        return max(0, found)
+            reclaimable = next((int(n) for name, n in _pairs(_text(stat)) if name in _INACTIVE), 0)
+            available = min(available, limit - int(_text(usage)) + reclaimable)
+        return max(0, available)
 
     def held(self) -> int:
-        """Resident memory of this process."""
+        """Return the resident memory of this process."""
         return int(_text(self._statm).split()[1]) * self._page
 
     def trim(self) -> None:
-        """The C library's free memory goes back to the kernel."""
+        """Return the C library's free memory to the kernel."""
         trim = _malloc_trim()
         if trim is not None:
             trim(0)
@@ -125,7 +125,7 @@ _INACTIVE = ("inactive_file", "total_inactive_file")
 
 
 def _limits(proc: Path, groups: Path) -> Iterator[tuple[int, int, int]]:
-    """Limit, and open files of usage and statistics, of every group above this process that has a limit."""
+    """Yield limit and open files of usage and statistics of every control group above this process that has a limit."""
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -134,8 +134,8 @@ def _limits(proc: Path, groups: Path) -> Iterator[tuple[int, int, int]]:
             root, names = groups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        here = root / path.lstrip("/")
-        for folder in (here, *here.parents):
+        leaf = root / path.lstrip("/")
+        for folder in (leaf, *leaf.parents):
             if folder == root.parent:
                 break
             try:
@@ -164,12 +164,12 @@ def _kilobytes(text: str, name: str) -> int:
 
 @functools.cache
 def _malloc_trim() -> Any:
-    """glibc's, or None where the C library has none."""
+    """Return glibc's malloc_trim, or None if the C library has none."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class RecordingMemorySource:
-    """A source whose last answers stand in the rank's ring, where others find them after its death."""
+    """A source that records its last readings in the rank's ring, where they can be read after the rank's death."""
 
     def __init__(self, source: MemorySource, ring: Ring) -> None:
         self._source, self._ring = source, ring
@@ -177,20 +177,20 @@ class RecordingMemorySource:
         self.trim, self.clear = source.trim, source.clear
 
     def free(self) -> int:
-        """The source's answer."""
-        found = self._source.free()
-        self._ring.free(found, self.total)
-        return found
+        """Return and record the source's reading."""
+        num_free = self._source.free()
+        self._ring.free(num_free, self.total)
+        return num_free
 
     def held(self) -> int:
-        """The source's answer."""
-        found = self._source.held()
-        self._ring.held(found)
-        return found
+        """Return and record the source's reading."""
+        num_held = self._source.held()
+        self._ring.held(num_held)
+        return num_held
 
 
 def make_source(kind: str, device: torch.device) -> MemorySource:
-    """The source that ``guard.memory`` names; on a CPU it is the host's in any case."""
+    """Return the source that ``guard.memory`` names; on a CPU always the host's."""
     if device.type != "cuda" or kind == "host":
         return HostMemory()
     return TorchAllocator(device) if kind == "allocator" else CudaDriver(device)

@@ -1,33 +1,34 @@
-"""How often ``auto`` asks for free memory: as often as its budget pays for, sooner where memory runs out."""
+"""Schedule of ``auto``'s free-memory queries: as often as its budget allows, sooner if memory runs out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-OVERDRAFT = 16.0  # questions that may be asked ahead of the budget, and are paid back before it pays for others
-CAUTION = 2.0  # memory may run out this many times as fast as it has so far
-STICKS = 0.9  # of the dearest cost so far, from one to the next
-FADE = 0.5  # of the fastest loss seen so far, from question to question
-DEAR = 4.0  # looks that a question must cost for any to be taken
-SHARE = 0.25  # of the budget that looks may take
+OVERDRAFT = 16.0  # queries that may run ahead of the budget and are paid back before further ones
+CAUTION = 2.0  # memory is assumed to run out this many times as fast as measured
+STICKS = 0.9  # decay per query of the largest cost so far
+FADE = 0.5  # decay per query of the fastest loss so far
+DEAR = 4.0  # a query must cost this many cheap checks for these to be used
+SHARE = 0.25  # of the budget for cheap checks
 
 
 @dataclass(slots=True)
 class Pace:
-    """When to ask next, and between dear questions when to look at what this process holds. Times in ns, memory in bytes.
+    """Times of the next query of free memory and, between expensive queries, of the next look at this process's memory.
 
-    Budget: over any time, questions and looks cost at most ``budget`` of it and ``OVERDRAFT`` questions. Foresight: the
-    next question comes before memory that is lost ``CAUTION`` times as fast as before reaches the threshold, and at once
-    where a look finds that this process took half of the room that the last question found. Where the budget pays for no
-    question in time, ``too_late`` says so and the guard acts at once.
+    A look reads only the memory held by this process, which is cheap. Times in ns, memory in bytes. Budget: over any
+    period, queries and looks cost at most the share ``budget`` of it plus ``OVERDRAFT`` queries. The next query runs before
+    memory lost ``CAUTION`` times as fast as measured reaches the threshold, and immediately after a look at which this
+    process has taken half of the remaining memory. If the budget allows no query in time, ``too_late`` is set and the
+    guard acts immediately.
     """
 
     budget: float
-    due: float = 0.0  # the next question or look
+    due: float = 0.0  # the next query or look
     question: float = 0.0
     too_late: bool = False
     _asked: float = -1.0
-    _paid: float = -1.0  # until when the budget was credited
+    _paid: float = -1.0  # the budget is credited up to this time
     _free: int = 0
     _held: int = 0
     _room: int = 0
@@ -35,36 +36,38 @@ class Pace:
     _growth: float = 0.0  # bytes per ns by which ``held`` grew since the look before
     _seen: int = 0
     _looked: float = 0.0
-    _cost: float = 0.0  # of one question
+    _cost: float = 0.0  # of one query
     _look: float = 0.0  # cost of one look
     _saved: float = 0.0  # ns that may be spent, negative when overdrawn
 
-    def learn(self, now: float, cost: float, free: int, held: int, threshold: int, look: float) -> None:
-        """A question at ``now`` cost ``cost``, of which ``look`` for ``held``, and found ``free``."""
+    def learn(self, now: float, cost: float, free: int, num_held: int, threshold: int, look: float) -> None:
+        """Record a query at ``now`` that cost ``cost``, of which ``look`` for ``held``, and returned ``free``."""
         first = self._asked < 0
         if not first:
-            lost, grown = self._free - free, held - self._held
-            lost = lost - max(grown, 0) if self._takes_looks else max(lost, grown)  # what looks see is left to them
-            self._loss = max(lost / max(now - self._asked, 1.0), FADE * self._loss)
+            loss, grown = self._free - free, num_held - self._held
+            loss = (
+                loss - max(grown, 0) if self._takes_looks else max(loss, grown)
+            )  # growth of this process is tracked by looks
+            self._loss = max(loss / max(now - self._asked, 1.0), FADE * self._loss)
         self._cost = cost if first else max(cost, STICKS * self._cost)
         self._look = look if first else max(look, STICKS * self._look)
-        self._grow(now, held)
-        self._asked, self._free, self._held, self._room = now, free, held, free - threshold
+        self._grow(now, num_held)
+        self._asked, self._free, self._held, self._room = now, free, num_held, free - threshold
         self._pay(now, cost)
         self._plan(now)
 
-    def glance(self, now: float, cost: float, held: int) -> None:
-        """A look at ``now`` cost ``cost``; plans a question at once if too much is held since the last."""
+    def glance(self, now: float, cost: float, num_held: int) -> None:
+        """Record a look at ``now`` that cost ``cost``; schedule an immediate query if ``held`` grew too much."""
         self._pay(now, cost)
         self._look = max(cost, STICKS * self._look)
-        self._grow(now, held)
-        if 0 < self._room <= 2 * (held - self._held) and self._affords:
+        self._grow(now, num_held)
+        if 0 < self._room <= 2 * (num_held - self._held) and self._affords:
             self.question = self.due = now
         else:
             self.due = min(self.question, now + self._interval)
 
     def spend(self, cost: float) -> None:
-        """What was spent beside a question or look."""
+        """Charge further cost to the budget."""
         self._saved = max(self._saved - cost, -OVERDRAFT * self._cost)
 
     @property
@@ -95,10 +98,10 @@ class Pace:
 
     @property
     def _interval(self) -> float:
-        """From look to look."""
+        """Time between two looks."""
         return self._look / (SHARE * self.budget)
 
-    def _grow(self, now: float, held: int) -> None:
+    def _grow(self, now: float, num_held: int) -> None:
         passed = max(now - self._looked, self._interval / 4, 1.0)  # one large tensor is no trend
-        self._growth = max((held - self._seen) / passed, FADE * self._growth) if self._looked else 0.0
-        self._looked, self._seen = now, held
+        self._growth = max((num_held - self._seen) / passed, FADE * self._growth) if self._looked else 0.0
+        self._looked, self._seen = now, num_held

@@ -1,10 +1,9 @@
-"""A group decision about memory: what one rank does for want of it, every rank of its world does before its next op.
+"""Memory actions of all ranks: when one rank acts on low memory, all ranks of its world do so before their next op.
 
-No collective decides: which op a rank is short before is its own affair, and ranks that were to vote before every op would
-pay for it with every op. Instead the rank that acts says so first, and everybody else looks: at a word of memory that the
-ranks of a node share, into which one rank of each node puts what other nodes said in the world's store. Nobody waits
-for anybody, so that it cannot deadlock. The whole world follows, not the op's group alone: ranks outside it wait for
-its members a moment later, in a group of their own.
+No collective is used: a vote before every op would slow down every op. Instead the acting rank publishes a request, and
+all others poll a word of memory shared by the ranks of a node; one rank per node copies requests of other nodes into it
+from the world's store. No rank waits for another, so this cannot deadlock. All ranks of the world follow, not just the
+op's group: ranks outside it would soon wait for its members in another group.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from typing import Any
 from slime_like.config.schema.guard_policy import ACTIONS
 from slime_like.util.private import open_lock, private_folder
 
-ACTION_BITS = 3  # of the word, for the action; the rest is the request's number
-PERIOD_S = 0.1  # between two looks into the store, by one thread of each node
+ACTION_BITS = 3  # of the word, for the action; the other bits are the request's number
+PERIOD_S = 0.1  # polling period of the store, by one thread per node
 KEY = "slime_like/memory/"
 
-_joined = itertools.count(1)  # of this process; the same on every rank, as each installs the wrapper as often
+_joined = itertools.count(1)  # equal on every rank: all install the wrapper equally often
 
 
 class Requests:
-    """The word, on one rank. Two ranks that ask at once write the same one, which is one request, on all nodes."""
+    """The shared word on one rank. Two simultaneous requests write the same value, which is one request, on all nodes."""
 
     def __init__(self, path: Path) -> None:
-        private_folder(path.parent)  # so that nobody else can have put a link here
+        private_folder(path.parent)  # no other user can place a link here
         self._file = open_lock(path)
         self._file.truncate(8)
         self.memory = mmap.mmap(self._file.fileno(), 8)
         self._word = memoryview(self.memory).cast("q")
         self._path = path
-        self._key = f"{KEY}{next(_joined)}/"  # requests of an earlier wrapper in this world are another's
+        self._key = f"{KEY}{next(_joined)}/"  # separate from requests of an earlier wrapper in this world
         self._seen = self._word[0]
         self._native: Any = None  # the hot path in C, where that looks at the word
         self._store: Any = None
@@ -45,18 +44,18 @@ class Requests:
 
     # ---- on this node ------------------------------------------------------------------------------------------------
     def watched_by(self, native: Any) -> None:
-        """Ops need not be due to find a request: ``native`` compares the word with its ``seen`` before each."""
+        """Let ``native`` compare the word with its ``seen`` before each op, so that ops need not be due to see a request."""
         native.watch(self.memory)
         self._native = native
         self._see(self._seen)
 
     @property
     def watched(self) -> bool:
-        """Whether that is so."""
+        """True if the C hot path watches the word."""
         return self._native is not None
 
     def ask(self, action: str) -> None:
-        """Everybody else is to do ``action``."""
+        """Request ``action`` from all other ranks."""
         number = (self._seen >> ACTION_BITS) + 1
         self._see(number << ACTION_BITS | ACTIONS.index(action))
         self._word[0] = self._seen
@@ -64,7 +63,7 @@ class Requests:
             self._store.set(f"{self._key}{number}", action)
 
     def news(self) -> str:
-        """The action that somebody asked for since the last call, or nothing."""
+        """Return the action requested since the last call, or "" if there is none."""
         word = self._word[0]
         if word == self._seen:
             return ""
@@ -74,7 +73,7 @@ class Requests:
 
     @property
     def _number(self) -> int:
-        """Of the last request, seen by this rank or not."""
+        """Number of the last request, whether this rank has seen it or not."""
         return self._word[0] >> ACTION_BITS
 
     def _see(self, word: int) -> None:
@@ -84,7 +83,7 @@ class Requests:
 
     # ---- on other nodes ----------------------------------------------------------------------------------------------
     def join(self, store: Any) -> None:
-        """Tell and hear other nodes by ``store``, the world's. The first rank of a node to come listens for all of it."""
+        """Exchange requests with other nodes through the world's ``store``. The first rank to join listens for its node."""
         if self._store is not None:
             return
         self._store = store
@@ -92,9 +91,8 @@ class Requests:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        if (
-            self._seen == self._word[0]
-        ):  # ranks that were killed may have left a number: requests of this world begin at 1
+        # Killed ranks may have left a number: requests of this world begin at 1.
+        if self._seen == self._word[0]:
             self._word[0] = 0
         threading.Thread(target=self._listen, args=(store.clone(),), name="memory requests", daemon=True).start()
 
@@ -102,11 +100,11 @@ class Requests:
         while not self._closed.wait(PERIOD_S):
             try:
                 self._look(store)
-            except RuntimeError:  # the store is gone, and the run with it
+            except RuntimeError:  # the store is closed at the end of the run
                 return
 
     def _look(self, store: Any) -> None:
-        """Put the next request of all into the word, if there is one that did not come from this node."""
+        """Copy the next request of another node, if any, into the word."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -119,7 +117,7 @@ class Requests:
                 self._word[0] = number << ACTION_BITS | action
 
     def close(self) -> None:
-        """Remove it."""
+        """Stop listening and remove the shared file."""
         with self._lock:
             self._closed.set()
             self._word.release()

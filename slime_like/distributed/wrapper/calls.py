@@ -1,6 +1,6 @@
-"""What stands in the place of torch's methods and functions: the hot path, of plain statements, each worth its time.
+"""Replacements of torch's methods and functions: the hot path, in plain statements to be fast.
 
-Each maker returns a function with the signature of what it replaces.
+Each function here returns a wrapper with the signature of the original.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from slime_like.distributed.wrapper.wrapper import Wrapper
 
 ANY_PEER = -1
-PURGE_AT = 1024  # outstanding works: those that were dropped are looked for
+PURGE_AT = 1024  # outstanding works from which dropped ones are removed
 SAY = frozenset(kind for name, kind in vars(c10d).items() if name.endswith("Options") and hasattr(kind, "asyncOp"))
-NONE: Any = object()  # an argument that was not given
+NONE: Any = object()  # an omitted argument
 
 
 def method(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """The wrapper round one method of ``ProcessGroup``."""
+    """Return the wrapper of one method of ``ProcessGroup``."""
     return _point(w, op, name, raw) if op.kind is Kind.POINT else _collective(w, op, raw)
 
 
 def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Ops of all ranks of a group. torch gives ``ops, opts`` or ``out, in, opts``; whatever else comes is passed on."""
+    """Wrap an op of all ranks of a group. torch passes ``ops, opts`` or ``out, in, opts``; other arguments pass through."""
     table, check, await_ = w.tables[op.name], w.guard.check, w.await_
     pack, memory, words, take, payload = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.take, op.payload
 
-    def call(group: Any, a: Any = NONE, b: Any = NONE, c: Any = NONE, *rest: Any, **kw: Any) -> Any:
+    def call(group: Any, a: Any = NONE, b: Any = NONE, c: Any = NONE, *more_args: Any, **kw: Any) -> Any:
         try:
             counter = table[group]
         except KeyError:
@@ -52,16 +52,16 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
             started = clock()
         size = 0
         if payload is not None:
-            given = b if payload else a
-            if given.__class__ is list and len(given) == 1:
-                given = given[0]
-            size = given.nbytes if given.__class__ is Tensor else size_of(given)
+            tensors = b if payload else a
+            if tensors.__class__ is list and len(tensors) == 1:
+                tensors = tensors[0]
+            size = tensors.nbytes if tensors.__class__ is Tensor else size_of(tensors)
             counter.bytes += size
         index, offset, end = take()
         pack(memory, offset, index, started, 0, size, counter.code, counter.next(), NO_PEER)
         try:
-            if rest or kw or b is NONE:
-                opts, work = _issue(raw, counter.target, (a, b, c, *rest), kw)
+            if more_args or kw or b is NONE:
+                opts, work = _issue(raw, counter.target, (a, b, c, *more_args), kw)
             elif c is NONE:
                 opts, work = b, raw(counter.target, a, b)
             else:
@@ -75,25 +75,25 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
             raise failed from failed.__cause__
         words[end] = ended = clock()
         counter.ns += ended - started
-        return None  # torch takes it for a backend that has waited itself
+        return None  # for torch: the op has been waited for
 
     return call
 
 
 def _issue(raw: Callable[..., Any], target: Any, args: Sequence[Any], kw: dict[str, Any]) -> tuple[Any, Any]:
-    """Options and work of a call with any arguments, as ``barrier(opts=...)``."""
+    """Return options and work of a call with other arguments, as ``barrier(opts=...)``."""
     if args[0] is NONE:
         return kw.get("opts"), raw(target, **kw)
-    given = [x for x in args if x is not NONE]
-    return kw.get("opts", given[-1] if given else None), raw(target, *given, **kw)
+    present = [x for x in args if x is not NONE]
+    return kw.get("opts", present[-1] if present else None), raw(target, *present, **kw)
 
 
 def _point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Sends, receives, and batches of them: asynchronous, numbered for each peer."""
+    """Wrap sends, receives, and batches of them: asynchronous, numbered per peer."""
     table, check, carries, anyone = w.tables[op.name], w.guard.check, op.payload is not None, name == "recv_anysource"
     pack, memory, words, take, loose = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.take, w.loose
 
-    def call(group: Any, a: Any = NONE, b: Any = NONE, c: Any = NONE, *rest: Any, **kw: Any) -> Any:
+    def call(group: Any, a: Any = NONE, b: Any = NONE, c: Any = NONE, *more_args: Any, **kw: Any) -> Any:
         try:
             counter = table[group]
         except KeyError:
@@ -105,8 +105,8 @@ def _point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[.
             started = clock()
         size, peer = 0, NO_PEER
         if carries:
-            given = a[0] if a.__class__ is list and len(a) == 1 else a
-            size = given.nbytes if given.__class__ is Tensor else size_of(given)
+            tensors = a[0] if a.__class__ is list and len(a) == 1 else a
+            size = tensors.nbytes if tensors.__class__ is Tensor else size_of(tensors)
             counter.bytes += size
             peer = ANY_PEER if anyone else b
         try:
@@ -116,8 +116,8 @@ def _point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[.
         index, offset, end = take()
         pack(memory, offset, index, started, 0, size, counter.code, sequence, peer)
         try:
-            if rest or kw or c is NONE:
-                work = raw(counter.target, *[x for x in (a, b, c, *rest) if x is not NONE], **kw)
+            if more_args or kw or c is NONE:
+                work = raw(counter.target, *[x for x in (a, b, c, *more_args) if x is not NONE], **kw)
             else:
                 work = raw(counter.target, a, b, c)
         except BaseException as error:  # noqa: BLE001 (fault boundary: whatever it is ends the op, and goes on)
@@ -136,38 +136,38 @@ def _point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[.
 
 
 def wait(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """The wrapper round ``GroupTask.wait``: where asynchronous ops end, and where most of them fail."""
+    """Return the wrapper of ``GroupTask.wait``, in which asynchronous ops end and most of them fail."""
     pop, words, base, mask, width = w.loose.pop, w.ring.words, w.ring.place(0), w.ring.slots - 1, RECORD.size // 8
 
     def call(work: Any, *args: Any, **kwargs: Any) -> Any:
-        found = pop(id(work), None)
-        if found is None or found[0]() is not work:
+        issued = pop(id(work), None)
+        if issued is None or issued[0]() is not work:
             return raw(work, *args, **kwargs)
-        _, counter, index = found
+        _, counter, index = issued
         started = clock()
         try:
-            done = raw(work, *args, **kwargs)
+            result = raw(work, *args, **kwargs)
         except BaseException as error:  # noqa: BLE001 (fault boundary: whatever it is ends the op, and goes on)
             failed = w.failed(counter, index, error)
             raise failed from failed.__cause__
         ended = clock()
         counter.ns += ended - started
         place = base + (index & mask) * width
-        if words[place] == index:  # else its place is taken by a later one
+        if words[place] == index:  # else overwritten by a later op
             words[place + ENDED] = ended
-        return done
+        return result
 
     return call
 
 
 def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """The wrapper round a function made of several ops: counted and guarded as one; the ops inside are counted too."""
+    """Return the wrapper of a function made of several ops: counted and guarded as one; the ops inside are counted too."""
     place = group_place(raw)
 
     @functools.wraps(raw)
     def call(*args: Any, **kwargs: Any) -> Any:
         group = group_of(place, args, kwargs)
-        removed = not w.placed  # a name that was bound meanwhile
+        removed = not w.placed  # called by a name bound before the wrapper's removal
         if removed or not isinstance(group, dist.ProcessGroup) or group not in c10d._world.pg_map:
             return raw(*args, **kwargs)
         counter = w.tables[op.name].get(group) or w.adopt(op, group)
@@ -185,13 +185,13 @@ def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]
 
 
 def group_place(raw: Callable[..., Any]) -> int | None:
-    """Which argument of a function of torch.distributed is the group; None: a batch of ops that have one each."""
+    """Return the position of the argument ``group`` of a torch.distributed function; None for a batch of ops."""
     parameters = list(inspect.signature(raw).parameters)
     return parameters.index("group") if "group" in parameters else None
 
 
 def group_of(place: int | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The group of a call of such a function; ``place`` is from ``group_place``."""
+    """Return the group of a call of such a function; ``place`` is from ``group_place``."""
     if place is None:  # batch_isend_irecv: all of a batch have one group
         batch = args[0] if args else kwargs["p2p_op_list"]
         group = batch[0].group if batch else None
@@ -201,7 +201,7 @@ def group_of(place: int | None, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def redirected(raw: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that is no op, of whatever carries out the ops of its group."""
+    """Redirect a method that is not an op to the group that executes the ops."""
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         return raw(reload.target(group), *args, **kwargs)
@@ -210,7 +210,7 @@ def redirected(raw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def destroy(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """``destroy_process_group``, after which no counter holds on to a group."""
+    """Wrap ``destroy_process_group`` to drop the counters of destroyed groups."""
 
     @functools.wraps(raw)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -225,7 +225,7 @@ def destroy(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def size_of(value: object) -> int:
-    """Bytes of a tensor, or of all in nested lists."""
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(value, (list, tuple)):
         return sum(size_of(item) for item in cast("Sequence[object]", value))
     return int(value.nbytes) if isinstance(value, Tensor) else 0

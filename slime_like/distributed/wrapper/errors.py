@@ -1,4 +1,4 @@
-"""What a failed collective says: op, group, sizes, ranks, phase, memory, and who was where."""
+"""Error message of a failed collective: op, group, sizes, ranks, phase, memory, and the other ranks' last ops."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ POLL_S = 0.1
 
 
 def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> CollectiveError:
-    """``error`` of the op with number ``index`` in the ring, with everything that the node's ranks know of it."""
+    """Return the error of op ``index`` in the ring, with the state of all ranks of the node."""
     place = w.ring.place(index)
     size, sequence = w.ring.words[place + 3], w.ring.words[place + 5]
     waited = (time.perf_counter_ns() - w.ring.words[place + 1]) / 1e9
     info = counter.group.info
     rank = dist.get_rank() if dist.is_initialized() else "?"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    found = _findings(w, patient=waited < PATIENCE_S)
-    cause = f"; {found[0].headline}" if found else ""
+    problems = _findings(w, patient=waited < PATIENCE_S)
+    cause = f"; {problems[0].headline}" if problems else ""
     lines = [
         f"{counter.op.name} #{sequence} of {size} bytes failed on rank {rank} after {waited:.1f} s, phase {w.phase_name}, "
         f"in group {info.label} (ranks {', '.join(map(str, info.ranks))}){cause}",
-        *(str(one) for one in found),
+        *(str(finding) for finding in problems),
         memory(w),
         f"{type(error).__name__}: {first}",
     ]
@@ -41,20 +41,20 @@ def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> C
 
 
 def _findings(w: Wrapper, *, patient: bool) -> list[CollectiveFinding]:
-    """What the rings say; ``patient``: once every living rank has arrived, or after a moment."""
+    """Return the rings' findings; if ``patient``, once every living rank has arrived or ``PATIENCE_S`` has passed."""
     if w.ring.folder is None:
         return []
     until = time.monotonic() + (PATIENCE_S if patient else 0.0)
     while True:
-        found = findings(read_rings(w.ring.folder))
-        late = any("running" in who for one in found for who in one.absent)
-        if not late or time.monotonic() >= until:
-            return found
+        problems = findings(read_rings(w.ring.folder))
+        pending = any("running" in rank for finding in problems for rank in finding.absent)
+        if not pending or time.monotonic() >= until:
+            return problems
         time.sleep(POLL_S)
 
 
 def memory(w: Wrapper) -> str:
-    """Memory of this rank in a few words."""
+    """Describe this rank's memory."""
     source = w.guard.source
     return (
         f"memory: {source.free() / 2**30:.2f} of {source.total / 2**30:.2f} GiB ({source.name}) free, this rank holds "
@@ -63,12 +63,14 @@ def memory(w: Wrapper) -> str:
 
 
 def memory_soon(w: Wrapper, seconds: float) -> str:
-    """The same where the device may hang, and with it whoever asks: after so many seconds, what was found last."""
-    said: list[str] = []
-    asking = threading.Thread(target=lambda: said.append(memory(w)), name="memory", daemon=True)
-    asking.start()
-    asking.join(seconds)
-    if said:
-        return said[0]
-    found = w.ring.memory_state()
-    return f"memory: no answer in {seconds:g} s" + ("" if found is None else f"; {found.told(time.perf_counter_ns())}")
+    """Return ``memory(w)``, or the last recorded reading if a hung device gives no answer within ``seconds``."""
+    answers: list[str] = []
+    query = threading.Thread(target=lambda: answers.append(memory(w)), name="memory", daemon=True)
+    query.start()
+    query.join(seconds)
+    if answers:
+        return answers[0]
+    last = w.ring.memory_state()
+    return f"memory: no answer in {seconds:g} s" + (
+        "" if last is None else f"; {last.describe(time.perf_counter_ns())}"
+    )

@@ -1,7 +1,7 @@
-"""The hot path in C (``csrc/hot.c``), where the machine has a compiler: it is made once per machine and user.
+"""The hot path in C (``csrc/hot.c``), compiled once per machine and user if there is a compiler.
 
-Each object stands before the Python function that does the same (``slime_like.distributed.wrapper.calls``) and hands it every call
-that is not plain. Goes when torch offers hooks that cost as little.
+Each object handles plain calls and passes all others to the equivalent Python function (``wrapper.calls``). Remove when
+torch offers hooks that are as cheap.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ NAME = "_hot"
 
 
 def recipe() -> Recipe:
-    """An extension of this very interpreter."""
+    """Return the recipe of the extension for this interpreter."""
     include = f"-I{sysconfig.get_path('include')}"
-    interpreter = f"-DINTERPRETER={sys.hexversion:#x}"  # so that its name is another for another interpreter
+    interpreter = f"-DINTERPRETER={sys.hexversion:#x}"  # makes the file name depend on the interpreter
     return Recipe(
         SOURCE, ("-O2", "-std=gnu11", "-fPIC", "-shared", "-w", include, interpreter), what="hot path's source"
     )
@@ -44,7 +44,7 @@ def recipe() -> Recipe:
 
 @functools.cache
 def load() -> Any:
-    """The extension; None, and a word why, where it cannot be made."""
+    """Return the extension, or None with a logged reason if it cannot be compiled."""
     try:
         path = str(build(recipe()).path)
         loader = importlib.machinery.ExtensionFileLoader(NAME, path)
@@ -60,30 +60,30 @@ def load() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class NativeHooks:
-    """The extension on one ring."""
+    """The extension's objects for one ring."""
 
     module: Any
     ring: Any
 
     @classmethod
     def on(cls, module: Any, ring: Ring) -> NativeHooks:
-        """Records of ``ring`` are taken by the extension from now on."""
+        """Let the extension allocate the records of ``ring`` from now on."""
         native = module.Ring(ring.memory, HEAD, ring.slots)
         ring.take, ring.let_go = native.take, native.close
         return cls(module, native)
 
     def method(self, w: Wrapper, op: Op, name: str, raw: Callable[..., Any], slow: Callable[..., Any]) -> Any:
-        """What stands in the place of a method of ``ProcessGroup``; ``slow``: the same in Python."""
+        """Return the replacement of a method of ``ProcessGroup``; ``slow`` is the one in Python."""
         kind = self.module.POINT if op.kind is Kind.POINT else self.module.COLLECTIVE
         payload = -1 if op.payload is None else op.payload
         return self._call(w, kind, raw, slow, w.tables[op.name], payload, name == "recv_anysource")
 
     def wait(self, w: Wrapper, raw: Callable[..., Any], slow: Callable[..., Any]) -> Any:
-        """What stands in the place of ``GroupTask.wait``."""
+        """Return the replacement of ``GroupTask.wait``."""
         return self._call(w, self.module.WAIT, raw, slow)
 
     def composite(self, w: Wrapper, op: Op, raw: Callable[..., Any], slow: Callable[..., Any]) -> Any:
-        """What stands in the place of a function made of several ops."""
+        """Return the replacement of a function made of several ops."""
         place = calls.group_place(raw)
         call = self._call(w, self.module.COMPOSITE, raw, slow, w.tables[op.name], -1 if place is None else place)
         return functools.update_wrapper(call, raw)

@@ -1,4 +1,4 @@
-"""The one wrapper of a process: installed before its first collective, removable, and none at all where it is off."""
+"""Installation of the process's wrapper: before its first collective, removable; nothing is wrapped if it is off."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _watchdog: Watchdog | None = None
 def install(
     spec: GuardSpec, device: torch.device, rank: int, source: MemorySource | None = None, *, in_c: bool = True
 ) -> Wrapper | None:
-    """Wrap the collectives of this process as ``spec`` says; the wrapper that was there goes. ``source``: for tests.
+    """Wrap the collectives of this process by ``spec``, replacing an earlier wrapper. ``source``: for tests.
 
-    ``in_c=False``: the hot path is that of Python, as it is where there is no compiler.
+    ``in_c=False``: the hot path is in Python, as without a compiler.
     """
     global _current, _watchdog
     _remove(replaced=spec.wrap and spec.release)
@@ -57,7 +57,7 @@ def install(
 
 
 def _asked(spec: GuardSpec, device: torch.device, ring: Ring) -> MemorySource:
-    """The source of ``spec``, asked once: a rank that never asks again says at its death what there was."""
+    """Return the source of ``spec``, queried once so that the ring has a reading from the start."""
     source = RecordingMemorySource(make_source(spec.memory, device), ring)
     source.free()
     source.held()
@@ -65,15 +65,15 @@ def _asked(spec: GuardSpec, device: torch.device, ring: Ring) -> MemorySource:
 
 
 def remove() -> None:
-    """Torch's own methods and functions again, and no trace in shared memory.
+    """Restore torch's methods and functions, and remove the files in shared memory.
 
-    Raises ``CollectiveError`` while there are groups whose communicators come and go: they would refuse every op.
+    Raises ``CollectiveError`` while there are groups with reloadable communicators: they would refuse every op.
     """
     _remove(replaced=False)
 
 
 def _remove(*, replaced: bool) -> None:
-    """``replaced``: another wrapper comes at once that carries such groups on."""
+    """``replaced``: another wrapper follows immediately and takes over such groups."""
     global _current, _watchdog
     reload.check_removable(_current, replaced=replaced)
     if _watchdog is not None:
@@ -84,13 +84,13 @@ def _remove(*, replaced: bool) -> None:
 
 
 def current() -> Wrapper | None:
-    """The wrapper of this process, if there is one."""
+    """Return the wrapper of this process, if there is one."""
     return _current
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Generator[None]:
-    """Collectives inside belong to this phase of the run: step, push, save ..."""
+    """Assign collectives inside to a phase of the run: step, push, save ..."""
     wrapper = _current
     if wrapper is None:
         yield
@@ -113,20 +113,20 @@ def release() -> None:
 
 
 def label_group(name: str, label: str) -> None:
-    """Call a group that is not megatron's ``label``; its other ranks are outside this world. Before its first op."""
+    """Set the label of a group whose other ranks are outside this world. Call it before the group's first op."""
     if _current is not None:
         _current.labels[name] = label
 
 
 def drain() -> list[Metric]:
-    """``comm/...`` and ``guard/...`` of this rank since the last drain."""
+    """Return ``comm/...`` and ``guard/...`` of this rank since the last drain."""
     if _current is None:
         return []
-    found = list(counters.metrics(_current.counters(), _current.guard.lowest))
+    metrics = list(counters.metrics(_current.counters(), _current.guard.lowest))
     _current.guard.lowest = None
     if _current.profile is not None and _current.spec.profile is not None:
         _current.profile.write(_current, Path(_current.spec.profile), _current.name)
     if _current.spec.release:
-        found.append(Max("guard/reload_time", _current.reload_ns / 1e9))
+        metrics.append(Max("guard/reload_time", _current.reload_ns / 1e9))
         _current.reload_ns = 0
-    return found
+    return metrics

@@ -1,8 +1,8 @@
-"""What each op takes of memory: free memory as the driver sees it and memory held by this process, before and after it.
+"""Memory taken by each op: free memory of the driver and memory held by this process, before and after it.
 
 Under ``guard.profile`` every op is measured, nothing is guarded, and each rank's rows go to a file that
-``slime_like.distributed.guard.advice`` reads. An asynchronous op is measured where it is issued: that is where communicators
-and buffers are made. A function made of several ops is measured as one, and they beside it.
+``slime_like.distributed.guard.advice`` reads. An asynchronous op is measured when it is issued, which creates communicators
+and buffers. A function made of several ops is measured as one, in addition to its ops.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class MemoryDelta:
-    """Of one op in one group, in bytes; what an op gives back counts as nothing.
+    """Memory taken by one op in one group, in bytes; released memory counts as 0.
 
-    Of first use are the first call, and each that carries more than any before it, for which buffers may have to grow.
+    First use: the first call, and each call with a larger payload than any before it, for which buffers may grow.
     """
 
     first_allocator: int = 0
@@ -39,7 +39,7 @@ class MemoryDelta:
     largest: int = -1
 
     def add(self, allocator: int, driver: int, question_ns: int, num_bytes: int) -> None:
-        """One more call, which carried ``num_bytes``."""
+        """Add a call with a payload of ``num_bytes``."""
         self.calls += 1
         self.question_ns += question_ns
         if num_bytes > self.largest:
@@ -55,12 +55,11 @@ class MemoryDelta:
 class Profile:
     """The measurements of one rank."""
 
-    taken: dict[tuple[Any, str], MemoryDelta] = field(
-        default_factory=dict[tuple[Any, str], MemoryDelta]
-    )  # by group, op
+    # By group and op.
+    deltas: dict[tuple[Any, str], MemoryDelta] = field(default_factory=dict[tuple[Any, str], MemoryDelta])
 
     def measured(self, w: Wrapper, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, a wrapped method of ``ProcessGroup``, between two questions."""
+        """Wrap ``call``, a wrapped method of ``ProcessGroup``, in two memory queries."""
 
         @functools.wraps(call)
         def around(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +69,7 @@ class Profile:
         return around
 
     def measured_composite(self, w: Wrapper, op: Op, raw: Callable[..., Any], call: Callable[..., Any]) -> Any:
-        """``call``, which is ``raw``, a function made of several ops, wrapped; between two questions."""
+        """Wrap ``call``, the wrapper of the composite function ``raw``, in two memory queries."""
         place = calls.group_place(raw)
 
         @functools.wraps(raw)
@@ -84,25 +83,25 @@ class Profile:
     def _measuring(self, w: Wrapper, op: Op, group: Any) -> Generator[None]:
         source, table = w.guard.source, w.tables[op.name]
         carried = table[group].bytes if group in table else 0
-        held = source.held()
+        held_before = source.held()
         started = time.perf_counter_ns()
-        free = source.free()
-        asked = time.perf_counter_ns() - started
+        free_before = source.free()
+        query_ns = time.perf_counter_ns() - started
         try:
             yield
         finally:
-            if group in table:  # else it was none of this group, or refused
-                left, holds = source.free(), source.held()
-                taken = self.taken.setdefault((group, op.name), MemoryDelta())
-                taken.add(holds - held, free - left, asked, table[group].bytes - carried)
+            if group in table:  # else not an op of this group, or refused
+                free_after, held_after = source.free(), source.held()
+                delta = self.deltas.setdefault((group, op.name), MemoryDelta())
+                delta.add(held_after - held_before, free_before - free_after, query_ns, table[group].bytes - carried)
 
     def write(self, w: Wrapper, folder: Path, name: str) -> None:
-        """Everything measured so far to ``folder/<name>.json``."""
+        """Write all measurements so far to ``folder/<name>.json``."""
         rows: list[MeasuredOp] = []
         for counter in w.counters():
-            group = next((group for group, known in w.groups.items() if known is counter.group), None)
-            taken = self.taken.get((group, counter.op.name))
-            if taken is not None and counter.calls:
+            group = next((handle for handle, group in w.groups.items() if group is counter.group), None)
+            delta = self.deltas.get((group, counter.op.name))
+            if delta is not None and counter.calls:
                 rows.append(
                     MeasuredOp(
                         op=counter.op.name,
@@ -111,11 +110,11 @@ class Profile:
                         calls=counter.calls,
                         num_bytes=counter.bytes,
                         time_ns=counter.ns,
-                        question_ns=taken.question_ns // taken.calls,
-                        first_allocator=taken.first_allocator,
-                        first_driver=taken.first_driver,
-                        later_allocator=taken.later_allocator,
-                        later_driver=taken.later_driver,
+                        question_ns=delta.question_ns // delta.calls,
+                        first_allocator=delta.first_allocator,
+                        first_driver=delta.first_driver,
+                        later_allocator=delta.later_allocator,
+                        later_driver=delta.later_driver,
                     )
                 )
         write_rows(folder / f"{name}.json", rows)

@@ -1,11 +1,10 @@
-"""Communicators that come and go: destroyed while nothing is communicated, made again before something is.
+"""Reloadable communicators: destroyed while nothing is communicated, rebuilt before the next collective.
 
-megatron-core keeps its ``ProcessGroup`` objects, the world's included: they stay what and where they are, with their ranks,
-names and stores. Under ``guard.release`` they never hold a communicator. In each stands a ``Slot``, and what carries out
-their ops is a second group of the same ranks that only the wrapper knows. An op that comes past the wrapper meets the
-slot, which refuses it.
+megatron-core keeps its ``ProcessGroup`` objects, including the world: they persist with their ranks, names and stores.
+Under ``guard.release`` they never hold a communicator but a ``Slot``. A second group of the same ranks, known only to the
+wrapper, executes their ops. An op that bypasses the wrapper reaches the slot, which refuses it.
 
-Goes when torch's backends can all be suspended and resumed (``Backend.suspend``: in 2.14 not gloo's).
+Remove when all of torch's backends can be suspended and resumed (``Backend.suspend``: in 2.14 not gloo's).
 """
 
 from __future__ import annotations
@@ -30,58 +29,58 @@ if TYPE_CHECKING:
     from slime_like.distributed.wrapper.wrapper import Wrapper
 
 NAMES = ("gloo", "nccl")
-# Methods that are no ops and must reach the group that carries the ops out.
+# Methods that are not ops and must reach the group that executes the ops.
 REDIRECTED = ("_start_coalescing", "_get_backend")
 MARK = "rebuild"
-# Of this process's rebuilds, the same on every rank: addresses of earlier ones must not be met in the store.
+# Number of rebuilds, the same on every rank, to separate their addresses in the store.
 _numbers = itertools.count(1)
 
 
 class Slot(c10d_core.Backend):
-    """Stands in a ``ProcessGroup`` for a backend that may be gone; ``live`` is the backend."""
+    """Placeholder in a ``ProcessGroup`` for a backend that may be released; ``live`` is the backend."""
 
-    def __init__(self, create: Callable[[Any, Any], Any], asked: Any, options: Any) -> None:
-        super().__init__(asked.group_rank, asked.group_size)
-        self._create, self._options, self._store = create, options, asked.store
-        self._asked = (asked.group_rank, asked.group_size, asked.timeout, asked.group_id)
-        self._ranks = list(asked.global_ranks_in_group)
-        self.live: Any = create(asked, options)
+    def __init__(self, create: Callable[[Any, Any], Any], request: Any, options: Any) -> None:
+        super().__init__(request.group_rank, request.group_size)
+        self._create, self._options, self._store = create, options, request.store
+        self._asked = (request.group_rank, request.group_size, request.timeout, request.group_id)
+        self._ranks = list(request.global_ranks_in_group)
+        self.live: Any = create(request, options)
 
     def build(self, number: int) -> None:
-        """Communicators again: a collective of the group's ranks where the backend connects at once, as gloo does."""
-        asked: Any = c10d._DistributedBackendOptions()
-        asked.store = dist.PrefixStore(f"{MARK}{number}/", self._store)
-        asked.group_rank, asked.group_size, asked.timeout, asked.group_id = self._asked
-        asked.global_ranks_in_group = self._ranks
-        self.live = self._create(asked, self._options)
+        """Create communicators: a collective of the group's ranks if the backend connects eagerly, as gloo does."""
+        request: Any = c10d._DistributedBackendOptions()
+        request.store = dist.PrefixStore(f"{MARK}{number}/", self._store)
+        request.group_rank, request.group_size, request.timeout, request.group_id = self._asked
+        request.global_ranks_in_group = self._ranks
+        self.live = self._create(request, self._options)
 
     def drop(self) -> None:
-        """No communicators. Gloo's go with the last reference, NCCL's must be told to."""
+        """Destroy the communicators. Gloo's end with the last reference, NCCL's need a shutdown."""
         live, self.live = self.live, None
         if live is not None:
             live.shutdown()
 
-    # What torch asks of a backend beside ops.
+    # Methods of a backend other than ops.
     def getBackendName(self) -> str:
-        """Told by the error of an op that comes past the wrapper."""
+        """Return a name for torch's error when an op bypasses the wrapper."""
         return "of a group whose communicators come and go (guard.release=true), called past slime_like's wrapper,"
 
     @property
     def options(self) -> Any:
-        """The live backend's."""
+        """Options of the live backend."""
         return self.live.options
 
     @property
     def supports_coalescing(self) -> bool:
-        """As the live backend."""
+        """True if the live backend supports coalescing."""
         return bool(self.live.supports_coalescing)
 
     def shutdown(self) -> None:
-        """The group is destroyed."""
+        """Destroy the communicators, at the end of the group."""
         self.drop()
 
     def abort(self) -> None:
-        """The group is given up."""
+        """Abort the communicators."""
         live, self.live = self.live, None
         if live is not None:
             live.abort()
@@ -89,17 +88,17 @@ class Slot(c10d_core.Backend):
 
 @dataclass(slots=True, eq=False)
 class Reloadable:
-    """What stands behind one ``ProcessGroup``."""
+    """The slots and the executing group of one ``ProcessGroup``."""
 
     slots: dict[str, Slot] = field(default_factory=dict[str, Slot])  # by the backend's name
-    carrier: Any = None  # the group that carries the ops out; made at the first, anew after a rebuild
+    carrier: Any = None  # the group that executes the ops; created at the first op after a build
 
 
-_behind: dict[Any, Reloadable] = {}  # by ProcessGroup, in the order of their making, which is the same on all ranks
+_behind: dict[Any, Reloadable] = {}  # by ProcessGroup, in order of creation, which is the same on all ranks
 
 
 def place() -> list[tuple[str, Any]]:
-    """Groups that are made from now on have slots; returns what ``restore`` needs."""
+    """Give slots to groups that are created from now on. Returns the argument of ``restore``."""
     stock: list[tuple[str, Any]] = []
     for name in NAMES:
         c10d.Backend._ensure_backend_registered(name)
@@ -114,27 +113,27 @@ def place() -> list[tuple[str, Any]]:
 
 
 def restore(stock: list[tuple[str, Any]]) -> None:
-    """Groups that are made from now on hold their communicators themselves."""
+    """Let groups that are created from now on hold their communicators themselves."""
     for name, plugin in stock:
         c10d.Backend._plugins[name] = plugin
 
 
 def _creator(name: str, stock: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """torch's own for groups with processes outside this world, and for those split from another; else a slot's."""
+    """Return a creator: torch's for groups with processes outside this world and split groups, a slot for all others."""
 
-    def create(asked: Any, options: Any) -> Any:
-        foreign = not asked.global_ranks_in_group and dist.is_initialized()
-        if foreign or asked.split_from is not None:
-            return stock(asked, options)
-        slot = Slot(stock, asked, options)
-        _behind.setdefault(asked.process_group, Reloadable()).slots[name] = slot
+    def create(request: Any, options: Any) -> Any:
+        foreign = not request.global_ranks_in_group and dist.is_initialized()
+        if foreign or request.split_from is not None:
+            return stock(request, options)
+        slot = Slot(stock, request, options)
+        _behind.setdefault(request.process_group, Reloadable()).slots[name] = slot
         return slot
 
     return create
 
 
 def target(group: Any) -> Any:
-    """What carries out the ops of ``group``: itself, unless its communicators come and go."""
+    """Return the group that executes the ops of ``group``: itself, unless its communicators are reloadable."""
     behind = _behind.get(group)
     if behind is None or group not in c10d._world.pg_backend_config:
         return group
@@ -144,44 +143,44 @@ def target(group: Any) -> Any:
 
 
 def _carrier(group: Any, behind: Reloadable) -> Any:
-    """A group of the live backends of ``group``. No communication."""
-    made: Any = dist.ProcessGroup(group.get_group_store(), group.rank(), group.size())
+    """Create a group of the live backends of ``group``. No communication."""
+    carrier: Any = dist.ProcessGroup(group.get_group_store(), group.rank(), group.size())
     config = c10d.BackendConfig(c10d.Backend(c10d._world.pg_backend_config[group]))
     kinds = c10d.Backend.backend_type_map
     for device, name in config.get_device_backend_map().items():
-        made._register_backend(torch.device(device), kinds[name], behind.slots[name].live)
-    made._set_default_backend(kinds[group.name()])
-    made._set_group_name(group.group_name)
-    made._set_group_desc(group.group_desc)
-    return made
+        carrier._register_backend(torch.device(device), kinds[name], behind.slots[name].live)
+    carrier._set_default_backend(kinds[group.name()])
+    carrier._set_group_name(group.group_name)
+    carrier._set_group_desc(group.group_desc)
+    return carrier
 
 
 def forget() -> None:
-    """Groups that were destroyed."""
+    """Drop groups that were destroyed."""
     for group in [group for group in _behind if group not in c10d._world.pg_map]:
         del _behind[group]
 
 
 def check_removable(w: Wrapper | None, *, replaced: bool) -> None:
-    """Raises ``CollectiveError`` where groups would be left without what carries out their ops."""
+    """Raise ``CollectiveError`` if removing the wrapper would leave groups unable to execute ops."""
     forget()
     if w is None or not w.spec.release or not _behind or (replaced and not w.released):
         return
-    how = (
+    fix = (
         "rebuild them first, in a phase of slime_like.distributed.wrapper.install.phase"
         if replaced
         else ("destroy them first (torch.distributed.destroy_process_group)")
     )
     raise CollectiveError(
         f"the wrapper cannot go while {len(_behind)} groups have communicators that come and go (guard.release=true), "
-        f"which would refuse every op: {how}"
+        f"which would refuse every op: {fix}"
     )
 
 
 def release(w: Wrapper) -> None:
-    """Destroy the communicators of every group of this world, its own included. A collective: every rank calls it.
+    """Destroy the communicators of every group, including the world's. A collective: every rank calls it.
 
-    Raises ``CollectiveError`` when an op has not ended.
+    Raises ``CollectiveError`` if an op has not ended.
     """
     if w.released or not dist.is_initialized() or not _behind:
         return
@@ -209,10 +208,10 @@ def release(w: Wrapper) -> None:
 
 
 def rebuild(w: Wrapper) -> None:
-    """Make the communicators again, in the order in which their groups were made. A collective: every rank calls it.
+    """Rebuild the communicators, in the order in which their groups were created. A collective: every rank calls it.
 
-    All ranks made their groups in one order, so that of any two groups that overlap all common members build the same
-    one first: nobody waits in a circle. Raises ``CollectiveError`` where a rank does not come.
+    All ranks created their groups in one order, so that common members of any two overlapping groups build the same one
+    first, which excludes a deadlock. Raises ``CollectiveError`` if a rank does not join.
     """
     started, number = time.perf_counter_ns(), next(_numbers)
     w.ring.rebuilding(number)
@@ -240,7 +239,7 @@ def rebuild(w: Wrapper) -> None:
 
 
 def _tidy(store: Any) -> None:
-    """Addresses of the communicators that are in use now, which all ranks have read, leave the store."""
+    """Delete the addresses of the current communicators, which all ranks have read, from the store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):

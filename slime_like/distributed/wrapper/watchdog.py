@@ -1,4 +1,4 @@
-"""The end of a rank whose collective does not end: a thread that looks at the rank's own ring now and then."""
+"""Watchdog thread that polls the rank's own ring and ends the process if a collective does not end."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from slime_like.distributed.wrapper.wrapper import Wrapper
 
 EXIT_CODE = 70
-GRACE = 1.1  # of the deadline: gloo and NCCL, which have the same, are to fail first, where they notice
+GRACE = 1.1  # times the deadline: gloo and NCCL have the same deadline and should fail first
 GRACE_S = 2.0
-ASK_S = 2.0  # for free memory, at the end
+ASK_S = 2.0  # limit of the final memory query
 
 
 class Watchdog:
-    """Ends the process when an op has been in flight for longer than ``seconds``, saying who was where.
+    """Ends the process when an op has been in flight for longer than ``seconds``, and reports the state of all ranks.
 
-    Most hangs end before: the process group has the same deadline and raises. This is for those that it does not notice.
+    Most hangs end earlier: the process group has the same deadline and raises. This covers hangs that it does not notice.
     """
 
     def __init__(self, wrapper: Wrapper, seconds: float, die: Callable[[], None] | None = None) -> None:
@@ -39,7 +39,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop the thread."""
         self._stopped.set()
         self._thread.join(timeout=1.0)
 
@@ -62,10 +62,10 @@ def _say(text: str) -> None:
 
 
 def oldest_in_flight(wrapper: Wrapper) -> int | None:
-    """When the oldest op of this rank that has not ended was issued, in ns of ``perf_counter_ns``."""
+    """Return the issue time of this rank's oldest op that has not ended, in ns of ``perf_counter_ns``."""
     ring = wrapper.ring
     width = RECORD.size // 8
     first, stop = ring.place(0), ring.place(0) + ring.slots * width
     words = ring.words
-    found = [words[at + 1] for at in range(first, stop, width) if words[at + 1] and not words[at + 2]]
-    return min(found, default=None)
+    issued = [words[at + 1] for at in range(first, stop, width) if words[at + 1] and not words[at + 2]]
+    return min(issued, default=None)

@@ -1,11 +1,11 @@
-"""The wrapper: every collective of this process passes it, however its caller came by the function it calls.
+"""The wrapper of every collective of this process, independent of how its caller imported the function.
 
 All functions of ``torch.distributed`` issue their op by a method of ``ProcessGroup``. The methods are wrapped on the class,
-so that functions bound at import, before or after ``install``, and calls on a group itself are all seen once. Functions
-made of several ops (``broadcast_object_list``) are wrapped as well, to be counted and guarded under their own name.
-Without a wrapper torch's own methods are in place: there is no layer that passes calls through.
+so that functions imported before or after ``install`` and calls on a group itself are all seen once. Functions made of
+several ops (``broadcast_object_list``) are wrapped as well, to be counted and guarded under their own name. Without a
+wrapper torch's own methods are in place, with no pass-through layer.
 
-Goes when torch's hooks (``ProcessGroup.register_pre_hook``, ``register_post_hook``) name every op and tell failures.
+Remove when torch's hooks (``ProcessGroup.register_pre_hook``, ``register_post_hook``) report every op and its failure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slime_like.distributed.wrapper.profile import Profile
 from slime_like.errors import CollectiveError
 
 PHASE_MASK = ((1 << PHASE_BITS) - 1) << OP_BITS
-Issued = tuple[Any, Counter, int]  # an op that is being waited for: its work (weakly), counter, number in the ring
+Issued = tuple[Any, Counter, int]  # an outstanding op: its work (weak reference), counter, number in the ring
 
 
 @dataclass(slots=True)
@@ -43,25 +43,25 @@ class Wrapper:
     spec: GuardSpec
     ring: Ring
     guard: Guard
-    explain: Callable[[Wrapper, Counter, int, BaseException], BaseException]  # a failed op's error, with its context
+    explain: Callable[[Wrapper, Counter, int, BaseException], BaseException]  # adds context to a failed op's error
     groups: dict[Any, Group] = field(default_factory=dict[Any, Group])  # by ProcessGroup
     tables: dict[str, dict[Any, Counter]] = field(
         default_factory=dict[str, dict[Any, Counter]]
     )  # op -> group -> counter
-    loose: dict[int, Issued] = field(default_factory=dict[int, Issued])  # asynchronous, by id(Work); in C one like it
+    loose: dict[int, Issued] = field(default_factory=dict[int, Issued])  # asynchronous, by id(Work); csrc/works.h in C
     await_: Callable[[Any], Any] = c10d.Work.wait  # torch's own
     name: str = ""  # of the rank, with its role
     labels: dict[str, str] = field(default_factory=dict[str, str])  # of groups made elsewhere, by name
-    released: tuple[Any, ...] = ()  # groups without communicators, in the order of their making
+    released: tuple[Any, ...] = ()  # groups without communicators, in order of creation
     parked: dict[tuple[str, Any], Counter] = field(default_factory=dict[tuple[str, Any], Counter])  # their counters
     generation: int = 0  # of communicators
-    reload_ns: int = 0  # spent on destroying and making them
+    reload_ns: int = 0  # spent on destroying and rebuilding them
     profile: Profile | None = None  # measures every op
-    hot: NativeHooks | None = None  # the same in C; None: in Python
+    hot: NativeHooks | None = None  # hot path in C; None: in Python
     make_counter: type[Counter] = field(default_factory=counter_type)
     numbers: Callable[[], Callable[[], int]] = one_by_one
     placed: bool = False
-    phase: int = 0  # of the step, as the ring's code has it
+    phase: int = 0  # of the step, as encoded in the ring
     phase_name: str = ""
     _composing: int = 0
     _stock: list[tuple[Any, str, Any]] = field(default_factory=list[tuple[Any, str, Any]])
@@ -69,7 +69,7 @@ class Wrapper:
 
     # ---- in and out ----------------------------------------------------------------------------------------------
     def place(self) -> None:
-        """Put the wrapper in the place of torch's methods and composite functions."""
+        """Replace torch's methods and composite functions by wrapped ones."""
         self.set_phase("start")
         self.placed = True
         if self.hot is not None:
@@ -105,7 +105,7 @@ class Wrapper:
         return call if self.hot is None else self.hot.wait(self, raw, call)
 
     def remove(self) -> None:
-        """Torch's own methods and functions again."""
+        """Restore torch's methods and functions."""
         self.placed = False
         for owner, name, stock in reversed(self._stock):
             setattr(owner, name, stock)
@@ -122,7 +122,7 @@ class Wrapper:
         setattr(owner, name, wrap(getattr(owner, name)))
 
     def _replace_function(self, name: str, wrap: Callable[[Any], Any]) -> None:
-        """In both modules that have it: one re-exports the other's."""
+        """Replace a function in both modules: one re-exports the other's."""
         stock = getattr(c10d, name)
         assert getattr(dist, name) is stock, f"torch.distributed.{name} is no longer that of distributed_c10d"
         wrapped = wrap(stock)
@@ -132,31 +132,31 @@ class Wrapper:
 
     # ---- groups and counters -------------------------------------------------------------------------------------
     def adopt(self, op: Op, group: Any) -> Counter:
-        """The counter of ``op`` in a group that has not called it before."""
-        known = self.know(group)
+        """Create the counter of ``op`` in a group that has not called it before."""
+        record = self.know(group)
         if group in self.released:
             raise CollectiveError(
-                f"{op.name} in group {known.info.label}, phase {self.phase_name}: its communicators are released "
+                f"{op.name} in group {record.info.label}, phase {self.phase_name}: its communicators are released "
                 "(guard.release=true); do this in a phase of slime_like.distributed.wrapper.install.phase"
             )
-        code = CODES[op.name] | self.phase | known.info.number << (OP_BITS + PHASE_BITS)
-        counter = self.make_counter(op, known, self.spec.policy(op.name, known.info.label), code)
+        code = CODES[op.name] | self.phase | record.info.number << (OP_BITS + PHASE_BITS)
+        counter = self.make_counter(op, record, self.spec.policy(op.name, record.info.label), code)
         counter.target = reload.target(group)
         self.guard.adopt(counter)
         self.tables[op.name][group] = counter
         return counter
 
     def know(self, group: Any) -> Group:
-        """What is known of a group, which may be new."""
-        known = self.groups.get(group)
-        if known is None:
-            for gone in [g for g in self.groups if g not in c10d._world.pg_map]:
-                self.forget(gone)
-            known = self.groups[group] = Group(self._info(group), self.numbers)
+        """Return the record of a group, created at its first op."""
+        record = self.groups.get(group)
+        if record is None:
+            for destroyed in [g for g in self.groups if g not in c10d._world.pg_map]:
+                self.forget(destroyed)
+            record = self.groups[group] = Group(self._info(group), self.numbers)
             if self.guard.requests is not None and self.spec.nodes > 1 and dist.is_initialized():
                 self.guard.requests.join(c10d._get_default_store())
-            self.ring.add_group(known.info)
-        return known
+            self.ring.add_group(record.info)
+        return record
 
     def _info(self, group: Any) -> GroupInfo:
         name, desc = str(group.group_name), str(group.group_desc)
@@ -166,7 +166,7 @@ class Wrapper:
         return GroupInfo(self.ring.num_groups, name, label, order, foreign=name in self.labels)
 
     def forget(self, group: Any) -> None:
-        """A group that was destroyed; what it counted is lost unless it was told before."""
+        """Drop a destroyed group; counts that were not drained are lost."""
         self.groups.pop(group, None)
         reload.forget()
         for key in [key for key in self.parked if key[1] is group]:
@@ -177,20 +177,20 @@ class Wrapper:
                 self.guard.forget(counter)
 
     def counters(self) -> list[Counter]:
-        """All of them, by group and op."""
-        found = [counter for table in self.tables.values() for counter in table.values()]
-        found += self.parked.values()
-        return sorted(found, key=lambda c: (c.group.info.label, c.op.name))
+        """Return all counters, sorted by group and op."""
+        all_counters = [counter for table in self.tables.values() for counter in table.values()]
+        all_counters += self.parked.values()
+        return sorted(all_counters, key=lambda c: (c.group.info.label, c.op.name))
 
     def set_phase(self, name: str) -> None:
-        """Ops from now on belong to this phase of the step."""
+        """Assign ops from now on to this phase of the step."""
         self.phase_name, self.phase = name, self.ring.phase(name) << OP_BITS
         for counter in self.counters():
             counter.code = counter.code & ~PHASE_MASK | self.phase
 
     @property
     def composing(self) -> int:
-        """The thread that is in a composite, or 0."""
+        """Id of the thread that is in a composite, or 0."""
         return self._composing if self.hot is None else self.hot.ring.composing
 
     @composing.setter
@@ -200,12 +200,12 @@ class Wrapper:
         else:
             self.hot.ring.composing = thread
 
-    # ---- asynchronous ops, and ends of all ---------------------------------------------------------------------------------------------
+    # ---- asynchronous ops, and the ends of ops -------------------------------------------------------------------
     def outstanding(self, work: Any, counter: Counter, index: int, started: int) -> Any:
-        """An asynchronous op was issued: ``work`` may be waited for at any time, or never."""
-        gone = self.loose.get(id(work))  # a work that was dropped, in whose place this one is
-        if gone is not None:
-            self.ended(gone[2], started)
+        """Register an asynchronous op, whose ``work`` may be waited for at any time, or never."""
+        dropped = self.loose.get(id(work))  # a dropped work whose id is reused
+        if dropped is not None:
+            self.ended(dropped[2], started)
         self.loose[id(work)] = (weakref.ref(work), counter, index)
         if len(self.loose) > calls.PURGE_AT:
             self.settle()
@@ -213,13 +213,13 @@ class Wrapper:
         return work
 
     def ended(self, index: int, when: int) -> None:
-        """Note in the ring when op ``index`` ended, unless its place is taken by a later one."""
+        """Record in the ring when op ``index`` ended, unless a later op has overwritten it."""
         place = self.ring.place(index)
         if self.ring.words[place] == index:
             self.ring.words[place + ENDED] = when
 
     def failed(self, counter: Counter, index: int, error: BaseException) -> BaseException:
-        """Mark an op as failed; the error to raise: ``error`` itself, unless it is the backend's."""
+        """Mark an op as failed. Returns the error to raise: ``error``, explained if it is the backend's."""
         self.ended(index, FAILED)
         if isinstance(error, CollectiveError) or not isinstance(error, RuntimeError):
             return error
@@ -228,18 +228,18 @@ class Wrapper:
         return explained
 
     def settle(self) -> None:
-        """Note the end of asynchronous ops that nobody waited for, though they are complete or were dropped."""
+        """Record the end of asynchronous ops that are complete or dropped without having been waited for."""
         for key, issued in list(self.loose.items()):
             ref, _, index = issued
             work = ref()
             if work is None or work.is_completed():
                 self.ended(index, clock())
-            if work is None and (now := self.loose.get(key)) and now[2] == index:  # else another work has its place
+            if work is None and (now := self.loose.get(key)) and now[2] == index:  # else the id is reused
                 self.loose.pop(key, None)
 
     @contextlib.contextmanager
     def composing_op(self, counter: Counter, index: int, started: int) -> Generator[None]:
-        """What this thread does inside belongs to the op of ``counter``."""
+        """Assign this thread's ops inside to the composite op of ``counter``."""
         outer, self.composing = self.composing, get_ident()
         try:
             yield
@@ -248,5 +248,5 @@ class Wrapper:
             failed = self.failed(counter, index, error)
             raise failed from failed.__cause__
         finally:
-            self.composing = outer if outer == get_ident() else 0  # only one's own: another thread's may have ended
+            self.composing = outer if outer == get_ident() else 0  # only this thread's: another's may have ended
             counter.ns += clock() - started
