@@ -164,7 +164,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class _Part:
-    """What one context parallel rank adds to a step."""
+    """Contribution of one context parallel rank to a step."""
 
     loss: float
     weight: float
@@ -257,7 +257,7 @@ def _token_advantages(
 
 
 def token_view(row: PackedBatch, policies: Policies) -> TokenView:
-    """What a token advantage sees of a row, in float64."""
+    """Return the view of a row that a token advantage gets, in float64."""
     old = policies.old or policies.actor
     return TokenView(
         cu_seqlens=torch.tensor(row.cu_seqlens),

@@ -24,7 +24,7 @@ def tables(text: str) -> Iterator[list[list[str]]]:
 
 
 def is_table(rows: list[list[str]]) -> bool:
-    """Whether GitHub shows it as one: a rule below its head, and as many cells in each row."""
+    """Return whether GitHub renders the table: a rule below its head, and equally many cells in each row."""
     return len(rows) > 2 and set("".join(rows[1])) == {"-"} and len({len(row) for row in rows}) == 1
 
 

@@ -54,7 +54,7 @@ def test_without_old_scores_the_ratio_is_1_and_its_gradient_the_policy_gradient(
 
 
 def test_ratios_are_bounded_at_a_log_ratio_of_20() -> None:
-    """Of the policy to the old one, and of the old one to the one that sampled: far ones make no loss infinite."""
+    """Extreme ratios of policy to old policy, and of old policy to rollout policy, keep the loss finite."""
     far = replace(view([1.0, 1.0], [-1.0, -1.0]), old_logprobs=torch.tensor([-30.0, 30.0], dtype=torch.float64))
     output, _ = run(GrpoConfig(), far)
     assert output.means["ois"].tolist() == pytest.approx([math.exp(20), math.exp(-20)])

@@ -1,4 +1,4 @@
-"""What a config may ask of a model with experts: which rank holds which, and one message where it cannot be."""
+"""Rules of models with experts: expert layouts that fit, and one message for each that does not."""
 
 from __future__ import annotations
 

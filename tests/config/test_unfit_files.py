@@ -1,4 +1,4 @@
-"""What does not fit the files of a model or its data ends in one message that names key, value and fix."""
+"""Settings that do not fit the files of a model or its data: one message that names key, value and fix."""
 
 from __future__ import annotations
 

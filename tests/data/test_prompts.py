@@ -260,7 +260,7 @@ def test_a_batch_larger_than_the_file_still_holds_every_prompt(tmp_path: Path) -
 
 
 def test_epochs_of_a_long_file_stay_shuffled(tmp_path: Path) -> None:
-    """Of 400 prompts and batches of 8, hardly any is moved: positions of two epochs are uncorrelated."""
+    """With 400 prompts and batches of 8 few prompts move: positions of two epochs are uncorrelated."""
     rows = [{"prompt": f"{i}+1=", "label": "1"} for i in range(400)]
     found = source(write(tmp_path / "a.jsonl", rows), batch_size=8, most_prompts=8, seed=1)
     first, second = (np.argsort([p.prompt_id for p in found.next(400)]) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Which tokens the gate on samples judges."""
+"""Tokens that the gate on samples compares."""
 
 from __future__ import annotations
 
