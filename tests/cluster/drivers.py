@@ -35,7 +35,7 @@ def start(run_dir: Path, *command: str) -> subprocess.Popen[bytes]:
 
 def ignore() -> None:
     """As a main thread inside a library, which runs no handler."""
-    for number in supervisor.ASKS:
+    for number in supervisor.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -164,7 +164,7 @@ def deaf(run_dir: Path) -> int:
 def counts(run_dir: Path) -> int:
     """Ends by itself, some time after a signal, with the number of those it got."""
     got: list[int] = []
-    for number in supervisor.ASKS:
+    for number in supervisor.STOP_SIGNALS:
         signal.signal(number, lambda number, _: got.append(number))
     (run_dir / "ready").touch()
     while not got:

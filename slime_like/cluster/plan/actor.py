@@ -1,4 +1,4 @@
-"""The plan's part for the trainer's ranks: layout, optimizer, schedule, with every ``auto`` settled."""
+"""Plans the trainer's ranks: layout, optimizer, schedule, with every ``auto`` resolved."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _note_experts(cfg: TrainConfig, world: int, model: HfConfig | None, notes: N
 
 
 def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, notes: Notes) -> OptimConfig:
-    """The schedule in optimizer steps, and a note on every option that has no effect in this run."""
+    """Resolve the schedule in optimizer steps, and note every option without effect in this run."""
     steps, formula = actor_steps(cfg)
     if cfg.run.mode == "rollout_only":
         return cfg.optim
@@ -110,17 +110,17 @@ def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, notes: Notes) -> 
 
 
 def _layout(p: ParallelConfig, dp: int, model: HfConfig | None, notes: Notes) -> Layout:
-    """The trainer's layout; the pipeline's segments are open while ``run.prepare`` has yet to make the model."""
+    """Return the trainer's layout; pipeline segments are unknown until ``run.prepare`` has made the model."""
     split = segments(p, model.num_layers) if model is not None else ()
     if len(set(split)) > 1 or len(split) > p.pp:
-        given = {
+        pipeline_keys = {
             "vpp": p.vpp if p.vpp > 1 else None,
             "layers_per_virtual_stage": p.layers_per_virtual_stage,
             "first_stage_layers": p.first_stage_layers,
             "last_stage_layers": p.last_stage_layers,
             "pipeline_layout": p.pipeline_layout,
         }
-        keys = ", ".join(f"parallel.{key} {value}" for key, value in given.items() if value is not None)
+        keys = ", ".join(f"parallel.{key} {value}" for key, value in pipeline_keys.items() if value is not None)
         notes.add("layers per pipeline segment", " ".join(map(str, split)), keys or f"parallel.pp {p.pp} leaves a rest")
     return Layout(
         tp=p.tp,

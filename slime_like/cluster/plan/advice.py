@@ -1,4 +1,4 @@
-"""Settings that are legal and probably not meant: idle devices, evaluations that say nothing."""
+"""Advice on valid but probably unintended settings: idle devices, evaluations without information."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from slime_like.data.heldout import eval_sets
 
 
 def advice(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: str) -> tuple[str, ...]:
-    """Return one sentence per finding, each with the key to change. A joined Ray cluster's devices are not known here."""
-    known = device == "cuda" and cfg.placement.ray_address is None
-    return (*(_idle_gpus(cfg, machine, roles) if known else ()), *_evaluation(cfg))
+    """Return one sentence per finding, each with the key to change. The devices of a joined Ray cluster are unknown."""
+    check_gpus = device == "cuda" and cfg.placement.ray_address is None
+    return (*(_idle_gpus(cfg, machine, roles) if check_gpus else ()), *_evaluation(cfg))
 
 
 def _idle_gpus(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...]) -> Iterator[str]:
-    """GPUs without a process, and trainer GPUs that idle while rollouts are sampled."""
+    """Report GPUs without a process, and trainer GPUs that idle during rollouts."""
     used = {role.name: {index for devices in role.devices for index in devices} for role in roles}
     busy = set[int]().union(*used.values())
     trainer, engines = used.get("trainer", set()), used.get("engine", set())
@@ -28,15 +28,15 @@ def _idle_gpus(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...]) -> I
         fix = _use_all(cfg, machine.num_gpus, colocated, len(trainer))
         yield f"{idle} of {machine.num_gpus} GPUs would idle: {fix}, or hide them with CUDA_VISIBLE_DEVICES"
     if colocated and engines < trainer:
-        more = len(trainer) // cfg.rollout.tp
+        num_engines = len(trainer) // cfg.rollout.tp
         yield (
             f"the engines serve on {len(engines)} of the trainer's {len(trainer)} GPUs, so that the others idle during "
-            f"rollouts: set rollout.num_engines={more}"
+            f"rollouts: set rollout.num_engines={num_engines}"
         )
 
 
 def _use_all(cfg: TrainConfig, gpus: int, colocated: bool, trainers: int) -> str:
-    """Return the settings that put a process on every GPU, as far as they follow from the layout."""
+    """Return the settings that put a process on every GPU, if they follow from the layout."""
     if not trainers:
         return f"set rollout.num_engines={gpus // cfg.rollout.tp}"
     if not colocated:
@@ -49,7 +49,7 @@ def _use_all(cfg: TrainConfig, gpus: int, colocated: bool, trainers: int) -> str
 
 
 def _evaluation(cfg: TrainConfig) -> Iterator[str]:
-    """Samples that are copies of one another, and an interval that evaluates nothing."""
+    """Report identical samples, and an interval without datasets."""
     for heldout in eval_sets(cfg.evaluation):
         n = heldout.n_samples_per_prompt
         if n > 1 and (heldout.temperature == 0 or heldout.top_k == 1):

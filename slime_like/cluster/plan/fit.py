@@ -1,4 +1,4 @@
-"""The plan's part for the machine: which process has which GPU, and whether all of them have room."""
+"""Assigns GPUs to processes and checks that they fit the machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rank_roles(
     colocated: bool,
     device: str,
 ) -> tuple[Role, ...]:
-    """Trainer ranks take GPUs 0, 1, ...; engines the same ones when colocated, the following ones when split."""
+    """Assign GPUs 0, 1, ... to trainer ranks; to engines the same GPUs if colocated, the following ones if split."""
     world = actor.layout.world_size if needs_trainer else 0
     ranks = tuple((rank,) for rank in range(world))
     first = 0 if colocated else world
@@ -40,14 +40,14 @@ def rank_roles(
     return tuple(role for role in roles if role.devices)
 
 
-def roles_beside(
+def add_roles(
     cfg: TrainConfig,
     roles: tuple[Role, ...],
     critic: CriticSpec | None,
     teacher: TeacherSpec | None,
     device: str,
 ) -> tuple[Role, ...]:
-    """``roles`` with a critic and a teacher, if there are any; on devices of their own they follow the others."""
+    """Add a critic and a teacher to ``roles``, if there are any; with separate devices they follow the others."""
     trainers = len(roles[0].devices)
     for name, spec, placement in (
         ("critic", critic, cfg.critic.placement),
@@ -69,9 +69,9 @@ def check_fits(
     *,
     device: str,
     num_gpus: int,
-    beside: int,
+    role_bytes: int,
 ) -> None:
-    """Raise ``ConfigError`` where the machine is too small; a joined Ray cluster is known only when it answers."""
+    """Raise ``ConfigError`` if the machine is too small; a joined Ray cluster is not checked before it answers."""
     if cfg.placement.ray_address is not None:
         return
     if device == "cuda":
@@ -83,7 +83,7 @@ def check_fits(
                 "or set placement.mode=colocated"
             )
         return
-    needed = beside + _cpu_bytes(cfg, model, {role.name: len(role.devices) for role in roles})
+    needed = role_bytes + _cpu_bytes(cfg, model, {role.name: len(role.devices) for role in roles})
     if needed > machine.memory_bytes:
         raise ConfigError(
             f"the run needs about {needed / 2**30:.1f} GiB of memory (weights, gradients, optimizer, engines and "
@@ -93,7 +93,7 @@ def check_fits(
 
 
 def _cpu_bytes(cfg: TrainConfig, model: HfConfig | None, processes: dict[str, int]) -> int:
-    """A lower bound: processes, float32 weights, gradients and two moments per copy of the model, engine weights."""
+    """Return a lower bound: processes, float32 weights, gradients and two moments per model copy, engine weights."""
     params = 0 if model is None else check_weights("model.hf_checkpoint", model.folder)
     p = cfg.parallel
     copies = processes.get("trainer", 0) // (p.pp * max(p.tp * p.cp, p.ep))

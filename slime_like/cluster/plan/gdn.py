@@ -1,4 +1,4 @@
-"""The plan's part for Gated DeltaNet layers: which kernels, and whether they can run on this machine."""
+"""Plans Gated DeltaNet layers: selects kernels and checks that they run on this machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from slime_like.config.schema.root import TrainConfig
 
 
 def settle_gdn(cfg: TrainConfig, actor: ActorSpec, model: HfConfig | None, machine: Machine, notes: Notes) -> ActorSpec:
-    """``actor`` with every open value of ``model.gdn`` settled. Raises ``ConfigError`` where its kernels cannot run here."""
+    """Resolve every open value of ``model.gdn``. Raises ``ConfigError`` if its kernels cannot run here."""
     config = cfg.model.gdn
     backend = gdn_backend(config.backend, actor.device)
-    auto_cp, why = _auto_cp(config.auto_cp, backend, actor)
+    auto_cp, auto_cp_reason = _auto_cp(config.auto_cp, backend, actor)
     if model is None or model.gdn is not None:
         if config.backend == "auto":
             notes.add("model.gdn.backend", backend, f"placement.device is {actor.device}")
         if backend == "flashqla" and config.auto_cp is None:
-            notes.add("model.gdn.auto_cp", str(auto_cp).lower(), why)
+            notes.add("model.gdn.auto_cp", str(auto_cp).lower(), auto_cp_reason)
         if model is not None and model.gdn is not None and actor.layout.cp > 1:
             sizes = {"tp": actor.layout.tp, "cp": actor.layout.cp}
             mode, reason = gdn_cp_mode(config.cp_mode, model.gdn.key_heads, model.gdn.value_heads, **sizes)
@@ -40,10 +40,10 @@ def settle_gdn(cfg: TrainConfig, actor: ActorSpec, model: HfConfig | None, machi
     return replace(actor, model=settled)
 
 
-def _auto_cp(asked: bool | None, backend: str, actor: ActorSpec) -> tuple[bool, str]:
-    """Whether FlashQLA may split sequences as it sees fit: then a pass without gradient has other bits than the update."""
-    if asked is not None or backend != "flashqla":
-        return bool(asked), ""
+def _auto_cp(setting: bool | None, backend: str, actor: ActorSpec) -> tuple[bool, str]:
+    """Decide if FlashQLA may split sequences automatically, which makes a no-grad pass differ bitwise from the update."""
+    if setting is not None or backend != "flashqla":
+        return bool(setting), ""
     if actor.deterministic:
         return False, "run.deterministic: the split depends on what is packed together"
     if actor.needs_old_logprobs:

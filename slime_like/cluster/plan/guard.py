@@ -1,4 +1,4 @@
-"""The plan's part for the wrapper round collectives."""
+"""Plans the wrapper around collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECRET = secrets.token_bytes(16)  # of this process and its forks
 
 
 def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSpec:
-    """What the ranks of the role ``name`` receive."""
+    """Return the guard settings for the ranks of the role ``name``."""
     guard = cfg.guard
     default = MemoryPolicy(
         checks=guard.checks,
@@ -28,7 +28,7 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSp
         action=guard.action,
         budget=guard.budget,
     )
-    never = MemoryPolicy(checks="never")  # what is measured must not be disturbed
+    never = MemoryPolicy(checks="never")  # checks would disturb the measurement
     return GuardSpec(
         wrap=guard.wrap,
         default=never if guard.profile else default,
@@ -46,13 +46,13 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSp
 
 
 def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str, object, str], None]) -> bool:
-    """Whether the trainer's communicators go while rollouts run; ``note`` hears what became of an open key, and why.
+    """Decide if the trainer's communicators are destroyed during rollouts; ``note`` records the decision on an open key.
 
-    Never by itself: gloo's buffers are not worth it, and NCCL's, which are, have not been seen to go and come back.
+    Off by default: gloo's buffers are too small, and releasing NCCL's, which are large, has not been tested.
     """
-    asked = cfg.guard.release
-    if asked is not None or not cfg.guard.wrap or cfg.run.mode == "rollout_only":
-        return bool(asked)
+    setting = cfg.guard.release
+    if setting is not None or not cfg.guard.wrap or cfg.run.mode == "rollout_only":
+        return bool(setting)
     shared = cfg.placement.mode == "colocated" and cfg.run.mode == "full" and not isinstance(cfg.algo, SftConfig)
     reasons = {
         "placement.device is cpu: gloo's buffers are small, and making them again takes longer": device == "cpu",
@@ -65,21 +65,21 @@ def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str
 
 
 def ring_folder(run_dir: str) -> Path:
-    """Return where the ranks of a run keep their last collectives: one folder of shared memory per run and node.
+    """Return the shared memory folder of the ranks' last collectives, one per run and node.
 
-    Its name cannot be told beforehand: another user can neither take it nor put a link in its place. The process that
-    supervises the driver is its parent, and knows the same name.
+    The name is unpredictable, so another user can neither create it nor plant a link. The supervisor, the driver's
+    parent process, derives the same name.
     """
     return SHARED / f"{PREFIX}{hashlib.sha256(_SECRET + str(Path(run_dir).resolve()).encode()).hexdigest()[:16]}"
 
 
 def profile_folder(run_dir: str) -> Path:
-    """Where ranks write what each op took of memory, under ``guard.profile``."""
+    """Return the folder of memory profiles of ops, under ``guard.profile``."""
     return Path(run_dir).resolve() / "collectives"
 
 
 def guard_lines(spec: GuardSpec) -> Iterator[str]:
-    """Every op under the policy it has; then what groups have of their own."""
+    """Describe the policy of every op, then the overrides of groups."""
     if not spec.wrap:
         yield "guard      none: collectives are torch's own"
         return

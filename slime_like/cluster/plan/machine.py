@@ -1,4 +1,4 @@
-"""What this machine has, asked without torch: GPUs from the driver, memory and cores from Linux and its cgroups."""
+"""Resources of this machine, without torch: GPUs from the driver, memory and cores from Linux and its cgroups."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from slime_like.config.rules.gdn_runtime import Runtime, runtime
 from slime_like.errors import ConfigError
 from slime_like.util.gpus import visible_gpus
 
-CORES_PER_GPU = 8  # of a machine that is only described
+CORES_PER_GPU = 8  # of a described machine
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine, as far as a plan cares. Example: ``Machine(0, 2, 24 * 2**30, ())`` is a small laptop."""
+    """Resources of a machine. Example: ``Machine(0, 2, 24 * 2**30, ())`` is a small laptop."""
 
     num_gpus: int
     cpu_count: int
     memory_bytes: int
     gpu_names: tuple[str, ...]
-    kernels: Runtime | None = None  # what it offers to Gated DeltaNet; None: not looked at
-    here: bool = True  # False: only described, so that memory_bytes bounds nothing
+    kernels: Runtime | None = None  # for Gated DeltaNet; None: not probed
+    here: bool = True  # False: only described, memory_bytes is not a limit
 
 
 def probe_machine() -> Machine:
-    """This machine, within ``CUDA_VISIBLE_DEVICES``, CPU affinity and cgroup limits."""
+    """Probe this machine, within ``CUDA_VISIBLE_DEVICES``, CPU affinity and cgroup limits."""
     gpus = visible_gpus()
     kernels = runtime("cuda" if gpus else "cpu", gpus[0].capability if gpus else None)
     return Machine(len(gpus), cpu_count(), memory_bytes(), tuple(gpu.name for gpu in gpus), kernels)
 
 
 def described_machine(text: str) -> Machine:
-    """Another machine, as ``GPUS`` or ``GPUSxNAME`` says it, with 8 cores per GPU and memory without end.
+    """Return the machine described by ``GPUS`` or ``GPUSxNAME``, with 8 cores per GPU and unlimited memory.
 
-    Raises ``ConfigError`` where the text says none.
+    Raises ``ConfigError`` if the text is malformed.
     """
-    found = re.fullmatch(r"([1-9]\d{0,4})(?:x(.+))?", text)
-    if found is None:
+    match = re.fullmatch(r"([1-9]\d{0,4})(?:x(.+))?", text)
+    if match is None:
         raise ConfigError(f"--plan-for {text}: write the number of GPUs, and their name if you like: --plan-for 8xH200")
-    count = int(found[1])
-    return Machine(count, CORES_PER_GPU * count, 2**62, (found[2] or "GPU",) * count, here=False)
+    count = int(match[1])
+    return Machine(count, CORES_PER_GPU * count, 2**62, (match[2] or "GPU",) * count, here=False)
 
 
 def cpu_count() -> int:
-    """Cores this process may use: its affinity, or the cgroup's quota where that is less."""
+    """Return the number of usable cores: CPU affinity or cgroup quota, if that is less."""
     cores = len(os.sched_getaffinity(0))
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdigit():
@@ -55,7 +55,7 @@ def cpu_count() -> int:
 
 
 def memory_bytes() -> int:
-    """Main memory, or the cgroup's limit where that is less."""
+    """Return the main memory, or the cgroup's limit if that is less."""
     lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
     total = int(lines["MemTotal"].split()[0]) * 1024
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

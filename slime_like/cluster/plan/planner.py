@@ -1,4 +1,4 @@
-"""Config and machine -> plan: every ``auto`` resolved, every process counted. Pure: it starts and imports nothing."""
+"""Makes a plan from config and machine: resolves every ``auto`` and counts processes. Has no side effects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slime_like.cluster.plan.actor import actor_spec
 from slime_like.cluster.plan.advice import advice
-from slime_like.cluster.plan.fit import PROCESS_BYTES, check_fits, rank_roles, roles_beside
+from slime_like.cluster.plan.fit import PROCESS_BYTES, add_roles, check_fits, rank_roles
 from slime_like.cluster.plan.gate import Gates, gates
 from slime_like.cluster.plan.gdn import settle_gdn
 from slime_like.cluster.plan.machine import Machine, probe_machine
@@ -29,19 +29,19 @@ MAX_THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What runs where, with every number settled."""
+    """Placement and resolved settings of a run."""
 
     device: str  # cpu | cuda
     actor: ActorSpec
     critic: CriticSpec | None
-    teacher: TeacherSpec | None  # None also where it is scored on the actor's ranks
-    engines: tuple[EngineSpec, ...]  # empty where nothing is generated
+    teacher: TeacherSpec | None  # None also if it is scored on the actor's ranks
+    engines: tuple[EngineSpec, ...]  # empty if nothing is generated
     transport: TransportSpec
     needs_trainer: bool
-    colocated: bool  # trainer and engines on the same devices; also where only one of them runs
+    colocated: bool  # trainer and engines on the same devices; True also if only one of them runs
     num_gpus: int
-    trainer_threads: int  # of each rank, of whatever role
-    engine_threads: int  # of each rank of an engine
+    trainer_threads: int  # per training rank of any role
+    engine_threads: int  # per engine rank
     max_context_len: int
     samples_per_rollout: int
     samples_per_step: int
@@ -49,25 +49,25 @@ class Plan:
     run_dir: str
     roles: tuple[Role, ...]
     decisions: tuple[Decision, ...]
-    advice: tuple[str, ...] = ()  # settings that are legal and probably not meant
+    advice: tuple[str, ...] = ()  # valid but probably unintended settings
 
     @property
     def summary(self) -> str:
-        """What is started, in one line."""
+        """Describe the started processes in one line."""
         counts = {role.name: len(role.devices) for role in self.roles}
         parts = [f"{n} {name if name == 'engine' else f'{name} rank'}{'s' * (n > 1)}" for name, n in counts.items()]
         return f"starting {' and '.join(parts)} on {self.device}"
 
     @property
     def needs_engines(self) -> bool:
-        """Whether anything is generated."""
+        """True if the run generates samples."""
         return bool(self.engines)
 
 
 def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
-    """Resolve ``cfg`` for ``machine``. Raises ``ConfigError`` where it cannot hold what the config asks for.
+    """Resolve ``cfg`` for ``machine``. Raises ``ConfigError`` if the run does not fit.
 
-    Reads config.json and weight headers of ``model.hf_checkpoint``; they may be missing when ``run.prepare`` makes them.
+    Reads config.json and weight headers of ``model.hf_checkpoint``; they may be missing if ``run.prepare`` makes them.
     """
     notes = Notes([])
     model = _model(cfg)
@@ -90,10 +90,10 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     engines = _engines(cfg, device, dtype, context) if needs_engines else ()
     colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
     roles = rank_roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)
-    roles = roles_beside(cfg, roles, critic, teacher, device)
+    roles = add_roles(cfg, roles, critic, teacher, device)
     num_gpus = len({index for role in roles for devices in role.devices for index in devices})
-    beside = role_bytes(critic, teacher, PROCESS_BYTES)
-    check_fits(cfg, machine, model, roles, device=device, num_gpus=num_gpus, beside=beside)
+    extra_bytes = role_bytes(critic, teacher, PROCESS_BYTES)
+    check_fits(cfg, machine, model, roles, device=device, num_gpus=num_gpus, role_bytes=extra_bytes)
     trainer_threads, engine_threads = _threads(cfg, machine, roles, device, notes)
     return Plan(
         device=device,
@@ -181,18 +181,18 @@ def _transport(cfg: TrainConfig, device: str, notes: Notes) -> TransportSpec:
 
 
 def _threads(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: str, notes: Notes) -> tuple[int, int]:
-    """Of each rank that trains, and of each rank of an engine."""
+    """Return the number of threads per training rank and per engine rank."""
     if cfg.run.deterministic and device == "cpu":
         notes.add("threads per process", 1, "run.deterministic: threads share sums out by shape")
         return 1, 1
     engines = sum(len(role.devices) * cfg.rollout.tp for role in roles if role.name == "engine")
     ranks = sum(len(role.devices) for role in roles if role.name != "engine")
     if cfg.loop.max_staleness == 0:
-        how, busy = "engines and ranks take turns", (ranks, engines)
+        schedule, busy = "engines and ranks take turns", (ranks, engines)
     else:
-        how, busy = "all of them at once", (ranks + engines, ranks + engines)
+        schedule, busy = "all of them at once", (ranks + engines, ranks + engines)
     threads = tuple(max(1, min(MAX_THREADS, machine.cpu_count // max(1, processes))) for processes in busy)
-    why = f"{machine.cpu_count} cores, {ranks} training ranks, {engines} engine ranks: {how}"
-    notes.add("threads per training rank", threads[0], why)
-    notes.add("threads per engine rank", threads[1], why)
+    reason = f"{machine.cpu_count} cores, {ranks} training ranks, {engines} engine ranks: {schedule}"
+    notes.add("threads per training rank", threads[0], reason)
+    notes.add("threads per engine rank", threads[1], reason)
     return threads[0], threads[1]

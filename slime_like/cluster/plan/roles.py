@@ -1,4 +1,4 @@
-"""The plan's part for roles beside the actor: what a critic and a teacher are, and where they run."""
+"""Plans critic and teacher: models, layouts and devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Note = Callable[[str, object, str], None]  # key, value, reason
 
 
 def critic_spec(cfg: TrainConfig, actor: ActorSpec, note: Note) -> CriticSpec | None:
-    """The critic of algo=ppo; None elsewhere."""
+    """Return the critic of algo=ppo; None for other algorithms."""
     if not isinstance(cfg.algo, PpoConfig):
         return None
     critic, loop = cfg.critic, cfg.loop
@@ -53,7 +53,7 @@ def critic_spec(cfg: TrainConfig, actor: ActorSpec, note: Note) -> CriticSpec | 
 
 
 def teacher_swap(cfg: TrainConfig, note: Note) -> str | None:
-    """The teacher's checkpoint where it is scored by swapping weights on the actor's ranks."""
+    """Return the teacher's checkpoint if it is scored by swapping weights on the actor's ranks."""
     teacher = cfg.teacher
     if not isinstance(cfg.algo, DistillConfig) or teacher.hf_checkpoint is None:
         return None
@@ -71,7 +71,7 @@ def teacher_swap(cfg: TrainConfig, note: Note) -> str | None:
 
 
 def teacher_spec(cfg: TrainConfig, actor: ActorSpec) -> TeacherSpec | None:
-    """The teacher of algo=distill where it has ranks of its own; None elsewhere."""
+    """Return the teacher of algo=distill if it has separate ranks, else None."""
     teacher = cfg.teacher
     if not isinstance(cfg.algo, DistillConfig) or teacher.hf_checkpoint is None or actor.swaps_teacher:
         return None
@@ -81,7 +81,7 @@ def teacher_spec(cfg: TrainConfig, actor: ActorSpec) -> TeacherSpec | None:
 
 
 def _rank(actor: ActorSpec, role: str, folder: str | None, layout: Layout) -> ActorSpec:
-    """A rank of ``role``; its checkpoint is the actor's where ``folder`` is None."""
+    """Return the spec of a rank of ``role``, with the actor's checkpoint if ``folder`` is None."""
     guard = replace(actor.guard, name=role)
     if folder is None:
         return replace(actor, layout=layout, guard=guard)
@@ -91,10 +91,10 @@ def _rank(actor: ActorSpec, role: str, folder: str | None, layout: Layout) -> Ac
 
 
 def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout, key: str, folder: str) -> Layout:
-    """The actor's layout with the sizes that the role has of its own, and an even pipeline without virtual stages.
+    """Return the actor's layout with the role's sizes, and an even pipeline without virtual stages.
 
-    Experts of the role's model in ``folder``, the value of ``key``, are distributed as the actor's where their number and
-    its ranks allow it.
+    Experts of the role's model in ``folder``, the value of ``key``, are distributed as the actor's if their number and
+    the ranks allow it.
     """
     tp, pp = role.tp or actor.tp, role.pp or actor.pp
     cp, dp = role.cp or actor.cp, role.dp or actor.dp
@@ -107,7 +107,7 @@ def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Lay
 def role_devices(
     name: str, placement: str, layout: Layout, *, device: str, trainers: int, first_free: int
 ) -> tuple[tuple[int, ...], ...]:
-    """GPUs of each rank of a role: the trainer's, or those from ``first_free`` on; none on CPU."""
+    """Return the GPUs of each rank of a role: the trainer's, or from ``first_free`` on; none on CPU."""
     world = layout.world_size
     if device == "cpu":
         return tuple(() for _ in range(world))
@@ -122,7 +122,7 @@ def role_devices(
 
 
 def role_bytes(critic: CriticSpec | None, teacher: TeacherSpec | None, process_bytes: int) -> int:
-    """A lower bound of the roles' memory on a CPU, as the plan counts the actor's."""
+    """Return a lower bound of the roles' memory on a CPU, counted as the actor's."""
     total = 0
     for spec, per_parameter in ((critic, 16), (teacher, 4)):
         if spec is not None:

@@ -1,4 +1,4 @@
-"""What a plan is made of: decisions and roles."""
+"""Elements of a plan: decisions and roles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime_like.config.schema.resolved import Layout
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A value that the config leaves open, what it became, and why."""
+    """The resolved value of an open config key, with the reason."""
 
     key: str
     value: str
@@ -18,7 +18,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Processes of one kind; ``devices[i]`` are the GPUs of process i (of the run's, counted from 0), none on CPU."""
+    """Processes of one kind; ``devices[i]`` are the GPUs of process i (run-local indices from 0), none on CPU."""
 
     name: str
     devices: tuple[tuple[int, ...], ...]
@@ -27,10 +27,10 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """Collects decisions while a plan is made."""
+    """Decisions collected during planning."""
 
     decisions: list[Decision]
 
     def add(self, key: str, value: object, reason: str) -> None:
-        """Note what became of ``key``."""
+        """Record the resolved value of ``key``."""
         self.decisions.append(Decision(key, str(value), reason))

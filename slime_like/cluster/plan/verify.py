@@ -1,4 +1,4 @@
-"""Checkpoints that a run is about to read, compared with what was recorded when they were written (``run.verify_checkpoint``)."""
+"""Verifies checkpoints before a run reads them, against the hashes recorded at writing (``run.verify_checkpoint``)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from slime_like.config.schema.role_algo import PpoConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.printable import visible
 
-SLOW_BYTES = 8e9  # from here on the comparison is announced
+SLOW_BYTES = 8e9  # larger checkpoints announce the comparison
 SMALL_BYTES = 1 << 26
 
 
 def verify(cfg: TrainConfig, folder: Path, record: CheckpointRecord) -> None:
-    """Compare the files of a checkpoint with their hashes; a checkpoint without hashes is warned of.
+    """Compare the files of a checkpoint with their hashes; warn if it has none.
 
-    Where the trainer has several nodes, its ranks read the large files side by side, each file once, and this process the
-    others. Raises ``CheckpointError`` naming each file that has changed.
+    With several trainer nodes, the ranks read the large files in parallel, each file once, and this process the others.
+    Raises ``CheckpointError`` naming each changed file.
     """
     if cfg.run.verify_checkpoint != "full":
         return
@@ -42,16 +42,16 @@ def verify(cfg: TrainConfig, folder: Path, record: CheckpointRecord) -> None:
 
 
 def on_ranks(cfg: TrainConfig) -> bool:
-    """Return whether the trainer's ranks compare the large files."""
+    """Return True if the trainer's ranks compare the large files."""
     return cfg.run.verify_checkpoint == "full" and cfg.placement.actor_num_nodes > 1
 
 
 def verify_starts(cfg: TrainConfig) -> None:
-    """Verify every checkpoint of this trainer that weights are read from without a resume."""
-    given = [cfg.model.megatron_checkpoint, cfg.model.ref_checkpoint, cfg.teacher.hf_checkpoint]
-    found = [megatron_folder(Path(path)) for path in given if path is not None]
+    """Verify every checkpoint of this trainer used for initial weights."""
+    paths = [cfg.model.megatron_checkpoint, cfg.model.ref_checkpoint, cfg.teacher.hf_checkpoint]
+    sources = [megatron_folder(Path(path)) for path in paths if path is not None]
     if isinstance(cfg.algo, PpoConfig) and cfg.critic.load is not None:
-        found.append(critic_source(Path(cfg.critic.load)))
-    for source in dict.fromkeys(found):
+        sources.append(critic_source(Path(cfg.critic.load)))
+    for source in dict.fromkeys(sources):
         if source is not None and (source / MANIFEST).is_file():
             verify(cfg, source, read_record(source))

@@ -1,4 +1,4 @@
-"""What ``train.py`` prints without running anything: help, the composed configuration, the plan."""
+"""Output of ``train.py`` without a run: help, the composed configuration, the plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime_like_compat.flags.translate import Command
 
 
 def describe(command: Command, argv: Sequence[str]) -> str:
-    """What --help, --cfg job and --plan print."""
+    """Return the output of --help, --cfg job and --plan."""
     match command.action:
         case "help":
             return render_help(command.topic)
@@ -28,9 +28,9 @@ def describe(command: Command, argv: Sequence[str]) -> str:
 
 
 def show_plan(argv: Sequence[str], elsewhere: str | None = None) -> str:
-    """The plan of a command line on this machine, or on the one that ``elsewhere`` describes (``8xH200``).
+    """Return the plan of a command line for this machine, or for the one described by ``elsewhere`` (``8xH200``).
 
-    Files are checked unless ``run.prepare`` has yet to make them.
+    Files are checked unless ``run.prepare`` will make them.
     """
     cfg = load_config(argv, files=False, machine=elsewhere is None)
     machine = probe_machine() if elsewhere is None else described_machine(elsewhere)
@@ -40,7 +40,7 @@ def show_plan(argv: Sequence[str], elsewhere: str | None = None) -> str:
 
 
 def render_plan(cfg: TrainConfig, plan: Plan, machine: Machine) -> str:
-    """Placement, batch identity and what each open value became, with the reason."""
+    """Render placement, batch sizes and each resolved value with its reason."""
     return "\n".join(_lines(cfg, plan, machine)) + "\n"
 
 
@@ -48,8 +48,8 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     loop, rollout = cfg.loop, cfg.rollout
     gpus = ", ".join(sorted(set(machine.gpu_names))) or "no GPU"
     yield f"run        {cfg.run.name} -> {plan.run_dir} (run.mode={cfg.run.mode}, algo={cfg.algo.name})"
-    rest = f"{machine.cpu_count} cores, {machine.memory_bytes / 2**30:.1f} GiB"
-    yield f"machine    {machine.num_gpus} GPUs ({gpus}), {rest if machine.here else 'of --plan-for: its memory is not looked at'}"
+    host = f"{machine.cpu_count} cores, {machine.memory_bytes / 2**30:.1f} GiB"
+    yield f"machine    {machine.num_gpus} GPUs ({gpus}), {host if machine.here else 'of --plan-for: its memory is not looked at'}"
     yield ""
     yield f"placement  {cfg.placement.mode} on {plan.device}, {plan.num_gpus} GPUs"
     for role in plan.roles:

@@ -1,4 +1,4 @@
-"""``train.py --doctor``: is this machine and environment able to run? Every finding names its fix. Imports no torch."""
+"""``train.py --doctor``: checks machine and environment. Every finding names its fix. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slime_like.util.gpus import installed_gpus
 GIB = 2**30
 REQUIREMENTS = Path(__file__).parents[3] / "scripts" / "requirements"
 MIN_GLIBC = (2, 34)
-MANY_WRONG = 12  # more than an upgrade by hand would leave
+MANY_WRONG = 12  # more than a manual upgrade would leave
 GLOO_SECONDS = 90.0
 KERNEL_SECONDS = 300.0
 ENTRY_POINTS = {
@@ -37,7 +37,7 @@ ENTRY_POINTS = {
 
 
 class Level(StrEnum):
-    """How bad a finding is; ``MISSING`` makes the doctor exit with 1."""
+    """Severity of a finding; ``MISSING`` makes the doctor exit with 1."""
 
     OK = "ok"
     WARNING = "warning"
@@ -46,7 +46,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """One line of the report; ``fix`` says what to do unless the level is OK."""
+    """One line of the report; ``fix`` is empty if the level is OK."""
 
     level: Level
     subject: str
@@ -55,7 +55,7 @@ class DoctorFinding:
 
 
 def doctor(out: TextIO) -> int:
-    """Write the report to ``out``. Returns 1 when something required is missing, else 0."""
+    """Write the report to ``out``. Return 1 if something required is missing, else 0."""
     missing = 0
     for check in CHECKS:
         for finding in check():
@@ -68,7 +68,7 @@ def doctor(out: TextIO) -> int:
 
 
 def check_system() -> Iterator[DoctorFinding]:
-    """Python, kernel, libc, compiler."""
+    """Check Python, kernel, libc, compiler."""
     version = platform.python_version()
     good = sys.version_info[:2] == (3, 12)
     yield DoctorFinding(
@@ -103,7 +103,7 @@ def check_system() -> Iterator[DoctorFinding]:
 
 
 def check_versions() -> Iterator[DoctorFinding]:
-    """Installed packages against the lock file; those of runtime.in are required."""
+    """Compare installed packages with the lock file; packages of runtime.in are required."""
     lock = REQUIREMENTS / ("gpu.lock" if installed_gpus() else "cpu.lock")
     if not lock.is_file():
         yield DoctorFinding(
@@ -148,7 +148,7 @@ def _installed(name: str) -> str | None:
 
 
 def check_devices() -> Iterator[DoctorFinding]:
-    """Cores, vector units, memory, GPUs."""
+    """Check cores, vector units, memory, GPUs."""
     flags = set(re.findall(r"\w+", _flags()))
     vector = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
     good = "avx2" in flags
@@ -181,7 +181,7 @@ def _flags() -> str:
 
 
 def check_storage() -> Iterator[DoctorFinding]:
-    """/dev/shm for Ray's object store; the disk that runs/ and the temporary folder are on."""
+    """Check /dev/shm for Ray's object store, and the disks of runs/ and the temporary folder."""
     for subject, folder, needed, fix in (
         ("/dev/shm", "/dev/shm", 1.0, "docker run --shm-size=4g ...; Ray falls back to the disk, which is slow"),
         ("disk", os.getcwd(), 5.0, "free some space: checkpoints go to run.dir"),
@@ -202,7 +202,7 @@ def check_storage() -> Iterator[DoctorFinding]:
 
 
 def check_limits() -> Iterator[DoctorFinding]:
-    """ulimit and /dev/shm."""
+    """Check ulimit and /dev/shm."""
     problems = list(too_low("cuda" if probe_machine().num_gpus else "cpu"))
     for problem in problems:
         text, _, fix = problem.rpartition(": ")
@@ -212,7 +212,7 @@ def check_limits() -> Iterator[DoctorFinding]:
 
 
 def check_network() -> Iterator[DoctorFinding]:
-    """A port on loopback can be bound and reached: engines, Ray and process groups live there."""
+    """Check that a loopback port can be bound and reached, as engines, Ray and process groups require."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -240,10 +240,10 @@ def check_network() -> Iterator[DoctorFinding]:
 
 
 def check_plugins() -> Iterator[DoctorFinding]:
-    """SGLang finds our platform and plugins by entry points of the installed package."""
+    """Check the entry points by which SGLang finds our platform and plugins."""
     for group, names in ENTRY_POINTS.items():
-        found = {point.name for point in importlib.metadata.entry_points(group=group)}
-        absent = [name for name in names if name not in found]
+        registered = {point.name for point in importlib.metadata.entry_points(group=group)}
+        absent = [name for name in names if name not in registered]
         yield DoctorFinding(
             Level.MISSING if absent else Level.OK,
             "entry points",
@@ -253,16 +253,16 @@ def check_plugins() -> Iterator[DoctorFinding]:
 
 
 def check_cpu_kernels() -> Iterator[DoctorFinding]:
-    """How an engine on this CPU would decode; compiles the C kernels if that was not done before."""
+    """Report the decode kernels of an engine on this CPU; compile the C kernels if not cached."""
     if installed_gpus():
         return
     command = [sys.executable, "-m", "slime_like_plugins.sglang_cpu.build"]
     try:
-        done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=KERNEL_SECONDS)
-        good, said = done.returncode == 0, (done.stdout or done.stderr).strip().splitlines()[-1:]
+        result = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=KERNEL_SECONDS)
+        good, last_line = result.returncode == 0, (result.stdout or result.stderr).strip().splitlines()[-1:]
     except subprocess.TimeoutExpired:
-        good, said = False, [f"the compiler took more than {KERNEL_SECONDS:.0f} s"]
-    text = said[0] if said else "no answer"
+        good, last_line = False, [f"the compiler took more than {KERNEL_SECONDS:.0f} s"]
+    text = last_line[0] if last_line else "no answer"
     yield DoctorFinding(
         Level.OK if good else Level.WARNING,
         "cpu kernels",
@@ -272,7 +272,7 @@ def check_cpu_kernels() -> Iterator[DoctorFinding]:
 
 
 def check_collective() -> Iterator[DoctorFinding]:
-    """Two processes all-reduce over gloo: what trainer ranks and weight broadcasts stand on."""
+    """Check an all-reduce of two processes over gloo, as used by trainer ranks and weight broadcasts."""
     deadline = Deadline("doctor", "gloo all_reduce", GLOO_SECONDS)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "slime_like.cluster.start.gloo_check", str(Path(folder) / "store")]
@@ -285,11 +285,11 @@ def check_collective() -> Iterator[DoctorFinding]:
         try:
             errors = [rank.communicate(timeout=deadline.remaining("both ranks"))[1].decode() for rank in ranks]
             good = all(rank.returncode == 0 for rank in ranks)
-            why = next(
+            problem = next(
                 (e.strip().splitlines()[-1] for e, r in zip(errors, ranks, strict=True) if r.returncode and e), ""
             )
         except (subprocess.TimeoutExpired, DeadlineExceeded):
-            good, why = False, f"no answer within {deadline.limit:.0f} s"
+            good, problem = False, f"no answer within {deadline.limit:.0f} s"
         finally:
             for rank in ranks:
                 rank.kill()
@@ -299,7 +299,7 @@ def check_collective() -> Iterator[DoctorFinding]:
         "gloo",
         f"two processes all-reduced in {deadline.elapsed():.1f} s"
         if good
-        else f"two processes could not all-reduce: {why}",
+        else f"two processes could not all-reduce: {problem}",
         ""
         if good
         else "unset GLOO_SOCKET_IFNAME, or set it to the interface of the network that ranks share (lo on one machine)",
@@ -307,7 +307,7 @@ def check_collective() -> Iterator[DoctorFinding]:
 
 
 def _environment() -> dict[str, str]:
-    """Of a process that imports this package, installed or not."""
+    """Return the environment of a process that imports this package, installed or not."""
     root = Path(__file__).parents[3]
     path = os.pathsep.join(filter(None, [str(root), str(root / "plugins"), os.environ.get("PYTHONPATH", "")]))
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}

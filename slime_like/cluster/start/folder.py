@@ -1,4 +1,4 @@
-"""The run's folder: made, claimed for one run at a time, its configuration written."""
+"""Creates the run's folder, claims it for one run at a time, and writes the configuration."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from slime_like.util.reading import reason
 
 @contextmanager
 def claimed(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
-    """Hold ``run_dir`` for this run; the kernel lets go of it when the process ends, however it ends.
+    """Lock ``run_dir`` for this run; the kernel releases the lock when the process ends.
 
-    Raises ``ConfigError`` when it cannot be written, or when a living run holds it.
+    Raises ``ConfigError`` if it cannot be written or is locked by a live run.
     """
-    named = Path(cfg.run.dir).absolute()  # a link on the way may be another user's
+    named = Path(cfg.run.dir).absolute()  # a link in the path may belong to another user
     if part := planted_by_another(named) or planted_by_another(run_dir):
         raise ConfigError(
             f"run.dir={cfg.run.dir!r}: {part} belongs to another user, in a folder where others may write: choose another run.dir"

@@ -1,4 +1,4 @@
-"""Settings and inputs of a run, as its checkpoints record them, and what of them has changed when it is resumed."""
+"""Settings and inputs of a run as recorded in its checkpoints, and their changes at a resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.data.files import file_of
 
 MODEL, DATA = "model.hf_checkpoint", "data.train"
-# Everything that decides what a token id is, how messages become text, and where a response ends.
+# Files that determine token ids, chat template and end of responses.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -26,14 +26,14 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-# Keys of config.json that say nothing of the model.
+# Keys of config.json that do not describe the model.
 VOLATILE = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
 def run_record(cfg: TrainConfig) -> dict[str, Any]:
-    """Return settings, config.json, and the SHA-256 of the tokenizer's and the training data's files, as JSON.
+    """Return settings, config.json, and the SHA-256 of tokenizer and training data files, as JSON.
 
-    The file of ``data.train`` is left out where a run does not read it.
+    ``data.train`` is omitted if the run does not read it.
     """
     files = dict(_files(cfg))
     hashes = hash_files(list(files.values()))
@@ -53,13 +53,16 @@ def _files(cfg: TrainConfig) -> Iterator[tuple[str, Path]]:
         yield DATA, path
 
 
-def changed_inputs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the inputs that are not what they were, files by key or name, fields of config.json with both values."""
-    old, new = before["inputs"], now["inputs"]
+def changed_inputs(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return changed inputs: files by key or name, fields of config.json with both values."""
+    old, new = recorded["inputs"], current["inputs"]
     files = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
-    was, is_now = _model(before["model"]), _model(now["model"])
-    fields = [key for key in sorted(was | is_now) if was.get(key) != is_now.get(key)]
-    return [*files, *(f"{MODEL}/config.json ({key} {was.get(key)!r} -> {is_now.get(key)!r})" for key in fields)]
+    old_model, new_model = _model(recorded["model"]), _model(current["model"])
+    fields = [key for key in sorted(old_model | new_model) if old_model.get(key) != new_model.get(key)]
+    return [
+        *files,
+        *(f"{MODEL}/config.json ({key} {old_model.get(key)!r} -> {new_model.get(key)!r})" for key in fields),
+    ]
 
 
 def _model(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,8 +70,10 @@ def _model(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted key. Example: ``{"a": {"b": 1}}`` gives ``{"a.b": 1}``."""
-    found: dict[str, Any] = {}
+    """Flatten nested settings to dotted keys. Example: ``{"a": {"b": 1}}`` gives ``{"a.b": 1}``."""
+    settings: dict[str, Any] = {}
     for name, value in tree.items():
-        found |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
-    return found
+        settings |= (
+            flatten(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+        )
+    return settings

@@ -1,4 +1,4 @@
-"""Everything a run reads, read and checked in the driver before any process starts."""
+"""Inputs of a run, read and checked in the driver before any process starts."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _NO_END = (
 
 @dataclass(frozen=True, slots=True)
 class _Stops:
-    """Tokens that end a response, as generation_config.json and config.json have them."""
+    """EOS tokens as in generation_config.json and config.json."""
 
     eos_token_id: Count | list[Count] | None
 
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
-    """Prompts, held-out prompts and tokenizer; sources are None where the mode reads none."""
+    """Prompts, held-out prompts and tokenizer; ``source`` is None if the mode reads no data."""
 
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     source: Any = None  # DataSource, or Demonstrations for supervised fine-tuning
     heldout: Mapping[str, Sequence[Prompt]] = field(default_factory=dict[str, Sequence[Prompt]])
-    advice: tuple[str, ...] = ()  # legal and probably not meant
+    advice: tuple[str, ...] = ()  # valid but probably unintended settings
 
 
 def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
@@ -85,15 +85,15 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
         conversations = Conversations(tokenizer, cfg.data.conversation, cfg.data.chat_template_kwargs)
         train = Demonstrations(train, tokenizer, plan.max_context_len, conversations)
     heldout = {
-        found.name: _heldout(cfg, found, context(found.path, found.name, f"evaluation.datasets.{found.name}"))
-        for found in eval_sets(cfg.evaluation)
+        dataset.name: _heldout(cfg, dataset, context(dataset.path, dataset.name, f"evaluation.datasets.{dataset.name}"))
+        for dataset in eval_sets(cfg.evaluation)
     }
     advice = () if stops or supervised else (_NO_END.format(folder=cfg.model.hf_checkpoint),)
     return RunInputs(tokenizer, stops, train, heldout, advice)
 
 
 def _heldout(cfg: TrainConfig, chosen: EvalSet, context: SourceContext) -> tuple[Prompt, ...]:
-    """All prompts of a held-out set, its columns named as its own settings say, or else as those of the training data."""
+    """Read all prompts of a held-out set; its column names default to those of the training data."""
     return FileSource(chosen.columns(cfg.data), replace(context, rm_type=chosen.rm_type)).prompts
 
 
@@ -109,15 +109,15 @@ def _check_dumps(cfg: TrainConfig, folder: Path) -> None:
 
 
 def _always(rm_type: str | None) -> bool:
-    """Supervised fine-tuning trains on the label."""
+    """Return True: supervised fine-tuning trains on the label."""
     del rm_type
     return True
 
 
 def stop_tokens(cfg: TrainConfig, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end a response: the tokenizer's EOS, the checkpoint's, and the user's.
+    """Return the tokens that end a response: EOS of the tokenizer, of the checkpoint, and ``rollout.stop_token_ids``.
 
-    Raises ``DataError`` where the model has no row for one of the checkpoint's, as no response could end with it.
+    Raises ``DataError`` if an EOS of the checkpoint is outside the vocabulary, as no response could end with it.
     """
     folder = Path(cfg.model.hf_checkpoint)
     ends: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Config -> a running cluster, and back to nothing: what ``launch`` starts, it stops, however the run ends."""
+"""Launches a run from its config, and stops every process that it started, however the run ends."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from slime_like.printable import visible
 from slime_like.util.deadline import Deadline
 
 STOPPED = 130  # exit code
-SINK_S = 180.0  # for wandb to answer, and to take what is left
+SINK_S = 180.0  # for wandb to answer, and to accept remaining data
 
 
 def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> RunInputs:
-    """``load_inputs``, and a look at files of an earlier part of the run that are read once processes run.
+    """Load inputs, and check files of an earlier part of the run that are otherwise read only after the start.
 
     Raises ``CheckpointError`` or ``DataError`` naming the file.
     """
@@ -60,7 +60,7 @@ def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> Run
 def launch(cfg: TrainConfig) -> Generator[Run]:
     """Check all inputs, start the processes of ``cfg``, yield the run, tear everything down.
 
-    An error leaves a crash bundle in ``run.dir`` and goes on with the bundle's path in its message.
+    An error writes a crash bundle to ``run.dir`` and is re-raised with the bundle's path in its message.
     """
     plan = _planned(cfg)
     run_dir = Path(cfg.run.dir).resolve()
@@ -86,14 +86,14 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
             code = 0
         except Exception as error:
             explained = _explained(cfg, run_dir, error, cluster)
-            explained.say()  # before the processes end: that may take a while, or fail
+            explained.say()  # before the processes are stopped, which may take long or fail
             code = exit_code(explained)
             raise explained from error
         finally:
             supervised.ending(code)
             stop.hold()
-            with ExitStack() as teardown:  # each happens, whatever becomes of the others; processes first
-                teardown.callback(stop.restore)  # last of all: a further signal must not cut any of the rest short
+            with ExitStack() as teardown:  # each runs even if another fails; processes are stopped first
+                teardown.callback(stop.restore)  # last: another signal must not interrupt the other callbacks
                 teardown.callback(_report, cfg, run_dir)
                 teardown.callback(_close, sink)
                 teardown.callback(control.close)
@@ -109,12 +109,14 @@ def _planned(cfg: TrainConfig) -> Plan:
 
 
 def _explained(cfg: TrainConfig, run_dir: Path, error: Exception, cluster: Cluster) -> SlimeLikeError:
-    """The error with what the processes say of it, after the crash bundle is written."""
+    """Write the crash bundle and return the error with details from the processes."""
     if isinstance(error, (WorkerError, EngineError)):
         supervised.clear_ray()
     deaths = cluster.causes_of_death(suspected=isinstance(error, EngineError))
-    who = forensics.report(ring_folder(cfg.run.dir)) if isinstance(error, (WorkerError, DeadlineExceeded)) else ""
-    return _with_context(error, deaths, who, _bundle(run_dir, error, deaths, cluster.log_dir))
+    waiting_ranks = (
+        forensics.report(ring_folder(cfg.run.dir)) if isinstance(error, (WorkerError, DeadlineExceeded)) else ""
+    )
+    return _with_context(error, deaths, waiting_ranks, _bundle(run_dir, error, deaths, cluster.log_dir))
 
 
 def _open(cfg: TrainConfig, run_dir: Path, first: int) -> FanOut:
@@ -128,7 +130,7 @@ def _close(sink: FanOut) -> None:
 
 
 def _check_checkpoints(cfg: TrainConfig, run_dir: Path) -> tuple[int, dict[str, Any]]:
-    """Check every checkpoint that the run reads; return the first rollout, and what the run's own checkpoints record of it."""
+    """Check every checkpoint that the run reads; return the first rollout and the record for the run's checkpoints."""
     record = run_record(cfg)
     first = first_rollout(cfg, run_dir, record)
     verify_starts(cfg)
@@ -136,12 +138,12 @@ def _check_checkpoints(cfg: TrainConfig, run_dir: Path) -> tuple[int, dict[str, 
 
 
 def _report(cfg: TrainConfig, run_dir: Path) -> None:
-    """Write report.html; a run that has ended well is not undone by a report that could not be written."""
-    path, why = try_report(run_dir)
+    """Write report.html; a failure to write it does not fail the run."""
+    path, problem = try_report(run_dir)
     if path is not None:
         _say(cfg, f"report: {path}")
-    elif why != NOTHING_LOGGED:
-        sys.stderr.write(visible(f"{cfg.run.name}: no report: {why}\n"))
+    elif problem != NOTHING_LOGGED:
+        sys.stderr.write(visible(f"{cfg.run.name}: no report: {problem}\n"))
 
 
 def _say(cfg: TrainConfig, text: str) -> None:
@@ -151,17 +153,17 @@ def _say(cfg: TrainConfig, text: str) -> None:
 
 
 def _bundle(run_dir: Path, error: Exception, deaths: list[str], ray_logs: Path | None) -> str:
-    """Path of the crash bundle, or why there is none: a full disk, or a fault in what reads the evidence, must not hide the cause."""
+    """Write the crash bundle; return its path or the failure to write it, which must not hide the cause."""
     try:
         return str(write_bundle(run_dir, error, deaths, ray_logs))
     except Exception as failure:  # noqa: BLE001  the fault boundary of the evidence
         return f"could not be written ({type(failure).__name__}: {failure})"
 
 
-def _with_context(error: Exception, deaths: list[str], who: str, bundle: str) -> SlimeLikeError:
-    """The same error, its message completed by dead engines, who waited in which collective, and the bundle's path."""
+def _with_context(error: Exception, deaths: list[str], waiting_ranks: str, bundle: str) -> SlimeLikeError:
+    """Return the error with dead engines, ranks waiting in collectives, and the bundle's path in its message."""
     kind = type(error) if isinstance(error, SlimeLikeError) else SlimeLikeError
     text = str(error) if isinstance(error, SlimeLikeError) else one_line(error)
     if deaths and isinstance(error, (EngineError, DeadlineExceeded, WorkerError)):
         kind, text = EngineError, f"{text}\n" + "\n".join(deaths)
-    return kind("\n".join(part for part in (text, who, f"crash bundle: {bundle}") if part))
+    return kind("\n".join(part for part in (text, waiting_ranks, f"crash bundle: {bundle}") if part))

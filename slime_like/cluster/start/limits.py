@@ -1,4 +1,4 @@
-"""Limits of this process and machine that would end a run in its midst, by a signal or in some library's words."""
+"""Checks limits of this process and machine that would otherwise fail later in a run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from slime_like.cluster.plan.machine import memory_bytes
 from slime_like.errors import ConfigError
 
 SHARED = Path("/dev/shm")
-MIN_FILES = 1024  # Ray's raylet and an engine hold a few hundred each
+MIN_FILES = 1024  # raylet and an engine open a few hundred each
 WANTED_FILES = 65_536
 MIN_ADDRESSES = 16 * 2**30  # the driver of a run on a CPU maps 8 GB: Ray's object store, thread stacks
 MIN_SHARED = (
     16 * 2**20
-)  # rings of the ranks, SGLang's segments; Ray's object store goes elsewhere where it finds too little
+)  # rings of the ranks, SGLang's segments; Ray moves its object store if there is too little space
 
 
 def check_limits(device: str) -> None:
-    """Raise the number of open files as far as it may be; raises ``ConfigError`` naming every limit that is too low."""
+    """Raise the limit of open files if possible. Raises ``ConfigError`` naming every limit that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _finite(soft) < WANTED_FILES and soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(_finite(hard), WANTED_FILES)), hard))
@@ -29,7 +29,7 @@ def check_limits(device: str) -> None:
 
 
 def too_low(device: str) -> Iterator[str]:
-    """One line per limit that is too low, with what it is, what a run needs and what to do."""
+    """Yield one line per limit that is too low, with its value, the requirement and the fix."""
     files = _limit(resource.RLIMIT_NOFILE)
     if files < MIN_FILES:
         yield f"ulimit -n is {files:g}: a process of a run opens up to {MIN_FILES} files: `ulimit -n {WANTED_FILES}` first"

@@ -1,5 +1,6 @@
-"""Ray on this machine alone, for one run: on loopback, and started again where a busy machine made it late. Ray of any
-kind: without its hold on SIGTERM, and every wait for it with an end.
+"""Starts Ray for one run on this machine, on loopback, with retries on a busy machine, or joins a cluster.
+
+In both cases Ray does not take over SIGTERM, and every wait for it has a deadline.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ from slime_like.errors import ConfigError
 from slime_like.util.deadline import Deadline
 
 SECONDS = 90
-TRY_S = 60  # of one try, the last of which may begin when all seconds are over
+TRY_S = 60  # per try; the last one may begin just before SECONDS have passed
 CONNECT_S = 10.0
 JOIN_S = 60.0
-ESSENTIAL = ("raylet", "gcs_server")  # without which, and the agents of the first, Ray ends
+ESSENTIAL = ("raylet", "gcs_server")  # Ray ends without these, or without the agents of the raylet
 PREFIX = "slime_like-"
-SHORT = "/tmp"  # for Ray's files where the path of TMPDIR is too long: that of a unix socket has at most
+SHORT = "/tmp"  # for Ray's files if TMPDIR is too long for a unix socket
 SOCKET_BYTES = 107
 ADDED_BYTES = len(f"/{PREFIX}12345678/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
-REMOVE_S = 5.0  # for processes of Ray that still write to their logs
-LATE = "timed out during startup"  # of a plain Exception: Ray gives its own node 30 seconds, which no setting changes
+REMOVE_S = 5.0  # for Ray processes that still write logs
+LATE = "timed out during startup"  # message of a plain Exception: Ray gives its node 30 s, not configurable
 
 _folders: list[Path] = []  # private folders of the Ray that this process has started
 
 
 def start(namespace: str) -> None:
-    """Start Ray's processes, their files and sockets in a folder of this user alone.
+    """Start Ray's processes, with files and sockets in a private folder.
 
-    Raises ``DeadlineExceeded`` where Ray's node did not come up in any of the tries that the deadline left time for.
+    Raises ``DeadlineExceeded`` if Ray's node did not start in any try within the deadline.
     """
     _stay_on_loopback()
     folder = _private_folder()
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets anything else on the machine starve the run
-    # An actor that ends otherwise kills what it started, before that has removed its shared memory (rollout.server does).
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default 15 lets other processes starve the run
+    # Otherwise an exiting actor kills its children before they remove their shared memory (rollout.engine.server does).
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
-    # By the environment, which only this user can read: Ray would write it to ~/.ray/auth_token, for everybody.
+    # In the environment, which only this user can read: Ray would write it world-readable to ~/.ray/auth_token.
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     deadline = Deadline("driver", "placement", SECONDS)
@@ -86,7 +87,7 @@ def start(namespace: str) -> None:
 
 
 def join(address: str, namespace: str) -> None:
-    """Join the cluster that ``placement.ray_address`` names. Raises ``ConfigError`` where none answers there."""
+    """Join the cluster that ``placement.ray_address`` names. Raises ``ConfigError`` if none answers."""
     key = f"placement.ray_address={address!r}"
     fix = "start it with `ray start --head`, correct the address, or leave the key out for a Ray of this run's own"
     at = address
@@ -97,36 +98,36 @@ def join(address: str, namespace: str) -> None:
     except (
         OSError,
         ValueError,
-    ) as error:  # Ray's own words for a cluster that "auto" does not find are a ConnectionError
+    ) as error:  # Ray raises ConnectionError if "auto" finds no cluster
         raise ConfigError(f"{key}: no Ray cluster answers at {at} ({error}): {fix}") from error
     within = Deadline("driver", "placement", JOIN_S)
     try:
         with keep_sigterm(), supervised.limit(within, f"the Ray cluster of {key}: {fix}", at_once=True):
             ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, TimeoutError) as error:
-        token = "or give this process the cluster's RAY_AUTH_TOKEN"  # Ray only prints why it refuses
+        token = "or give this process the cluster's RAY_AUTH_TOKEN"  # Ray only prints its reason
         raise ConfigError(f"{key}: the cluster at {at} cannot be joined ({error}): {fix}, {token}") from error
 
 
 @contextmanager
 def keep_sigterm() -> Generator[None]:
-    """In it ``ray.init`` may be called, and SIGTERM stays what it was.
+    """Preserve the SIGTERM handler across ``ray.init``.
 
-    Ray 2.60 makes it ``sys.exit``, and has a handler in C before that which prints a stack: the run would end in the midst of
-    a rollout, without its checkpoint. Goes when ``ray.init`` leaves signals alone.
+    Ray 2.60 replaces it by ``sys.exit`` and by a handler in C that prints a stack: the run would end within a rollout,
+    without a checkpoint. Remove when ``ray.init`` leaves signals alone.
     """
     assert hasattr(ray_utils, "set_sigterm_handler"), "ray moved set_sigterm_handler: find what takes SIGTERM now"
-    handler, taken = signal.getsignal(signal.SIGTERM), ray_utils.set_sigterm_handler
+    handler, original = signal.getsignal(signal.SIGTERM), ray_utils.set_sigterm_handler
     ray_utils.set_sigterm_handler = lambda _: None
     try:
         yield
     finally:
-        ray_utils.set_sigterm_handler = taken
-        signal.signal(signal.SIGTERM, handler)  # the handler in C goes by this
+        ray_utils.set_sigterm_handler = original
+        signal.signal(signal.SIGTERM, handler)  # also removes the handler in C
 
 
 def log_dir() -> Path | None:
-    """Return the folder that Ray on this node writes its logs to, also of one that did not come up; None without one."""
+    """Return the log folder of Ray on this node, also of a failed start; None if there is none."""
     node: Any = ray_worker._global_node  # pyright: ignore[reportPrivateUsage]
     if node is not None:
         return Path(node.get_logs_dir_path())
@@ -134,7 +135,7 @@ def log_dir() -> Path | None:
 
 
 def shutdown() -> None:
-    """End Ray, and remove the folder of one that was started here."""
+    """Shut Ray down, and remove its folder if it was started here."""
     _end()
     until = time.monotonic() + REMOVE_S
     while _folders:
@@ -144,17 +145,17 @@ def shutdown() -> None:
 
 
 def _private_folder() -> Path:
-    """Make a folder that only this user can enter, in the first of Ray's places that is short enough; return Ray's own in it.
+    """Create a private folder in the first of Ray's locations with a short enough path; return Ray's subfolder.
 
-    Ray opens its folder and the sockets in it to every user of the machine, which a private one around it undoes.
+    Ray opens its folder and sockets to every user of the machine; the private parent folder prevents access.
     """
-    places = (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), SHORT)
-    place = next((p for p in places if p and len(os.fsencode(p)) + ADDED_BYTES <= SOCKET_BYTES), SHORT)
+    locations = (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), SHORT)
+    location = next((p for p in locations if p and len(os.fsencode(p)) + ADDED_BYTES <= SOCKET_BYTES), SHORT)
     try:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=location))
     except OSError as error:
         raise ConfigError(
-            f"Ray's files cannot be kept in {place} ({error.strerror}): set TMPDIR to a folder that you may write to"
+            f"Ray's files cannot be kept in {location} ({error.strerror}): set TMPDIR to a folder that you may write to"
         ) from error
     _folders.append(folder)
     supervised.owns(folder)
@@ -162,11 +163,11 @@ def _private_folder() -> Path:
 
 
 def _end() -> None:
-    """``ray.shutdown``, and SIGTERM stays what it was.
+    """Call ``ray.shutdown`` and preserve the SIGTERM handler.
 
-    Ray 2.60 gives it the default action as its core goes, and only then takes its processes down, for a second or more: another
-    SIGTERM would end the driver before it has done so. About a millisecond is left until the handler is back. Goes when
-    ``ray.shutdown`` leaves signals alone.
+    Ray 2.60 restores the default action when its core stops, and only then ends its processes, for a second or more:
+    another SIGTERM would kill the driver before that. The gap until the handler is restored is about a millisecond.
+    Remove when ``ray.shutdown`` leaves signals alone.
     """
     assert hasattr(ray_worker, "_global_node"), "ray moved _global_node: find what it calls once its core is gone"
     handler, node = signal.getsignal(signal.SIGTERM), ray_worker._global_node  # pyright: ignore[reportPrivateUsage]
@@ -193,11 +194,11 @@ def _clear(_: RetryCallState) -> None:
 
 
 def _stay_on_loopback() -> None:
-    """Make Ray's own servers bind to 127.0.0.1.
+    """Make Ray's servers bind to 127.0.0.1.
 
-    Ray 2.60 replaces a loopback address given to ``ray.init`` by the machine's outward one and then listens on every
-    interface. Its constant for machines without clusters is what keeps it on loopback; the environment variable tells
-    Ray's daemons the same. Goes when ``ray.init(_node_ip_address="127.0.0.1")`` is honoured.
+    Ray 2.60 replaces a loopback address given to ``ray.init`` by the machine's outward one and listens on every
+    interface. Its constant for machines without clusters keeps it on loopback; the environment variable does the same
+    for Ray's daemons. Remove when ``ray.init(_node_ip_address="127.0.0.1")`` is honoured.
     """
     assert hasattr(ray_constants, "ENABLE_RAY_CLUSTER"), (
         "ray moved ENABLE_RAY_CLUSTER: find how it binds to loopback now"

@@ -1,4 +1,4 @@
-"""Ray processes of a run: started in a namespace of its own, on loopback unless the user names a cluster."""
+"""Starts the Ray actors of a run in a separate namespace, on loopback unless the user names a cluster."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from slime_like.errors import ConfigError
 from slime_like.util.deadline import Deadline
 
 # Set before torch is imported: OpenMP threads that spin while they wait starve the other processes of a small machine.
-# By the actors themselves: a Ray runtime_env would wait for Ray's agent and pass over the workers it has already started.
+# Set by the actors: a Ray runtime_env would wait for Ray's agent and ignore workers that are already started.
 CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
-STOP_S = 20.0  # for actors to stop what they have started
-CLOSE_S = 45.0  # for all of it; Ray does not return while one of its processes is stopped
-ENGINE_CALLS = 4  # at a time: one may wait for a server to start while it is looked at, or stopped
-# What cuBLAS and NCCL need, before they start, to sum in the same order each time; read on GPUs only.
+STOP_S = 20.0  # for actors to stop their child processes
+CLOSE_S = 45.0  # in total; Ray does not return while one of its processes is stopped
+ENGINE_CALLS = 4  # concurrent: a call may wait for a server to start while others check or stop it
+# Makes cuBLAS and NCCL sum in the same order each time; must be set before they start; GPUs only.
 DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 
 class _GpuProbe:
-    """Runs in one GPU bundle for a moment, to learn which GPU of which node it is."""
+    """Runs briefly in a GPU bundle to identify its node and GPU."""
 
     def where(self) -> tuple[str, str]:
-        """Node id and GPU id."""
+        """Return node id and GPU id."""
         context = ray.get_runtime_context()
         return str(context.get_node_id()), str(context.get_accelerator_ids()["GPU"][0])
 
 
 class Placement:
-    """Starts Ray and the actors, and stops exactly what it started."""
+    """Starts Ray and the actors, and stops only what it started."""
 
     def __init__(self, cfg: TrainConfig, plan: Plan, stacks_dir: str) -> None:
         self._plan = plan
@@ -68,11 +68,11 @@ class Placement:
 
     @property
     def log_dir(self) -> Path | None:
-        """Where Ray writes what this node's actors print; None while Ray is not up."""
+        """Return Ray's log folder on this node; None before Ray is up."""
         return local_ray.log_dir()
 
     def _reserve_gpus(self, seconds: float) -> None:
-        """One bundle per GPU; a split placement's engines follow the trainer's ranks."""
+        """Reserve one bundle per GPU; in a split placement, engines follow the trainer's ranks."""
         needed = self._plan.num_gpus
         self._bundles = placement_group([{"GPU": 1, "CPU": 1}] * needed, strategy="PACK")
         try:
@@ -92,16 +92,16 @@ class Placement:
             probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=self._in_bundle(i)).remote()
             for i in range(needed)
         ]
-        found = wait_all(
+        gpus = wait_all(
             {f"GPU probe {i}": actor.where.remote() for i, actor in enumerate(probes)},
             Deadline("driver", "placement", 120),
         )
-        self._gpus = list(found.values())
+        self._gpus = list(gpus.values())
         for actor in probes:
             ray.kill(actor)
 
     def trainers(self) -> tuple[list[Any], list[int]]:
-        """One worker per rank, and each rank's device index in its own process."""
+        """Start one worker per rank; return them with each rank's device index in its process."""
         world = self._plan.actor.layout.world_size
         remote: Any = ray.remote(TrainerWorker)
         env = self._env(self._plan.trainer_threads)
@@ -113,19 +113,19 @@ class Placement:
         return workers, [0] * world
 
     def role(self, name: str) -> list[Any]:
-        """One worker per rank of a role beside the actor; its GPUs, reserved by the bundles, may be the actor's too."""
+        """Start one worker per rank of a critic or teacher; its GPUs may be shared with the actor."""
         devices = next(role.devices for role in self._plan.roles if role.name == name)
         remote: Any = ray.remote(RoleWorker)
         workers: list[Any] = []
-        for rank, own in enumerate(devices):
-            options, visible = self._shared_options(own, name)
+        for rank, bundles in enumerate(devices):
+            options, visible = self._shared_options(bundles, name)
             env = self._env(self._plan.trainer_threads) | visible
             workers.append(remote.options(**options).remote(name, rank, len(devices), self._stacks_dir, env))
         self._actors += workers
         return workers
 
     def engines(self, admin_key: str) -> list[Any]:
-        """One actor per engine; the SGLang server is its child and sees the engine's GPUs."""
+        """Start one actor per engine; its child, the SGLang server, sees the engine's GPUs."""
         remote: Any = ray.remote(EngineActor)
         first = 0 if self._plan.colocated else self._plan.actor.layout.world_size
         actors: list[Any] = []
@@ -133,7 +133,7 @@ class Placement:
             bundles = range(first + index * spec.tp, first + (index + 1) * spec.tp)
             options, visible = self._shared_options(tuple(bundles), "rollout")
             options |= {"max_concurrency": ENGINE_CALLS}
-            if self._cfg.health.on_dead_engine == "restart":  # the actor as well as its server
+            if self._cfg.health.on_dead_engine == "restart":  # of the actor, not only its server
                 options |= {"max_restarts": -1, "max_task_retries": -1}
             env = self._env(self._plan.engine_threads) | visible
             actors.append(remote.options(**options).remote(f"engine {index}", spec, admin_key, self._stacks_dir, env))
@@ -141,7 +141,7 @@ class Placement:
         return actors
 
     def manager(self) -> Any:
-        """The rollout manager."""
+        """Start the rollout manager."""
         remote: Any = ray.remote(RolloutActor)
         actor = remote.options(num_cpus=0, max_concurrency=1000).remote(
             self._stacks_dir, CPU_ENV, str(self._logs / "rollout_manager.log")
@@ -156,7 +156,7 @@ class Placement:
         return options
 
     def _shared_options(self, bundles: tuple[int, ...], group: str) -> tuple[dict[str, Any], dict[str, str]]:
-        """Ray's options of what asks Ray for no GPU, as the bundles reserve them, maybe for the trainer too; what it sees."""
+        """Return Ray options and environment of an actor on reserved GPUs that it may share, so it requests none from Ray."""
         env: dict[str, str] = {}
         options: dict[str, Any] = {"num_cpus": 0}
         if self._plan.device == "cuda":
@@ -177,7 +177,7 @@ class Placement:
         return PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=index)
 
     def close(self, stop_first: Sequence[tuple[Any, str]]) -> None:
-        """Stop: first politely (``(actor, verb)``), then every actor of ours, then the Ray we started or joined."""
+        """Call ``stop_first`` (``(actor, verb)``), then kill every started actor, then shut Ray down."""
         with supervised.limit(Deadline("driver", "teardown", CLOSE_S), "Ray to end the processes of this run"):
             refs = [getattr(actor, verb).remote() for actor, verb in stop_first]
             if refs:

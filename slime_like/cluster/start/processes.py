@@ -1,4 +1,4 @@
-"""The processes of a run: which is started when and with what, and how they are asked to end."""
+"""Starts the processes of a run in order, and stops them."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ from slime_like.util.deadline import Deadline
 from slime_like.weights import manifest
 
 REPORT_S = 5.0
-POST_MORTEM_S = 20.0  # above what EngineServer.cause_of_death waits for a dying process
+POST_MORTEM_S = 20.0  # longer than EngineServer.cause_of_death waits for a dying process
 
 
 @dataclass(slots=True)
 class Cluster:
-    """The processes of one run, as far as they have been started."""
+    """The processes of one run that have been started so far."""
 
     cfg: TrainConfig
     plan: Plan
     run_dir: Path
     progress: Progress
-    say: Callable[[str], None]  # a line for people
+    say: Callable[[str], None]  # prints a line
     placement: Placement | None = None
     actor: TrainerGroup | None = None
     manager: Any = None
@@ -72,7 +72,7 @@ class Cluster:
         control: Control,
         record: Mapping[str, Any],
     ) -> Run:
-        """Start everything the mode needs; trainer and engines start side by side. ``record`` goes into each checkpoint."""
+        """Start everything the mode needs; trainer and engines start concurrently. ``record`` is stored in each checkpoint."""
         self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"))
         self.placement.open()
         self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
@@ -139,7 +139,7 @@ class Cluster:
         return trainer
 
     def _ensemble(self, actor: TrainerGroup, critic: RoleGroup | None, teacher: RoleGroup | None) -> Trainer:
-        """The actor alone, or with what stands beside it."""
+        """Return the actor, combined with a critic or a teacher if there is one."""
         if critic is None and teacher is None:
             return actor
         return RoleTrainers(actor, critic, teacher, self.cfg.critic)
@@ -206,7 +206,7 @@ class Cluster:
             aggregation=cfg.algo.aggregation,
             steps_per_rollout=cfg.loop.steps_per_rollout,
             dp=self.plan.actor.layout.dp,
-            max_tokens_per_rank=cfg.parallel.max_tokens_per_rank * cfg.parallel.cp,  # which share each row
+            max_tokens_per_rank=cfg.parallel.max_tokens_per_rank * cfg.parallel.cp,  # cp ranks share each row
             max_response_len=cfg.rollout.max_response_len,
             mask_truncated=isinstance(cfg.algo, PolicyConfig) and cfg.algo.mask_truncated,
             mask_offpolicy=isinstance(cfg.algo, PolicyConfig) and cfg.algo.mask_offpolicy,
@@ -214,23 +214,23 @@ class Cluster:
         )
 
     def _overlong(self) -> OverlongPenalty | None:
-        reward, longest = self.cfg.reward, self.cfg.rollout.max_response_len
+        reward, max_len = self.cfg.reward, self.cfg.rollout.max_response_len
         if reward.overlong_buffer_len is None:
             return None
-        return OverlongPenalty(longest, reward.overlong_buffer_len, reward.overlong_penalty_factor)
+        return OverlongPenalty(max_len, reward.overlong_buffer_len, reward.overlong_penalty_factor)
 
     def _checkpoints(self) -> Path:
         return checkpoint_folder(self.cfg, self.run_dir)
 
     def causes_of_death(self, *, suspected: bool) -> list[str]:
-        """Return the last words of engines that died, of those that answer within ``POST_MORTEM_S``."""
+        """Return the last words of dead engines that are available within ``POST_MORTEM_S``."""
         refs = {f"engine {i}": actor.cause_of_death.remote(suspected) for i, actor in enumerate(self.engines)}
         deadline = Deadline("driver", "post mortem", POST_MORTEM_S)
         causes: list[str] = []
         for name, ref in refs.items():
             try:
                 cause = wait_one(name, ref, deadline)
-            except DeadlineExceeded:  # still starting: it is not dead
+            except DeadlineExceeded:  # still starting, not dead
                 cause = ""
             except SlimeLikeError as error:
                 cause = one_line(error)
@@ -239,13 +239,13 @@ class Cluster:
         return causes
 
     def report_faults(self) -> None:
-        """Tell what was lost and what became of it, while the manager is there to be asked."""
+        """Report faults and recoveries, while the manager still runs."""
         if self.chaos is None:
             return
         if self.manager is not None:
-            asked, deadline = self.manager.last_recoveries.remote(), Deadline("driver", "report", REPORT_S)
+            ref, deadline = self.manager.last_recoveries.remote(), Deadline("driver", "report", REPORT_S)
             try:
-                self.chaos.recovered(wait_one("rollout manager", asked, deadline))
+                self.chaos.recovered(wait_one("rollout manager", ref, deadline))
             except SlimeLikeError as error:
                 self.say(f"faults: the rollout manager cannot say what else was lost ({one_line(error)})")
         for line in report_lines(self.chaos.strikes, self.chaos.recoveries, self.chaos.pending):
@@ -253,11 +253,11 @@ class Cluster:
 
     @property
     def log_dir(self) -> Path | None:
-        """Where the run's Ray actors print to."""
+        """Return the log folder of the run's Ray actors."""
         return None if self.placement is None else self.placement.log_dir
 
     def close(self) -> None:
-        """Stop what was started."""
+        """Stop all started processes."""
         if self.placement is None:
             return
         managers = [] if self.manager is None else [self.manager]
@@ -265,10 +265,10 @@ class Cluster:
 
 
 def _baseline(cfg: TrainConfig) -> str:
-    """Return the samples over which equal rewards make every advantage 0: "group", "batch", or "none"."""
+    """Return the scope in which equal rewards make every advantage 0: "group", "batch", or "none"."""
     if is_path(cfg.algo.group_advantage) or is_path(cfg.algo.token_advantage) or is_path(cfg.algo.loss):
-        return "none"  # nothing is known of a user's own
+        return "none"  # custom functions may use equal rewards
     if cfg.algo.group_advantage is not None:
         return "group"
-    # A critic learns from rewards that are all equal, and its values differ from them until it has.
+    # A critic learns from equal rewards too, and its values differ from them at first.
     return "none" if isinstance(cfg.algo, (DistillConfig, PpoConfig)) else "batch"

@@ -1,4 +1,4 @@
-"""What a start waits for, told to the person at the terminal."""
+"""Progress messages during the start of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUIET_S = 10.0
 
 @dataclass(slots=True)
 class Progress:
-    """Lines with the seconds since the start: one per thing that is ready, and one after each 10 s in which nothing was.
+    """Prints lines with the seconds since the start: one per ready component, and one after every 10 s without one.
 
     Example: ``run: trainer ready after 6 s; waiting for engine 0``.
     """
@@ -19,23 +19,23 @@ class Progress:
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     _started: float = field(init=False)
-    _spoke: float = field(init=False)
+    _last_message: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._started = self._spoke = self.clock()
+        self._started = self._last_message = self.clock()
 
-    def ready(self, what: str, waits_for: str = "") -> None:
-        """``what`` is done; ``waits_for`` is next."""
-        self._say(f"{what} after {self._seconds()} s" + (f"; waiting for {waits_for}" if waits_for else ""))
+    def ready(self, component: str, waits_for: str = "") -> None:
+        """Report that ``component`` is ready and ``waits_for`` is next."""
+        self._say(f"{component} after {self._seconds()} s" + (f"; waiting for {waits_for}" if waits_for else ""))
 
     def waiting(self, waits_for: str) -> None:
-        """Called every second or so of a wait."""
-        if self.clock() - self._spoke >= QUIET_S:
+        """Report a long wait; called about every second."""
+        if self.clock() - self._last_message >= QUIET_S:
             self._say(f"still waiting for {waits_for} after {self._seconds()} s")
 
     def _seconds(self) -> str:
         return f"{self.clock() - self._started:.0f}"
 
     def _say(self, text: str) -> None:
-        self._spoke = self.clock()
+        self._last_message = self.clock()
         self.say(text)

@@ -1,4 +1,4 @@
-"""Where a run starts: afresh, or from the checkpoint that ``run.resume`` names. Decided before any process starts."""
+"""Selects and checks the checkpoint to resume from (``run.resume``), before any process starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
 from slime_like.printable import visible
 
-# What may change between the parts of one run without making it another experiment.
+# Keys that may change at a resume without making it another experiment.
 FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights", "guard", "health", "chaos")
 FIXED_KEYS = ("run.seed", "run.deterministic")
 FREE_KEYS = (
@@ -44,56 +44,56 @@ SHOWN = 4
 
 
 def checkpoint_folder(cfg: TrainConfig, run_dir: Path) -> Path:
-    """Where this run's checkpoints lie, or those it was told to resume from."""
+    """Return the folder of this run's checkpoints, or the one that ``run.resume`` names."""
     return run_dir / "checkpoints" if cfg.run.resume in ("auto", "never") else Path(cfg.run.resume)
 
 
 def first_rollout(cfg: TrainConfig, run_dir: Path, run: Mapping[str, Any] | None = None) -> int:
-    """Return how many rollouts the checkpoint to resume from has behind it; 0 for a fresh run.
+    """Return the number of trained rollouts in the checkpoint to resume from; 0 for a fresh run.
 
-    ``run`` is the ``run_record`` of ``cfg``, made here where it is None and needed. Raises ``CheckpointError`` where there is
-    no checkpoint to be read or its files are not as they were written, ``ConfigError`` where ``run.resume=auto`` would go on
-    with another experiment than the folder holds, ``RunComplete`` where nothing is left to train.
+    ``run`` is the ``run_record`` of ``cfg``, computed if None. Raises ``CheckpointError`` if the checkpoint is missing or its
+    files were changed, ``ConfigError`` if ``run.resume=auto`` would continue a different experiment, ``RunComplete`` if all
+    rollouts are trained.
     """
-    folder, own = checkpoint_folder(cfg, run_dir), run_dir / "checkpoints"
-    if cfg.run.resume == "never" and (iterations(own) or resumable_iteration(own) is not None):
+    folder, run_checkpoints = checkpoint_folder(cfg, run_dir), run_dir / "checkpoints"
+    if cfg.run.resume == "never" and (iterations(run_checkpoints) or resumable_iteration(run_checkpoints) is not None):
         raise CheckpointError(
             f"run.resume=never, but run.dir={cfg.run.dir!r} holds checkpoints: choose another run.dir, or run.resume=auto"
         )
-    done = resumable_iteration(folder)
-    if done is None:
+    num_trained = resumable_iteration(folder)
+    if num_trained is None:
         if cfg.run.resume not in ("auto", "never"):
             raise CheckpointError(
                 f"run.resume={cfg.run.resume!r}: no {LATEST} in {folder} that names an iteration; give the folder that holds "
                 "the iter_* folders"
             )
         return 0
-    if folder.resolve() != own and (mine := resumable_iteration(own)) is not None:
+    if folder.resolve() != run_checkpoints and (latest := resumable_iteration(run_checkpoints)) is not None:
         raise ConfigError(
             f"run.resume={cfg.run.resume!r}, but run.dir={cfg.run.dir!r} has checkpoints of its own (iteration "
-            f"{mine}): run.resume=auto goes on with those; to start from the others choose another run.dir"
+            f"{latest}): run.resume=auto goes on with those; to start from the others choose another run.dir"
         )
-    source = iteration_folder(folder, done)
+    source = iteration_folder(folder, num_trained)
     records = {source: check_saved(cfg, source)}
     _check_same_run(cfg, run_dir, source, records[source], run or run_record(cfg))
     if isinstance(cfg.algo, PpoConfig):
-        critic = iteration_folder(folder / CRITIC, done)
+        critic = iteration_folder(folder / CRITIC, num_trained)
         records[critic] = _check_critic(cfg, critic)
     exported = not cfg.run.save_hf or (run_dir / "hf").exists()
-    if done >= cfg.loop.num_rollout and exported:
+    if num_trained >= cfg.loop.num_rollout and exported:
         raise RunComplete(
-            f"run.dir={cfg.run.dir!r} is complete: {done} rollouts were trained, loop.num_rollout is {cfg.loop.num_rollout}; "
+            f"run.dir={cfg.run.dir!r} is complete: {num_trained} rollouts were trained, loop.num_rollout is {cfg.loop.num_rollout}; "
             "raise loop.num_rollout to train on, or choose another run.dir for a new run"
         )
     for path, record in records.items():
         verify(cfg, path, record)
     if cfg.run.replay_from is None:
-        read_state(folder, done)
-    return done
+        read_state(folder, num_trained)
+    return num_trained
 
 
 def check_saved(cfg: TrainConfig, source: Path) -> CheckpointRecord:
-    """Return the description of ``source``. Raises ``CheckpointError`` unless it is of the model that the run trains."""
+    """Return the record of ``source``. Raises ``CheckpointError`` unless it has the model that the run trains."""
     record = read_record(source)
     manifest = record.manifest
     check_saved_model(manifest, source, "model.hf_checkpoint", cfg.model.hf_checkpoint, cfg.parallel.tp)
@@ -113,47 +113,47 @@ def _check_critic(cfg: TrainConfig, source: Path) -> CheckpointRecord:
 
 
 def _check_optimizer(cfg: TrainConfig, manifest: Manifest, source: Path) -> None:
-    mine = cfg.parallel.distributed_optimizer
-    if manifest.distributed_optimizer != mine:
+    distributed = cfg.parallel.distributed_optimizer
+    if manifest.distributed_optimizer != distributed:
         raise CheckpointError(
             f"{source}: saved with parallel.distributed_optimizer={manifest.distributed_optimizer}, "
-            f"which cannot be loaded with {mine}: set it as it was"
+            f"which cannot be loaded with {distributed}: set it as it was"
         )
 
 
 def _check_same_run(
     cfg: TrainConfig, run_dir: Path, source: Path, record: CheckpointRecord, run: Mapping[str, Any]
 ) -> None:
-    """Check that settings and inputs are those of the checkpoint, or have changed where they may.
+    """Check that settings and inputs match the checkpoint, except for keys that may change.
 
-    ``run.resume=auto`` refuses other ones; a checkpoint's path is where a new run with new settings may start, which is
-    warned of another tokenizer or config.json alone.
+    ``run.resume=auto`` rejects other changes. A checkpoint's path may start a new run with new settings: a changed
+    tokenizer or config.json only causes a warning.
     """
     auto = cfg.run.resume == "auto"
-    before = record.run["config"] if record.run is not None else _settings_of(run_dir / "config.yaml")
-    if auto and before is not None:
-        _check_same_settings(cfg, run_dir, before)
+    saved = record.run["config"] if record.run is not None else _settings_of(run_dir / "config.yaml")
+    if auto and saved is not None:
+        _check_same_settings(cfg, run_dir, saved)
     changed = changed_inputs(record.run, run) if record.run is not None else []
     if auto and changed:
         raise ConfigError(
             f"run.dir={cfg.run.dir!r}: {_listed(changed)} changed since {source.name} was written: restore it, "
             f"choose another run.dir for a new run, or run.resume={run_dir / 'checkpoints'} to go on with what is there now"
         )
-    if odd := [name for name in changed if name != DATA]:
+    if unexpected := [name for name in changed if name != DATA]:
         sys.stderr.write(
             visible(
-                f"warning: run.resume={cfg.run.resume!r}: {_listed(odd)} is not what the checkpoint was trained with\n"
+                f"warning: run.resume={cfg.run.resume!r}: {_listed(unexpected)} is not what the checkpoint was trained with\n"
             )
         )
 
 
 def _check_same_settings(cfg: TrainConfig, run_dir: Path, saved: Mapping[str, Any]) -> None:
-    before, now = flatten(saved_settings(saved)), flatten(asdict(cfg))
-    changed = [key for key in sorted(before | now) if before.get(key) != now.get(key) and not _free(key)]
+    old, new = flatten(saved_settings(saved)), flatten(asdict(cfg))
+    changed = [key for key in sorted(old | new) if old.get(key) != new.get(key) and not _free(key)]
     if changed:
         raise ConfigError(
             f"run.dir={cfg.run.dir!r} holds a run with other settings "
-            f"({_listed([f'{key} {before.get(key)!r} -> {now.get(key)!r}' for key in changed])}): choose another run.dir for a "
+            f"({_listed([f'{key} {old.get(key)!r} -> {new.get(key)!r}' for key in changed])}): choose another run.dir for a "
             f"new run, or run.resume={run_dir / 'checkpoints'} to go on with the new settings"
         )
 
@@ -163,8 +163,8 @@ def _settings_of(path: Path) -> dict[str, Any] | None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    suffix = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + suffix
 
 
 def _free(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a failed run leaves for whoever has to find out why: one folder, cause first."""
+"""Crash bundles: one folder with the evidence of a failed run, cause first."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ STACKS_WAIT_S = 2.0
 
 
 def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (), ray_logs: Path | None = None) -> Path:
-    """Write ``run_dir/crash-<time>``: cause, traceback, stacks, who was in which collective, log tails, config, versions."""
+    """Write ``run_dir/crash-<time>``: cause, traceback, stacks, ranks in collectives, log tails, config, versions."""
     bundle = run_dir / f"crash-{time.strftime('%Y%m%d-%H%M%S')}"
     bundle.mkdir(parents=True, exist_ok=True)
     (bundle / "cause.txt").write_text(visible("\n".join([one_line(error), *extra]) + "\n"))
     (bundle / "traceback.txt").write_text(visible("".join(traceback.format_exception(error))))
-    if text := forensics.dump(ring_folder(str(run_dir))):  # before another run here sweeps rings of the dead
+    if text := forensics.dump(ring_folder(str(run_dir))):  # before another run removes rings of dead processes
         (bundle / "collectives.txt").write_text(visible(text))
     (bundle / "versions.txt").write_text("\n".join(_versions()) + "\n")
     stacks = run_dir / "stacks"
@@ -46,20 +46,21 @@ def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (),
 
 
 def _worker_logs(stacks: Path, ray_logs: Path | None) -> list[tuple[str, Path]]:
-    """Return the logs of Ray's own processes, and what the run's actors printed: Ray names each of these by the process id,
-    as the stacks do. Ray's folder goes with the run.
+    """Return (name, path) of the logs of Ray's processes and of the run's actors, matched to stacks by process id.
+
+    Ray's folder is removed at the end of the run.
     """
     if ray_logs is None:
         return []
-    found = [(f"ray_{log.name}", log) for name in RAY for log in ray_logs.glob(f"{name}.*") if log.stat().st_size]
+    logs = [(f"ray_{log.name}", log) for name in RAY for log in ray_logs.glob(f"{name}.*") if log.stat().st_size]
     for path in stacks.glob("*.txt"):
         name, pid, _ = path.stem.rsplit(".", 2)
-        found += [(f"{name}{log.suffix}", log) for log in ray_logs.glob(f"worker-*-{pid}.*") if log.stat().st_size]
-    return found
+        logs += [(f"{name}{log.suffix}", log) for log in ray_logs.glob(f"worker-*-{pid}.*") if log.stat().st_size]
+    return logs
 
 
 def _tail(path: Path) -> str:
-    """Return the last lines of a log, however long it is, as they may be written to a terminal."""
+    """Return the last lines of a log, safe for a terminal."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
@@ -67,16 +68,16 @@ def _tail(path: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The cause without its traceback."""
+    """Return the error on one line, without traceback."""
     text = str(error).strip().splitlines()
     return visible(f"{type(error).__name__}: {text[0] if text else '(no message)'}")
 
 
 def _versions() -> list[str]:
-    found = [f"python {platform.python_version()} on {platform.platform()}"]
+    versions = [f"python {platform.python_version()} on {platform.platform()}"]
     for name in LIBRARIES:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"{name} is not installed")
-    return found
+            versions.append(f"{name} is not installed")
+    return versions

@@ -1,4 +1,4 @@
-"""The processes that one process has started, directly or not, and an end to them."""
+"""Finds and kills the descendants of a process."""
 
 from __future__ import annotations
 
@@ -13,64 +13,66 @@ import psutil
 
 from slime_like.rollout.engine import segments
 
-MARK = "SLIME_LIKE_RUN"  # environment variable that everything inherits: also what the tree of parents has lost
+MARK = "SLIME_LIKE_RUN"  # inherited environment variable: also finds processes that left the tree
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 WAIT_S = 0.05
-END_S = 20.0  # for killed processes to be gone; one in an uninterruptible wait takes as long as its disk
+END_S = 20.0  # for killed processes to exit; an uninterruptible wait lasts as long as its disk
 
-AGENTS = {  # children of the raylet: name -> parts of its command line, with a title and before it has one
+AGENTS = {  # children of the raylet: name -> parts of the command line, after and before it sets a title
     "dashboard agent": ("ray::DashboardAgent", "dashboard/agent.py"),
     "runtime-env agent": ("ray::RuntimeEnvAgent", "runtime_env/agent/main.py"),
 }
 
 
 def adopt(adopting: bool = True) -> bool:
-    """Become the parent of every descendant whose own parent ends, so that none leaves the tree; return what was set before.
+    """Set whether orphaned descendants become children of this process; return the previous setting.
 
-    ``adopting=False``: such a descendant goes to the next ancestor that adopts.
+    ``adopting=False``: an orphan goes to the next ancestor that adopts.
     """
-    before = ctypes.c_int()
+    previous = ctypes.c_int()
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0):
+    if libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(previous), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_GET_CHILD_SUBREAPER)")
     if libc.prctl(PR_SET_CHILD_SUBREAPER, int(adopting), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-    return bool(before.value)
+    return bool(previous.value)
 
 
 def children() -> frozenset[psutil.Process]:
-    """The processes that this one has started itself, or adopted."""
+    """Return the direct and adopted children of this process."""
     return frozenset(psutil.Process().children())
 
 
 def descendants(spared: frozenset[psutil.Process] = frozenset()) -> list[psutil.Process]:
-    """Every process that this one has started, directly or not; but ``spared`` children and what is theirs."""
-    found: list[psutil.Process] = []
+    """Return all descendants of this process, except ``spared`` children and their descendants."""
+    processes: list[psutil.Process] = []
     for child in children() - spared:
-        found.append(child)
+        processes.append(child)
         with suppress(psutil.Error):
-            found += child.children(recursive=True)
-    return found
+            processes += child.children(recursive=True)
+    return processes
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Every other process that was started with ``MARK=mark`` in its environment."""
-    found: list[psutil.Process] = []
-    wanted = f"{MARK}={mark}".encode()
+    """Return every other process with ``MARK=mark`` in its environment."""
+    processes: list[psutil.Process] = []
+    variable = f"{MARK}={mark}".encode()
     for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):
-            if process.pid != os.getpid() and wanted in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                found.append(process)
-    return found
+            if process.pid != os.getpid() and variable in Path(f"/proc/{process.pid}/environ").read_bytes().split(
+                b"\0"
+            ):
+                processes.append(process)
+    return processes
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """SIGKILL each, and remove the shared memory and scratch folders of engines among them, which they no longer can."""
+    """Send SIGKILL to each, and remove shared memory and scratch folders of killed engines."""
     targets = list(processes)
     pids = [process.pid for process in targets]
     names, folders = segments.mapped_by(pids), segments.scratch_of(pids)
     for process in targets:
-        with suppress(psutil.Error):  # psutil compares start times: not a later process of the same id
+        with suppress(psutil.Error):  # psutil compares start times: never kills a later process with the same id
             process.kill()
     segments.remove(names)
     for folder in folders:
@@ -78,24 +80,24 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def of_ray() -> dict[str, int]:
-    """Processes of the Ray that this process has started, without which a run cannot go on: name -> process id."""
+    """Return essential processes of the Ray started by this process: name -> process id."""
     named = {_name(child): child for child in children()}
-    found = {name: named[name].pid for name in ("raylet", "gcs_server") if name in named}
-    return found | (agents(named["raylet"]) if "raylet" in found else {})
+    pids = {name: named[name].pid for name in ("raylet", "gcs_server") if name in named}
+    return pids | (agents(named["raylet"]) if "raylet" in pids else {})
 
 
 def agents(raylet: psutil.Process) -> dict[str, int]:
-    """Its agents, which it starts a moment after itself: name -> process id."""
-    found: dict[str, int] = {}
+    """Return the agents of a raylet, which it starts with a delay: name -> process id."""
+    pids: dict[str, int] = {}
     with suppress(psutil.Error):
         for child in raylet.children():
             line = command(child)
-            found |= {name: child.pid for name, marks in AGENTS.items() if any(mark in line for mark in marks)}
-    return found
+            pids |= {name: child.pid for name, marks in AGENTS.items() if any(mark in line for mark in marks)}
+    return pids
 
 
 def reward_workers() -> list[int]:
-    """Reward workers among what this process has started."""
+    """Return the process ids of reward workers among the descendants."""
     return [process.pid for process in descendants() if "slime_like.reward.worker" in command(process)]
 
 
@@ -106,7 +108,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def is_stopped(process: psutil.Process) -> bool:
-    """Return True for a process that is stopped, as by SIGSTOP."""
+    """Return True if a process is stopped, as by SIGSTOP."""
     try:
         return process.status() == psutil.STATUS_STOPPED
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""The supervisor's watch on the processes of Ray, which do not belong to it: the death or stop of one ends the run."""
+"""Watches Ray's processes for the supervisor: the death or stop of one ends the run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import psutil
 
 from slime_like.cluster.supervise import process_tree
 
-AWAY_S = 5.0  # between two looks: this process was stopped itself, maybe with all others
-STOPPED_S = 10.0  # for which a process of Ray may be stopped: before Ray takes its node for dead, on any machine
+AWAY_S = 5.0  # gap between checks that shows that this process was stopped, maybe with all others
+STOPPED_S = 10.0  # allowed stop of a Ray process; shorter than the time after which Ray declares its node dead
 
 
 @dataclass(slots=True)
@@ -23,16 +23,16 @@ class _RayProcess:
 
 
 class RayWatch:
-    """Watches processes of Ray by descriptors in ``selector``, whose keys have a callback as data."""
+    """Watches Ray processes by pidfds in ``selector``, whose keys have a callback as data."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
-        self.dead: list[str] = []  # a clause for each
+        self.dead: list[str] = []  # a message per process
         self._selector = selector
         self._alive: dict[str, _RayProcess] = {}
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
 
     def add(self, name: str, pid: int) -> None:
-        """Watch a process by a descriptor, which no later process of the same id is behind."""
+        """Watch a process by pidfd, which is safe against reuse of the process id."""
         label = f"Ray's {name} (process {pid})"
         try:
             process = psutil.Process(pid)
@@ -44,7 +44,7 @@ class RayWatch:
         self._selector.register(fd, selectors.EVENT_READ, lambda: self._died(name, fd))
 
     def lost(self) -> list[str]:
-        """Return a clause for each process that died or, where none did, that has been stopped for too long."""
+        """Return a message for each process that died or, if none did, that has been stopped for too long."""
         self._look_for_agents()
         return self.dead or self._stopped()
 
@@ -62,10 +62,10 @@ class RayWatch:
 
     def _stopped(self) -> list[str]:
         now = time.monotonic()
-        away, self._looked = now - self._looked > AWAY_S, now
+        was_stopped, self._last_check = now - self._last_check > AWAY_S, now
         stopped: list[str] = []
         for ray in self._alive.values():
-            if away or not process_tree.is_stopped(ray.process):
+            if was_stopped or not process_tree.is_stopped(ray.process):
                 ray.stopped_since = None
             elif ray.stopped_since is None:
                 ray.stopped_since = now

@@ -1,4 +1,4 @@
-"""report.html for a run of this process: no run is undone by a report that could not be written."""
+"""Writes report.html at the end of a run; a failure does not fail the run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NOTHING_LOGGED = "nothing was logged yet"
 
 
 def try_report(run_dir: Path) -> tuple[Path | None, str]:
-    """Path of the report, or None and why there is none."""
+    """Write the report; return its path, or None and the reason."""
     if not (run_dir / METRICS).is_file() or not (run_dir / METRICS).stat().st_size:
         return None, NOTHING_LOGGED
     try:
         return write_report(run_dir), ""
-    except Exception as error:  # noqa: BLE001  fault boundary: the run's own result goes on
+    except Exception as error:  # noqa: BLE001  fault boundary: keeps the run's own result
         return None, one_line(error)

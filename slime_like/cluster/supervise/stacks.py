@@ -1,4 +1,4 @@
-"""Stacks of every process of a run, on demand: what a crash bundle shows of a hang."""
+"""Stack dumps of every process of a run, for crash bundles."""
 
 from __future__ import annotations
 
@@ -15,46 +15,48 @@ POLL_S = 0.1
 
 
 def dump_stacks_on_signal(folder: Path, name: str) -> None:
-    """On SIGUSR1 write the stacks of all threads of this process to ``folder/<name>.<pid>.<start time>.txt``."""
+    """Install a SIGUSR1 handler that writes the stacks of all threads of this process to ``folder/<name>.<pid>.<start time>.txt``."""
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / f"{name}.{os.getpid()}.{start_time(os.getpid())}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
 
 def living(folder: Path) -> dict[str, int]:
-    """Name -> process id of every living process of this node that registered in ``folder``.
+    """Return name -> process id of every live process of this node registered in ``folder``.
 
-    The start time guards against a process id that has passed to somebody else.
+    Start times guard against reused process ids.
     """
-    found = (path.stem.rsplit(".", 2) for path in _of_living(folder))
-    return {name: int(pid) for name, pid, _ in found}
+    parts = (path.stem.rsplit(".", 2) for path in _of_living(folder))
+    return {name: int(pid) for name, pid, _ in parts}
 
 
 def request_stacks(folder: Path) -> None:
-    """Ask every living process of this node that registered in ``folder`` for its stacks."""
+    """Request stacks of every live process of this node registered in ``folder``."""
     for pid in living(folder).values():
-        with suppress(ProcessLookupError):  # it has ended since
+        with suppress(ProcessLookupError):  # it has ended in the meantime
             os.kill(pid, signal.SIGUSR1)
 
 
 def gather_stacks(folder: Path, seconds: float) -> None:
-    """Ask for stacks and wait until all are written, at most ``seconds``, scaled: a stopped process writes none.
+    """Request stacks and wait until all are written, at most ``seconds``, scaled: a stopped process writes none.
 
-    faulthandler writes from a signal handler and reports to nobody: a file that grew and then rests is taken for whole.
+    faulthandler writes from a signal handler without notification: a file is complete once it grew and then stayed.
     """
-    before = _sizes(folder)
+    initial = _sizes(folder)
     request_stacks(folder)
-    last, until = before, time.monotonic() + seconds * scale()
+    previous, until = initial, time.monotonic() + seconds * scale()
     while time.monotonic() < until:
         time.sleep(POLL_S)
-        now = _sizes(folder)
-        if now == last and all(now[path] > before.get(path, 0) for path in _of_living(folder) if path in now):
+        current = _sizes(folder)
+        if current == previous and all(
+            current[path] > initial.get(path, 0) for path in _of_living(folder) if path in current
+        ):
             return
-        last = now
+        previous = current
 
 
 def _of_living(folder: Path) -> list[Path]:
-    """The files of the processes that live."""
+    """Return the files of live processes."""
     named = ((path, path.stem.rsplit(".", 2)) for path in folder.glob("*.txt"))
     return [path for path, (_, pid, started) in named if start_time(int(pid)) == started]
 

@@ -1,4 +1,4 @@
-"""Standard output and standard error that may go away: a pipe whose reader has ended, a terminal that was closed, a full disk."""
+"""stdout and stderr that tolerate a closed pipe, a closed terminal and a full disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def keep_streams() -> None:
-    """Let the process outlive its streams. Leaves alone what a program has put in their place."""
+    """Make stdout and stderr tolerate write errors, unless the program has replaced them."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout = _lasting(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
@@ -30,9 +30,9 @@ def _lasting(stream: TextIO) -> TextIO:
 
 
 class _Lasting(io.FileIO):
-    """Drops what nobody can read any more, and says so once on the other stream."""
+    """Drops output that cannot be written, and warns once on stderr."""
 
-    _told = False
+    _warned = False
 
     def write(self, data: Buffer, /) -> int:
         try:
@@ -40,16 +40,16 @@ class _Lasting(io.FileIO):
         except OSError as error:
             if error.errno not in (*GONE, *FULL):
                 raise
-            self._tell(error)
+            self._warn(error)
             if error.errno in GONE:  # for the writes of libraries and children
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self.fileno())
                 os.close(null)
             return memoryview(data).nbytes
 
-    def _tell(self, error: OSError) -> None:
-        if self._told or self.fileno() != 1:
+    def _warn(self, error: OSError) -> None:
+        if self._warned or self.fileno() != 1:
             return
-        self._told = True
+        self._warned = True
         with suppress(OSError):
             os.write(2, f"warning: standard output: {error.strerror}; the run goes on, see its run.dir\n".encode())

@@ -1,6 +1,6 @@
-"""The driver's side of its supervisor (``cluster/supervise/supervisor.py``): a socket between the two, on which each sees the other end.
+"""The driver's side of the supervisor (``cluster/supervise/supervisor.py``): a socket whose EOF shows the other's end.
 
-A driver without a supervisor, as one that calls ``launch`` itself, tells nobody.
+A driver without a supervisor, such as a program that calls ``launch``, sends nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slime_like.util.leave import leave
 CLEARED_S = 30.0  # for the supervisor's answer
 
 _line: socket.socket | None = None
-_cleared = threading.Event()  # the supervisor has looked, and Ray is alive
+_cleared = threading.Event()  # set when the supervisor has confirmed that Ray is alive
 _folders: list[Path] = []  # to remove if the supervisor dies
 _numbers = itertools.count()
 
@@ -55,7 +55,7 @@ def drive(run: Callable[[], int], line: socket.socket) -> NoReturn:
 
 
 def connect(line: socket.socket) -> None:
-    """Use ``line`` to the supervisor; when the supervisor dies, end this process and everything it has started."""
+    """Use ``line`` to the supervisor; if the supervisor dies, kill this process and its descendants."""
     global _line
     _line = line
     os.environ[process_tree.MARK] = secrets.token_hex(8)
@@ -65,31 +65,31 @@ def connect(line: socket.socket) -> None:
 def tell(**note: Any) -> None:
     """Send ``note`` to the supervisor, if there is one."""
     if _line is not None:
-        with suppress(OSError):  # it is gone: this process is about to be
+        with suppress(OSError):  # the supervisor died: this process is about to be killed
             _line.sendall(json.dumps(note).encode() + b"\n")
 
 
 def claimed(run_dir: Path, rings: Path) -> None:
-    """Tell where crash bundles go, and which shared memory to remove at the end."""
+    """Report the folder of crash bundles, and the shared memory to remove at the end."""
     tell(kind="claimed", run_dir=str(run_dir))
     owns(rings)
 
 
 def owns(folder: Path) -> None:
-    """Tell of a folder to remove at the end: shared memory, Ray's files and sockets."""
+    """Report a folder to remove at the end: shared memory, Ray's files and sockets."""
     _folders.append(folder)
     tell(kind="owns", folder=str(folder))
 
 
 def ray_started(pids: dict[str, int], logs: Path | None) -> None:
-    """Tell which processes Ray consists of: the death of one ends the run."""
+    """Report Ray's processes: the death of one ends the run."""
     tell(kind="ray", pids=pids, logs=None if logs is None else str(logs))
 
 
 def clear_ray() -> None:
-    """Return once the supervisor has found every process of Ray alive; where one died, it ends this process with that cause.
+    """Wait until the supervisor confirms that Ray is alive; if a Ray process died, it ends the run with that cause.
 
-    Ray's death takes actors along: without this, the driver might blame the first of those that it misses.
+    When Ray dies, its actors die too: without this check the driver might blame the first lost actor.
     """
     if _line is not None:
         _cleared.clear()
@@ -98,15 +98,15 @@ def clear_ray() -> None:
 
 
 def ending(code: int) -> None:
-    """Tell that the run is being taken down and ends with ``code``: from here on deaths of processes are no faults."""
+    """Report the start of the teardown, which ends with ``code``: deaths of processes are no longer faults."""
     tell(kind="ending", code=code)
 
 
 @contextmanager
 def limit(deadline: Deadline, waits_for: str, *, at_once: bool = False) -> Generator[None]:
-    """Bound a call into a library that knows no deadline: the supervisor ends the run when ``deadline`` passes.
+    """Bound a library call without a timeout: the supervisor ends the run when ``deadline`` passes.
 
-    ``at_once``: a signal during the call ends the run, of which there is nothing to save yet.
+    ``at_once``: a signal during the call ends the run immediately, as there is nothing to save yet.
     """
     number = next(_numbers)
     tell(
@@ -125,7 +125,7 @@ def limit(deadline: Deadline, waits_for: str, *, at_once: bool = False) -> Gener
 
 
 def _leave_terminal() -> None:
-    """Read end of file from standard input if it is a terminal, which stops a background group that reads from it."""
+    """Replace a terminal stdin by /dev/null: a background group that reads from a terminal is stopped."""
     if os.isatty(0):
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

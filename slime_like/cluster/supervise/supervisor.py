@@ -1,11 +1,11 @@
-"""The process that a user starts: it supervises the driver, its only child, and outlives it.
+"""The process started by the user: supervises its only child, the driver, and outlives it.
 
-Ray ends its driver by itself when one of its own processes dies, and never returns from ``ray.init`` or ``ray.shutdown``
-when one is stopped; the kernel may kill a driver that takes too much memory. The cause, the crash bundle and the end of
-everything that was started must not depend on such a process. This one imports neither Ray nor torch.
+Ray kills its driver when a Ray process dies, and ``ray.init`` and ``ray.shutdown`` never return while one is stopped; the
+kernel may kill a driver that uses too much memory. Error message, crash bundle and cleanup must not depend on such a
+process. The supervisor imports neither Ray nor torch.
 
-It adopts what its descendants leave behind (``PR_SET_CHILD_SUBREAPER``), so that what a reward function has started ends with
-the run as well. Signals are passed on. The driver has a process group of its own: Ctrl-C on a terminal reaches it once.
+It adopts orphaned descendants (``PR_SET_CHILD_SUBREAPER``), so that processes started by a reward function end with the run
+too. It forwards signals. The driver has a separate process group, so that Ctrl-C on a terminal reaches it once.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from slime_like.rollout.engine.last_words import how
 from slime_like.util.deadline import Deadline
 
 TICK_S = 0.25
-TOGETHER_S = 0.5  # between the ends of processes of which one took the others along
-TAKEDOWN_S = 300.0  # for all of it: processes have a shorter limit of their own
-UNWIND_S = 15.0  # from a second signal to the moment at which the driver begins to take its run down
-ALONE_S = 15.0  # for the driver, once all others are killed that it may wait for
-ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to end the run
-PASSED_ON = (*ASKS, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+TOGETHER_S = 0.5  # maximum time between the deaths of a process and of others caused by it
+TAKEDOWN_S = 300.0  # in total: single processes have shorter limits
+UNWIND_S = 15.0  # from a second signal until the driver begins its teardown
+ALONE_S = 15.0  # for the driver, once all processes it may wait for are killed
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 STOPPED_CODE = 130
 
 
 def supervise(run: Callable[[], int]) -> int:
-    """Call ``run``, which is the driver, in a child process; returns its exit code, or that of its irregular end."""
-    ours, theirs = socket.socketpair()
+    """Run the driver ``run`` in a child process; return its exit code, or the one for an abnormal end."""
+    parent_end, driver_end = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-    # Inherited as ignored, the kernel would take the exit codes.
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    # If SIGCHLD were inherited as ignored, the kernel would discard exit codes.
     reaping = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    others = process_tree.children()  # of a program that calls this: none of the run's
+    spared = process_tree.children()  # children of a calling program, not of the run
     adopting = process_tree.adopt()
     driver = os.fork()
     if driver == 0:
-        ours.close()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        supervised.drive(run, theirs)
-    theirs.close()
+        parent_end.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        supervised.drive(run, driver_end)
+    driver_end.close()
     try:
-        return Supervisor(driver, ours, others).watch(before)
+        return Supervisor(driver, parent_end, spared).watch(old_mask)
     finally:
         signal.signal(signal.SIGCHLD, reaping)
         process_tree.adopt(adopting)
@@ -77,22 +77,22 @@ class _Limit:
 
 @dataclass(slots=True)
 class DriverState:
-    """State of the driver, as it has reported it."""
+    """State reported by the driver."""
 
     run_dir: Path | None = None
     folders: list[Path] = field(default_factory=list[Path])  # to remove at the end
     logs: Path | None = None
     limits: dict[int, _Limit] = field(default_factory=dict[int, _Limit])
-    ending: int | None = None  # the exit code that is meant
-    suspects: float | None = None  # when it asked whether Ray is alive
+    ending: int | None = None  # exit code, once the teardown has begun
+    suspects: float | None = None  # time at which it requested a check of Ray
     done: bool = False
 
 
 class Supervisor:
-    """Watches one driver until it has ended, and everything it has started with it."""
+    """Watches one driver and its descendants until all have ended."""
 
-    def __init__(self, driver: int, line: socket.socket, others: frozenset[psutil.Process]) -> None:
-        self._driver, self._line, self._others = driver, line, others
+    def __init__(self, driver: int, line: socket.socket, spared: frozenset[psutil.Process]) -> None:
+        self._driver, self._line, self._spared = driver, line, spared
         self._status: int | None = None  # exit code of the driver, as ``Popen.returncode``
         self._state = DriverState()
         self._buffer = b""
@@ -104,14 +104,14 @@ class Supervisor:
         self._ray = RayWatch(self._selector)
 
     def watch(self, mask: Collection[int]) -> int:
-        """Watch the run to its end and return its exit code. ``mask``: signals that were blocked before the fork."""
+        """Watch the run to its end and return its exit code. ``mask``: the signal mask from before the fork."""
         wakes, woken = socket.socketpair()
         for end in (wakes, woken, self._line):
             end.setblocking(False)
         self._selector.register(self._line, selectors.EVENT_READ, self._read)
         self._selector.register(wakes, selectors.EVENT_READ, lambda: self._signalled(wakes.recv(4096)))
         fd = signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
-        handled = [n for n in (*PASSED_ON, signal.SIGCHLD, signal.SIGTSTP) if signal.getsignal(n) is not signal.SIG_IGN]
+        handled = [n for n in (*FORWARDED, signal.SIGCHLD, signal.SIGTSTP) if signal.getsignal(n) is not signal.SIG_IGN]
         handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
@@ -130,19 +130,19 @@ class Supervisor:
                 end.close()
 
     def _judge(self) -> int | None:
-        """Return the exit code once the run has ended and everything of it is gone; None until then."""
+        """Return the exit code once all processes of the run have ended; None until then."""
         if self._status is not None:
             return self._driver_ended(self._status)
         if self._state.ending is None:
             return self._fault()
         self._takedown = self._takedown or Deadline("driver", "teardown", TAKEDOWN_S)
-        late = next(self._late(), None)
+        timeout_text = next(self._expired(), None)
         if self._takedown.elapsed() > self._takedown.limit:
-            late = late or str(self._takedown.exceeded("the end of the run"))
-        if self._alone is None and late is not None:
-            _say(f"{late}; everything that this run has started is killed")
+            timeout_text = timeout_text or str(self._takedown.exceeded("the end of the run"))
+        if self._alone is None and timeout_text is not None:
+            _say(f"{timeout_text}; everything that this run has started is killed")
             process_tree.kill(
-                process for process in process_tree.descendants(self._others) if process.pid != self._driver
+                process for process in process_tree.descendants(self._spared) if process.pid != self._driver
             )
             self._alone = Deadline("driver", "teardown", ALONE_S)
         if self._alone is not None and self._alone.elapsed() > self._alone.limit:
@@ -150,28 +150,30 @@ class Supervisor:
         return None
 
     def _fault(self) -> int | None:
-        """Return the exit code where a signal, a dead process of Ray or a late wait ends the run; None otherwise."""
+        """Return the exit code if a signal, a dead Ray process or an expired deadline ends the run, else None."""
         if self._signals and any(limit.at_once for limit in self._state.limits.values()):
             _say(f"stopped while it waited for {next(iter(self._state.limits.values())).waits_for}")
             return self._close(STOPPED_CODE)
         if self._unwind is not None and self._unwind.elapsed() > self._unwind.limit:
             _say("stopped: the driver did not react, everything that this run has started is killed")
             return self._close(STOPPED_CODE)
-        if (lost := self._ray.lost()) and self._state.run_dir is not None:
-            self._to_driver(signal.SIGSTOP)  # or it blames the process that dies next, and writes a bundle of that one
+        if (ray_problems := self._ray.lost()) and self._state.run_dir is not None:
+            self._to_driver(signal.SIGSTOP)  # otherwise it would blame the next dying process in a bundle of its own
             if self._driver_dies():
                 return self._driver_ended(self._status or 0)
             self._end_driver()
-            return self._fail(ProcessLost(f"{', '.join(lost)}: Ray cannot go on; the same command continues the run"))
-        if (late := next(self._late(), None)) is not None:
-            return self._fail(SlimeLikeError(late))
+            return self._fail(
+                ProcessLost(f"{', '.join(ray_problems)}: Ray cannot go on; the same command continues the run")
+            )
+        if (timeout_text := next(self._expired(), None)) is not None:
+            return self._fail(SlimeLikeError(timeout_text))
         self._clear_ray()
         return None
 
     def _clear_ray(self) -> None:
-        """Answer a driver that has lost an actor, once a death of Ray would have been seen."""
-        asked = self._state.suspects
-        if asked is not None and time.monotonic() - asked > TOGETHER_S:
+        """Confirm to a driver that lost an actor that Ray is alive, after the time to detect its death."""
+        requested_at = self._state.suspects
+        if requested_at is not None and time.monotonic() - requested_at > TOGETHER_S:
             self._state.suspects = None
             with suppress(OSError):
                 self._line.send(b".")
@@ -183,22 +185,22 @@ class Supervisor:
         if self._state.ending is not None:
             _say(f"the driver {how(status)} while it took the run down")
             return self._close(self._state.ending)
-        if -status in ASKS:
+        if -status in STOP_SIGNALS:
             _say("stopped")
             return self._close(STOPPED_CODE)
-        why = (
+        hint = (
             ": too little memory? (dmesg lists the processes that the kernel killed)"
             if status == -signal.SIGKILL
             else ""
         )
-        self._driver_dies()  # what of Ray is dead is known a moment later
+        self._driver_dies()  # deaths of Ray processes are detected with a delay
         for key, _ in self._selector.select(0):
             key.data()
-        # A driver that is killed takes Ray along (PR_SET_PDEATHSIG), one that Ray ends exits or aborts.
+        # A killed driver takes Ray along (PR_SET_PDEATHSIG); a driver ended by Ray exits or aborts.
         cause = f"{', '.join(self._ray.dead)}: " if self._ray.dead and status != -signal.SIGKILL else ""
         return self._fail(
             ProcessLost(
-                f"{cause}the driver (process {self._driver}) {how(status)}{why}; the same command continues the run"
+                f"{cause}the driver (process {self._driver}) {how(status)}{hint}; the same command continues the run"
             )
         )
 
@@ -211,7 +213,7 @@ class Supervisor:
         return self._status is not None
 
     def _fail(self, error: SlimeLikeError) -> int:
-        """Cause and crash bundle first, then the end of everything."""
+        """Print the cause, write the crash bundle, then kill everything."""
         run_dir = self._state.run_dir
         text = f"{type(error).__name__}: {error}"
         if run_dir is not None:
@@ -223,14 +225,17 @@ class Supervisor:
         return self._close(1)
 
     def _close(self, code: int) -> int:
-        """Kill everything that the run has started; return ``code``."""
+        """Kill all processes of the run; return ``code``."""
         deadline = Deadline("supervisor", "teardown", process_tree.END_S)
         self._end_driver(deadline)
-        while left := process_tree.descendants(self._others):
+        while remaining := process_tree.descendants(self._spared):
             if deadline.elapsed() > deadline.limit:
-                _say("killed, and not gone: " + ", ".join(f"process {p.pid} ({process_tree.command(p)})" for p in left))
+                _say(
+                    "killed, and not gone: "
+                    + ", ".join(f"process {p.pid} ({process_tree.command(p)})" for p in remaining)
+                )
                 break
-            process_tree.kill(left)
+            process_tree.kill(remaining)
             self._reap()
             time.sleep(process_tree.WAIT_S)
         for folder in self._state.folders:
@@ -240,7 +245,7 @@ class Supervisor:
         return code
 
     def _end_driver(self, deadline: Deadline | None = None) -> None:
-        """Kill the driver. One that a disk or a device keeps from dying is left to the kernel when ``deadline`` is over."""
+        """Kill the driver. If a disk or device blocks its exit until ``deadline``, leave it to the kernel."""
         deadline = deadline or Deadline("supervisor", "teardown", process_tree.END_S)
         self._to_driver(signal.SIGKILL)
         while self._status is None and deadline.elapsed() < deadline.limit:
@@ -248,8 +253,8 @@ class Supervisor:
             time.sleep(process_tree.WAIT_S)
 
     def _reap(self) -> None:
-        """Reap every child of the run that has ended, adopted ones too."""
-        for child in process_tree.children() - self._others:
+        """Reap every ended child of the run, including adopted ones."""
+        for child in process_tree.children() - self._spared:
             with suppress(ChildProcessError):
                 pid, status = os.waitpid(child.pid, os.WNOHANG)
                 if pid == self._driver:
@@ -257,7 +262,7 @@ class Supervisor:
 
     def _signalled(self, numbers: bytes) -> None:
         for number in numbers:
-            if number in ASKS:
+            if number in STOP_SIGNALS:
                 self._signals.append(number)
                 if len(self._signals) == 2:
                     self._unwind = Deadline("driver", "teardown", UNWIND_S)
@@ -265,15 +270,15 @@ class Supervisor:
                 self._to_driver(signal.SIGSTOP)
                 os.kill(os.getpid(), signal.SIGSTOP)
                 self._to_driver(signal.SIGCONT)
-            elif number in PASSED_ON:
+            elif number in FORWARDED:
                 self._to_driver(number)
 
     def _to_driver(self, number: int) -> None:
-        if self._status is None:  # not reaped: the id is still its own
+        if self._status is None:  # not reaped, so the process id is still valid
             os.kill(self._driver, number)
 
     def _read(self) -> None:
-        """Read the notes that the driver has sent."""
+        """Read messages from the driver."""
         with suppress(OSError):
             while data := self._line.recv(65_536):
                 self._buffer += data
@@ -306,8 +311,8 @@ class Supervisor:
             case kind:
                 raise AssertionError(f"a note of kind {kind!r}")
 
-    def _late(self) -> Iterator[str]:
-        """Yield a message for each wait of the driver that is longer than its limit."""
+    def _expired(self) -> Iterator[str]:
+        """Yield a message for each wait of the driver that exceeds its limit."""
         for limit in self._state.limits.values():
             if limit.deadline.elapsed() > limit.deadline.limit:
                 yield str(limit.deadline.exceeded(limit.waits_for))
