@@ -101,7 +101,7 @@ def _loss_type(item: Given, given: Flags) -> tuple[str, str] | None:
     return (
         None
         if item.text == "sft_loss" or item.problem
-        else ("refused", "no dotted path names a loss yet (docs/algorithms.md)")
+        else ("refused", "its signature differs: port it to algo.loss=my_loss.py:Loss (docs/extending.md)")
     )
 
 
