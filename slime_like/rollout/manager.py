@@ -98,18 +98,18 @@ class RolloutManager:
         spec: ManagerSpec,
         source: DataSource,
         heldout: Mapping[str, Sequence[Prompt]],
-        keepers: Sequence[EngineSupervisor],
+        supervisors: Sequence[EngineSupervisor],
     ) -> None:
         self._spec = spec
         self._source = source
         self._heldout = heldout
-        self._fleet = EnginePool(keepers, spec.health, pushed=spec.pushes)
-        self._watch = HealthMonitor(self._fleet)
-        self._push = Push(self._fleet, self._watch)
+        self._pool = EnginePool(supervisors, spec.health, pushed=spec.pushes)
+        self._watch = HealthMonitor(self._pool)
+        self._push = Push(self._pool, self._watch)
         self._rewards = RewardPool(spec.reward)
         self._generate = open_generator(spec.rollout)
         self._answers = GroupSampler(
-            router=self._fleet.router,
+            router=self._pool.router,
             rewards=self._rewards,
             generate=self._generate,
             generate_name=spec.rollout.generate,
@@ -117,14 +117,14 @@ class RolloutManager:
             chat_template_kwargs=spec.chat_template_kwargs,
             max_context_len=spec.max_context_len,
             seed=spec.seed,
-            usage=Usage(len(keepers)),
+            usage=Usage(len(supervisors)),
             trains=spec.pushes,
         )
         cfg = spec.rollout
         sampling = Sampling(spec.temperature, cfg.max_response_len, cfg.top_p, cfg.top_k, spec.stop_token_ids)
         self._bound = oldest_allowed(cfg, spec.loop)
         bound = self._bound if spec.pushes else None
-        self._making = GroupCollector(cfg, sampling, bound, PromptQueue(source), self._answers, self._fleet.abort_all)
+        self._making = GroupCollector(cfg, sampling, bound, PromptQueue(source), self._answers, self._pool.abort_all)
         self._producer = self._new_producer(spec.first_rollout)
         self._starts: dict[int, RolloutState] = {}  # before the prompts of each rollout
         self._filtered: dict[int, FilterReport] = {}  # of rollouts that are made and not consumed
@@ -147,7 +147,7 @@ class RolloutManager:
         if self._spec.reward.shuffle:
             groups = tuple(shuffle_rewards(groups, seed=self._spec.seed * 1_000_003 + rollout_id))
         self._remember_probe(groups)
-        restarts, remade = self._fleet.rollout_made()
+        restarts, remade = self._pool.take_restart_counts()
         filtered = self._filtered.pop(rollout_id, FilterReport())
         advice = self._signal.observe(
             rollout_id, groups, len(self._leftover) - len(carried), filtered.summary, filtered.example
@@ -168,7 +168,7 @@ class RolloutManager:
             Sum("rollout/engine_restarts", restarts),
             Sum("rollout/remade_groups", remade),
         ]
-        others = (*self._rewards.warnings(), *self._generate.warnings(), *self._fleet.news())
+        others = (*self._rewards.warnings(), *self._generate.warnings(), *self._pool.news())
         warnings = (*advice, *map(RunWarning, others))
         recovered = self.last_recoveries()
         return Collected(groups, produced.started, produced.stopped, tuple(metrics), warnings, recovered)
@@ -226,7 +226,7 @@ class RolloutManager:
         """
         self._watch.start()
         if self._spec.deterministic:
-            await _first(self._producer.settled(), self._fleet.router.empty())
+            await _first(self._producer.settled(), self._pool.router.empty())
         return await self._push.begin()
 
     async def commit_push(self, version: int) -> None:
@@ -245,11 +245,11 @@ class RolloutManager:
 
     async def starved(self) -> None:
         """Return when no engine serves and a restarted one waits for weights."""
-        await self._fleet.starved()
+        await self._pool.starved()
 
     def last_recoveries(self) -> tuple[Recovery, ...]:
         """Of the engines that were lost, and a reward server that was, what ``Collected`` has not told."""
-        return (*self._fleet.take_recoveries(), *self._rewards.take_recoveries())
+        return (*self._pool.take_recoveries(), *self._rewards.take_recoveries())
 
     def lose_reward_server(self, seconds: float) -> None:
         """See ``RewardPool.lose_server``."""
@@ -262,21 +262,21 @@ class RolloutManager:
             self._remember_probe([])
         if not self._probe:  # prompts of one token have nothing to score: the first rollout will
             return ()
-        asked = await asyncio.gather(*(self._score(seat) for seat in self._fleet.seats if not seat.down))
+        asked = await asyncio.gather(*(self._score(slot) for slot in self._pool.slots if not slot.down))
         if not (found := [scores for scores in asked if scores is not None]):
             raise EngineLost(f"no engine is left that took the weights of version {self._version}")
         return tuple(found)
 
-    async def _score(self, seat: EngineSlot) -> ProbeScores | None:
+    async def _score(self, slot: EngineSlot) -> ProbeScores | None:
         """What one engine thinks of the probe's sequences; None where it does not serve, or is lost meanwhile."""
-        engine, spec = seat.client, self._spec
-        if engine not in self._fleet.router.engines:
+        engine, spec = slot.client, self._spec
+        if engine not in self._pool.router.engines:
             return None
         try:
             asked = probe.ask(engine, self._version, self._probe, spec.temperature, spec.max_context_len)
-            return await unless_lost(seat.lost, engine, asked)
+            return await unless_lost(slot.lost, engine, asked)
         except (EngineError, DeadlineExceeded) as error:
-            await self._fleet.failed(seat, engine, error)
+            await self._pool.failed(slot, engine, error)
             return None
 
     def _remember_probe(self, groups: Sequence[SampleGroup]) -> None:
@@ -339,7 +339,7 @@ class RolloutManager:
         await self._producer.stop()
         await self._making.close()
         await self._generate.close()
-        await self._fleet.stop()
+        await self._pool.stop()
         await self._rewards.stop()
 
 

@@ -95,14 +95,14 @@ def test_an_engine_that_never_answers_again_ends_the_run(tmp_path: Path, monkeyp
     async def lost() -> EngineError:
         address = EngineAddress("engine 0", "http://nowhere", "key", 1)
         handle = Handle(actor, listens)
-        keeper = RayEngineSupervisor(handle, address, RolloutConfig(start_deadline_s=START_S))
-        fleet = EnginePool([keeper], HealthConfig(max_restarts=2), pushed=True)
-        fleet.lose(fleet.seats[0], DEAD, EngineLost("engine 0: connection broke"))
+        supervisor = RayEngineSupervisor(handle, address, RolloutConfig(start_deadline_s=START_S))
+        pool = EnginePool([supervisor], HealthConfig(max_restarts=2), pushed=True)
+        pool.lose(pool.slots[0], DEAD, EngineLost("engine 0: connection broke"))
         with pytest.raises(EngineError) as found:
-            await fleet.joinable()
+            await pool.joinable()
         assert handle.tries == 2
-        assert fleet.seats[0].down
-        await fleet.stop()
+        assert pool.slots[0].down
+        await pool.stop()
         return found.value
 
     try:

@@ -115,7 +115,7 @@ class Interrupted(Source):
             yield bucket
 
 
-class LocalKeeper:
+class LocalSupervisor:
     """An engine whose server this process started."""
 
     def __init__(self, spec: EngineSpec, name: str) -> None:
@@ -176,13 +176,15 @@ class Pair:
             max_running_requests=SAMPLES,
             sglang={"max_total_tokens": 4096},
         )
-        self.keepers = [LocalKeeper(replace(spec, log_path=str(folder / f"{i}.log")), f"engine {i}") for i in (0, 1)]
+        self.supervisors = [
+            LocalSupervisor(replace(spec, log_path=str(folder / f"{i}.log")), f"engine {i}") for i in (0, 1)
+        ]
         self.loop = asyncio.new_event_loop()
         self._managers: list[RolloutManager] = []
 
-    def keeper(self, name: str) -> LocalKeeper:
-        """The keeper of an engine."""
-        return next(keeper for keeper in self.keepers if keeper.client.name == name)
+    def supervisor(self, name: str) -> LocalSupervisor:
+        """The supervisor of an engine."""
+        return next(supervisor for supervisor in self.supervisors if supervisor.client.name == name)
 
     def manager(self, engines: int = 2, **health: Any) -> RolloutManager:
         """A fresh manager of rollouts of ``GROUPS`` groups on the first engines as they are."""
@@ -209,15 +211,15 @@ class Pair:
             pushes=True,
             chat_template_kwargs={},
         )
-        manager = RolloutManager(spec, source(self._data), {}, self.keepers[:engines])
+        manager = RolloutManager(spec, source(self._data), {}, self.supervisors[:engines])
         self._managers.append(manager)
         return manager
 
     def stop_managers(self) -> None:
         """Those of a test that failed would restart engines under the next test's, and a stopped one would stay so."""
-        for keeper in self.keepers:
+        for supervisor in self.supervisors:
             with contextlib.suppress(ProcessLookupError):
-                keeper.hurt(signal.SIGCONT)
+                supervisor.hurt(signal.SIGCONT)
         managers, self._managers = self._managers, []
 
         async def stop() -> None:
@@ -230,7 +232,7 @@ class Pair:
         self, names: Sequence[str], model: str, *, broadcast: bool = False, happens: Callable[[], object] = lambda: None
     ) -> None:
         """The middle of a push, over connections of its own: the sender closes them. In its midst something happens."""
-        engines = [keeper for keeper in self.keepers if keeper.client.name in names]
+        engines = [supervisor for supervisor in self.supervisors if supervisor.client.name in names]
         clients = [EngineClient(e.server.url, admin_key=KEY, name=e.client.name, deadline_s=120) for e in engines]
         name, make = ("broadcast", BroadcastSender) if broadcast else ("tensor", TensorSender)
         sender = make(clients, transport=TransportSpec(name, "gloo", 1 << 16, 60.0), group_name="faults", host=HERE)
@@ -249,10 +251,10 @@ class Pair:
 
     def close(self) -> None:
         """Nothing is left of the engines."""
-        for keeper in self.keepers:
-            keeper.server.stop()
-        for keeper in self.keepers:
-            self.loop.run_until_complete(keeper.client.close())
+        for supervisor in self.supervisors:
+            supervisor.server.stop()
+        for supervisor in self.supervisors:
+            self.loop.run_until_complete(supervisor.client.close())
         self.loop.close()
 
 

@@ -7,7 +7,7 @@ from slime_like.rollout.engine.client import EngineClient
 
 
 class Kept:
-    """``rollout.fleet.Keeper`` of such an engine."""
+    """``EngineSupervisor`` of such an engine."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client

@@ -24,8 +24,8 @@ RECOVERY_METRICS = ("rollout/engine_restarts", "rollout/remade_groups")
 def pair(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     made = Pair(models, tmp_path_factory.mktemp("faults"))
     try:
-        for keeper in made.keepers:
-            keeper.connect()
+        for supervisor in made.supervisors:
+            supervisor.connect()
         yield made
     finally:
         made.close()
@@ -58,16 +58,16 @@ def test_a_stopped_engine_is_waited_for_where_the_config_says_so(pair: Pair) -> 
     async def scenario() -> None:
         manager = pair.manager(on_stalled_engine="wait", interval_s=0.2, timeout_s=3.0)
         assert await pair.push(manager, "B") == ("engine 0", "engine 1")
-        at_answer("engine 0", 1, lambda: pair.keepers[0].hurt(signal.SIGSTOP))
+        at_answer("engine 0", 1, lambda: pair.supervisors[0].hurt(signal.SIGSTOP))
         collecting = asyncio.ensure_future(manager.collect(0))
-        await until(lambda: [seat for seat in manager._fleet.seats if seat.stalled])
+        await until(lambda: [slot for slot in manager._pool.slots if slot.stalled])
         assert not collecting.done()
-        pair.keepers[0].hurt(signal.SIGCONT)
+        pair.supervisors[0].hurt(signal.SIGCONT)
         collected = await collecting
         check_whole(collected, 0, pair.models, "B", pair.version)
         assert any("does not answer and is waited for" in said.text for said in collected.warnings)
         assert manager.last_recoveries() == ()
-        await until(lambda: not [seat for seat in manager._fleet.seats if seat.stalled])
+        await until(lambda: not [slot for slot in manager._pool.slots if slot.stalled])
         assert await pair.push(manager, "A") == ("engine 0", "engine 1")
         await manager.stop()
 
@@ -80,19 +80,19 @@ def test_an_engine_that_is_slow_is_waited_for_by_the_default(pair: Pair) -> None
     async def scenario() -> None:
         manager = pair.manager(interval_s=0.1, timeout_s=60.0)
         await pair.push(manager, "A")
-        pids = [keeper.server.pid for keeper in pair.keepers]
+        pids = [supervisor.server.pid for supervisor in pair.supervisors]
         slow: list[str] = []
         answered = answers()
 
         def stop(name: str) -> None:
-            pair.keeper(name).hurt(signal.SIGSTOP)
+            pair.supervisor(name).hurt(signal.SIGSTOP)
             slow.append(name)
             answered.clear()
 
         at_first_answer(stop)
         collecting = asyncio.ensure_future(manager.collect(0))
         await until(lambda: slow)
-        client, group = pair.keeper(slow[0]).client, pair.keeper(slow[0]).server.pid
+        client, group = pair.supervisor(slow[0]).client, pair.supervisor(slow[0]).server.pid
         assert isinstance(client, Told)
         await until(lambda: stopped(group) and set(answered) - set(slow) and client.num_waiting_checks)
         assert not collecting.done()
@@ -105,7 +105,7 @@ def test_an_engine_that_is_slow_is_waited_for_by_the_default(pair: Pair) -> None
             RECOVERY_METRICS, 0
         )
         assert (collected.recovered, collected.warnings, manager.last_recoveries()) == ((), (), ())
-        assert [keeper.server.pid for keeper in pair.keepers] == pids
+        assert [supervisor.server.pid for supervisor in pair.supervisors] == pids
         await manager.stop()
 
     pair.loop.run_until_complete(scenario())
@@ -121,8 +121,8 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
 
         def kill_one_stop_the_other(name: str) -> None:
             struck.extend(sorted(("engine 0", "engine 1"), key=name.__ne__))
-            pair.keeper(name).kill_scheduler()
-            at_answer(struck[1], 2, lambda: pair.keeper(struck[1]).hurt(signal.SIGSTOP))
+            pair.supervisor(name).kill_scheduler()
+            at_answer(struck[1], 2, lambda: pair.supervisor(struck[1]).hurt(signal.SIGSTOP))
 
         at_first_answer(kill_one_stop_the_other)
         collecting = asyncio.ensure_future(manager.collect(0))
@@ -139,8 +139,8 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
         assert ids == list(range(GROUPS * SAMPLES))
         assert len(collected.recovered) == 2
         assert {lost.version for lost in collected.recovered} <= {-1, pair.version}
-        await until(lambda: not [seat for seat in manager._fleet.seats if seat.down])
-        killed, stopped = manager._fleet.recoveries
+        await until(lambda: not [slot for slot in manager._pool.slots if slot.down])
+        killed, stopped = manager._pool.recoveries
         assert [killed.engine, stopped.engine] == struck
         assert pair.version in {killed.version, stopped.version}
         assert killed.cause.startswith("dead: ")
@@ -151,7 +151,7 @@ def test_one_is_killed_and_the_other_stopped_in_the_midst_of_a_rollout(pair: Pai
         assert killed.groups >= 1 and stopped.groups >= len(remade)
         assert await pair.push(manager, "B") == ("engine 0", "engine 1")
         check_whole(await manager.collect(1), 1, pair.models, "B", pair.version)
-        assert len(await manager.probe()) == 2, manager._fleet.recoveries
+        assert len(await manager.probe()) == 2, manager._pool.recoveries
         await manager.stop()
 
     pair.loop.run_until_complete(scenario())
@@ -162,7 +162,7 @@ def test_an_engine_that_dies_between_two_buckets_is_left_out_of_the_push_and_joi
         manager = pair.manager()
         before = await manager.begin_push()
         with pytest.raises(EngineLost, match="engine 1"):
-            await pair.send(before, "A", happens=lambda: pair.keepers[1].hurt(signal.SIGKILL))
+            await pair.send(before, "A", happens=lambda: pair.supervisors[1].hurt(signal.SIGKILL))
         after = await manager.begin_push()
         assert after == ("engine 0",)
         await pair.send(after, "A")
@@ -171,7 +171,7 @@ def test_an_engine_that_dies_between_two_buckets_is_left_out_of_the_push_and_joi
         (scores,) = await manager.probe()
         assert_close(scores.logprobs[0], pair.models.logprobs("A", scores.token_ids[0], 1.0))
         check_whole(await manager.collect(0), 0, pair.models, "A", pair.version)
-        await until(lambda: not [seat for seat in manager._fleet.seats if seat.down])
+        await until(lambda: not [slot for slot in manager._pool.slots if slot.down])
         assert await pair.push(manager, "B") == ("engine 0", "engine 1")
         probed = await manager.probe()
         assert len(probed) == 2
@@ -190,7 +190,7 @@ def test_a_push_that_loses_an_engine_ends_the_run_where_the_config_says_so(pair:
         manager = pair.manager(on_dead_engine="stop")
         names = await manager.begin_push()
         with pytest.raises(EngineLost, match="engine 1"):
-            await pair.send(names, "A", happens=lambda: pair.keepers[1].hurt(signal.SIGKILL))
+            await pair.send(names, "A", happens=lambda: pair.supervisors[1].hurt(signal.SIGKILL))
         with pytest.raises(EngineError, match="engine 1"):
             await manager.begin_push()
         await manager.abort_push()
@@ -205,7 +205,7 @@ def test_a_push_that_loses_an_engine_ends_the_run_where_the_config_says_so(pair:
 def test_a_dead_engine_ends_the_rollout_where_the_config_says_so(pair: Pair) -> None:
     async def scenario() -> None:
         manager = pair.manager(engines=1, on_dead_engine="stop")
-        at_answer("engine 0", 1, lambda: pair.keepers[0].hurt(signal.SIGKILL))
+        at_answer("engine 0", 1, lambda: pair.supervisors[0].hurt(signal.SIGKILL))
         with pytest.raises(EngineError, match="engine 0"):
             await manager.collect(0)
         await manager.stop()

@@ -114,8 +114,8 @@ class SlowEngine:
         request.done.set()
 
 
-class SlowKeeper:
-    """``rollout.fleet.Keeper`` of slow engines that follow each other, each likely to live a little longer."""
+class SlowSupervisor:
+    """``EngineSupervisor`` of slow engines that follow each other, each likely to live a little longer."""
 
     def __init__(self, rng: random.Random, version: int, name: str, dies: int) -> None:
         self._rng, self._name, self._dies = rng, name, dies

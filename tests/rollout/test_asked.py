@@ -20,7 +20,7 @@ from slime_like.rollout.generate.single_turn import single_turn
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
 from slime_like.types import I32, Prompt, Reward, Sample, SampleGroup
 from tests.rollout.counting import Counting
-from tests.rollout.slow_engine import SlowEngine, SlowKeeper
+from tests.rollout.slow_engine import SlowEngine, SlowSupervisor
 
 N, BATCH, STOP = 3, 2, 1
 HELDOUT = {"greedy": [Prompt(0, np.array([3], np.int32), "", None, None, dataset="greedy")]}
@@ -52,7 +52,7 @@ class Recording(SlowEngine):
         return [Completion(ids, -ids.astype(np.float32), ((0, 3, 0),), "stop") for _ in seeds]
 
 
-class Keeper(SlowKeeper):
+class FakeSupervisor(SlowSupervisor):
     """The one engine."""
 
     def __init__(self) -> None:
@@ -127,16 +127,16 @@ def seen(generate: str, *, rollouts: int = 0, evaluate: bool = False, pushes: bo
     )
 
     async def run() -> Recording:
-        keeper = Keeper()
-        manager = RolloutManager(spec, Counting(), HELDOUT, [keeper])  # pyright: ignore[reportArgumentType]
+        supervisor = FakeSupervisor()
+        manager = RolloutManager(spec, Counting(), HELDOUT, [supervisor])  # pyright: ignore[reportArgumentType]
         try:
             for rollout_id in range(rollouts):
-                keeper.client.groups += (await manager.collect(rollout_id)).groups
+                supervisor.client.groups += (await manager.collect(rollout_id)).groups
             if evaluate:
                 await manager.evaluate()
         finally:
             await manager.stop()
-        return keeper.client
+        return supervisor.client
 
     return asyncio.run(run())
 

@@ -19,12 +19,12 @@ from slime_like.rollout.collect.usage import Usage
 from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
 from slime_like.rollout.pool.health import HealthMonitor
 from slime_like.rollout.pool.push import Push
-from tests.rollout.slow_engine import SlowKeeper
+from tests.rollout.slow_engine import SlowSupervisor
 
 PROMPT = np.arange(2, 6, dtype=np.int32)
 
 
-class Hung(SlowKeeper):
+class Hung(SlowSupervisor):
     """Engines that answer nothing but their version, and of which a second one does not start."""
 
     async def restart(self) -> Any:
@@ -35,21 +35,21 @@ class Hung(SlowKeeper):
 
 
 def play(
-    kind: type[SlowKeeper], health: HealthConfig, scene: Callable[[EnginePool, list[Any]], Awaitable[None]]
+    kind: type[SlowSupervisor], health: HealthConfig, scene: Callable[[EnginePool, list[Any]], Awaitable[None]]
 ) -> None:
     async def run() -> None:
-        keepers = [kind(random.Random(0), 0, f"engine {i}", 0) for i in range(2)]
-        fleet = EnginePool(keepers, health, pushed=True)  # pyright: ignore[reportArgumentType]
-        tasks = [task for keeper in keepers for task in keeper.tasks]
+        supervisors = [kind(random.Random(0), 0, f"engine {i}", 0) for i in range(2)]
+        pool = EnginePool(supervisors, health, pushed=True)  # pyright: ignore[reportArgumentType]
+        tasks = [task for supervisor in supervisors for task in supervisor.tasks]
         if kind is Hung:
             for task in tasks:
                 task.cancel()
         try:
             async with asyncio.timeout(10):
-                await scene(fleet, [keeper.client for keeper in keepers])
+                await scene(pool, [supervisor.client for supervisor in supervisors])
         finally:
-            await fleet.stop()
-            for task in (task for keeper in keepers for task in keeper.tasks):
+            await pool.stop()
+            for task in (task for supervisor in supervisors for task in supervisor.tasks):
                 task.cancel()
 
     asyncio.run(run())
@@ -61,50 +61,50 @@ async def let_run() -> None:
         await asyncio.sleep(0)
 
 
-async def asked(fleet: EnginePool) -> list[asyncio.Task[Any]]:
+async def asked(pool: EnginePool) -> list[asyncio.Task[Any]]:
     """A group on each engine, which waits for its answer."""
 
     async def ask() -> None:
-        with fleet.router.lease(9) as lease:
+        with pool.router.lease(9) as lease:
             await ResumableEngine(lease, PartialCompletions(), PauseGate(), Usage(2)).generate(
                 PROMPT, [7], Sampling(1.0, 9)
             )
 
-    tasks = [asyncio.create_task(ask()) for _ in fleet.seats]
+    tasks = [asyncio.create_task(ask()) for _ in pool.slots]
     await let_run()
     assert not any(task.done() for task in tasks)
     return tasks
 
 
 def test_a_stalled_engine_ends_every_wait_where_the_config_says_so() -> None:
-    async def scene(fleet: EnginePool, engines: list[Any]) -> None:
-        waiting = await asked(fleet)
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        waiting = await asked(pool)
         with pytest.raises(EngineError, match="no answer"):
-            fleet.stall(fleet.seats[0], EngineError("engine 0: no answer"))
+            pool.stall(pool.slots[0], EngineError("engine 0: no answer"))
         for task in waiting:
             with pytest.raises(EngineError, match="engine 0: no answer"):
                 await task
         with pytest.raises(EngineError, match="engine 0: no answer"):
-            await fleet.joinable()
-        await fleet.starved()  # so that the driver asks for that push
+            await pool.joinable()
+        await pool.starved()  # so that the driver asks for that push
 
     play(Hung, HealthConfig(on_stalled_engine="stop"), scene)
 
 
 def test_an_engine_that_does_not_start_again_ends_the_run() -> None:
-    async def scene(fleet: EnginePool, engines: list[Any]) -> None:
-        waiting = await asked(fleet)
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        waiting = await asked(pool)
         engines[0].die()
         for task in waiting:
             with pytest.raises(EngineError, match=r"engine 0 was lost .* health.max_restarts=2 .* does not start"):
                 await task
-        assert fleet.seats[0].restarts == 3
+        assert pool.slots[0].restarts == 3
 
     play(Hung, HealthConfig(max_restarts=2), scene)
 
 
 def test_an_engine_that_is_replaced_while_a_push_waits_for_another_has_none_of_its_weights() -> None:
-    async def scene(fleet: EnginePool, engines: list[Any]) -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
         hold = asyncio.Event()
 
         async def post(phase: str, *_: object) -> None:
@@ -117,27 +117,27 @@ def test_an_engine_that_is_replaced_while_a_push_waits_for_another_has_none_of_i
         for engine, verb in zip(engines, (post, late), strict=True):
             engine._post = engine._request = verb
             engine.pause = engine.begin_update = lambda *_: post("")
-        push = Push(fleet, HealthMonitor(fleet))
+        push = Push(pool, HealthMonitor(pool))
         assert await push.begin() == ("engine 0", "engine 1")
         resuming = asyncio.create_task(push.resume(5))
         await let_run()
-        fleet.lose(fleet.seats[0], DEAD, EngineLost("engine 0 is dead"))
+        pool.lose(pool.slots[0], DEAD, EngineLost("engine 0 is dead"))
         await let_run()
-        assert not fleet.seats[0].down and fleet.seats[0].client is not engines[0]
+        assert not pool.slots[0].down and pool.slots[0].client is not engines[0]
         hold.set()
         await resuming
-        assert fleet.router.engines == [engines[1]]
-        assert fleet.recoveries[0].joined == 0
+        assert pool.router.engines == [engines[1]]
+        assert pool.recoveries[0].joined == 0
 
-    play(SlowKeeper, HealthConfig(), scene)
+    play(SlowSupervisor, HealthConfig(), scene)
 
 
 def test_a_check_that_a_push_cuts_short_is_made_again_at_once() -> None:
-    async def scene(fleet: EnginePool, engines: list[Any]) -> None:
-        watch, asked = HealthMonitor(fleet), list[bool]()
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        watch, asked = HealthMonitor(pool), list[bool]()
 
         async def cut_short(seconds: float, *, decodes: bool) -> bool:
-            fleet.health.interval_s = 1e9  # no further round comes
+            pool.health.interval_s = 1e9  # no further round comes
             asked.append(decodes)
             if decodes:
                 watch.push_begins()
@@ -146,19 +146,19 @@ def test_a_check_that_a_push_cuts_short_is_made_again_at_once() -> None:
         async def well(seconds: float, *, decodes: bool) -> bool:
             return True
 
-        for seat, health in zip(fleet.seats, (cut_short, well), strict=True):
-            seat.answered, seat.client.health = True, health  # pyright: ignore[reportAttributeAccessIssue]
+        for slot, health in zip(pool.slots, (cut_short, well), strict=True):
+            slot.answered, slot.client.health = True, health  # pyright: ignore[reportAttributeAccessIssue]
         watch.start()
-        while not fleet.recoveries:
+        while not pool.recoveries:
             await asyncio.sleep(0)
         assert asked == [True, False]
-        assert [lost.engine for lost in fleet.recoveries] == ["engine 0"]
+        assert [lost.engine for lost in pool.recoveries] == ["engine 0"]
 
-    play(SlowKeeper, HealthConfig(interval_s=0.0), scene)
+    play(SlowSupervisor, HealthConfig(interval_s=0.0), scene)
 
 
 def test_an_engine_that_hangs_in_its_check_keeps_no_other_from_being_checked() -> None:
-    async def scene(fleet: EnginePool, engines: list[Any]) -> None:
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
         asked: list[bool] = []
 
         async def hangs(seconds: float, *, decodes: bool) -> bool:
@@ -169,10 +169,10 @@ def test_an_engine_that_hangs_in_its_check_keeps_no_other_from_being_checked() -
             asked.append(decodes)
             return True
 
-        for seat, health in zip(fleet.seats, (hangs, well), strict=True):
-            seat.answered, seat.client.health = True, health  # pyright: ignore[reportAttributeAccessIssue]
-        HealthMonitor(fleet).start()
+        for slot, health in zip(pool.slots, (hangs, well), strict=True):
+            slot.answered, slot.client.health = True, health  # pyright: ignore[reportAttributeAccessIssue]
+        HealthMonitor(pool).start()
         while len(asked) < 3:
             await asyncio.sleep(0)
 
-    play(SlowKeeper, HealthConfig(interval_s=0.0), scene)
+    play(SlowSupervisor, HealthConfig(interval_s=0.0), scene)

@@ -14,7 +14,7 @@ from slime_like.rollout.collect.partial import PartialCompletions
 from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
 from slime_like.rollout.collect.usage import Usage
 from slime_like.rollout.pool.engine_pool import EnginePool
-from tests.rollout.slow_engine import Request, SlowKeeper, token
+from tests.rollout.slow_engine import Request, SlowSupervisor, token
 
 PROMPT = np.arange(2, 6, dtype=np.int32)
 
@@ -23,19 +23,19 @@ class Group:
     """A lane on two engines, of which the first has it."""
 
     def __init__(self) -> None:
-        self.keepers = [SlowKeeper(random.Random(0), version, f"engine {version}", 0) for version in range(2)]
-        self.fleet = EnginePool(self.keepers, HealthConfig(), pushed=True)  # pyright: ignore[reportArgumentType]
+        self.supervisors = [SlowSupervisor(random.Random(0), version, f"engine {version}", 0) for version in range(2)]
+        self.pool = EnginePool(self.supervisors, HealthConfig(), pushed=True)  # pyright: ignore[reportArgumentType]
         self.journal = PartialCompletions()
 
 
 def play(turns: Callable[[Group, ResumableEngine], Awaitable[None]]) -> Group:
     async def run() -> Group:
         group = Group()
-        with group.fleet.router.lease(100) as lease:
-            assert lease.engine is group.keepers[0].client
+        with group.pool.router.lease(100) as lease:
+            assert lease.engine is group.supervisors[0].client
             await turns(group, ResumableEngine(lease, group.journal, PauseGate(), Usage(2)))
-        await group.fleet.stop()
-        for task in (task for keeper in group.keepers for task in keeper.tasks):
+        await group.pool.stop()
+        for task in (task for supervisor in group.supervisors for task in supervisor.tasks):
             task.cancel()
         return group
 
@@ -47,9 +47,9 @@ def test_what_was_answered_stays_and_the_rest_goes_on_elsewhere() -> None:
         (first,) = await lane.generate(PROMPT, [7], Sampling(1.0, 5))
         assert first.versions == ((0, 5, 0),)
         answers = [asyncio.create_task(lane.generate(PROMPT, [seed], Sampling(1.0, 9))) for seed in (8, 9)]
-        while not (sampled := sum(len(r.spans) for r in group.keepers[0].client._requests)):
+        while not (sampled := sum(len(r.spans) for r in group.supervisors[0].client._requests)):
             await asyncio.sleep(0)
-        group.keepers[0].client.die()
+        group.supervisors[0].client.die()
         for seed, answer in zip((8, 9), answers, strict=True):
             (completion,) = await answer
             assert completion.token_ids.tolist() == [token(seed, len(PROMPT) + i) for i in range(9)]
@@ -57,13 +57,13 @@ def test_what_was_answered_stays_and_the_rest_goes_on_elsewhere() -> None:
         assert sampled > 0
         assert [len(c.token_ids) for call in group.journal.copy() for c in call.completions] == [5, 9, 9]
 
-    assert play(turns).fleet.rollout_made()[1] == 1  # a group, though two requests were lost
+    assert play(turns).pool.take_restart_counts()[1] == 1  # a group, though two requests were lost
 
 
 def test_what_an_answer_had_before_it_was_continued_stays() -> None:
     async def turns(group: Group, lane: ResumableEngine) -> None:
         answer = asyncio.create_task(lane.generate(PROMPT, [8, 9], Sampling(1.0, 60)))
-        engine = group.keepers[0].client
+        engine = group.supervisors[0].client
         while not all(len(r.spans) > 3 for r in engine._requests or [Request(0, 0, 0)]):
             await asyncio.sleep(0)
         await engine.abort_all()
@@ -81,9 +81,9 @@ def test_what_an_answer_had_before_it_was_continued_stays() -> None:
 
 def test_scores_come_from_an_engine_that_serves() -> None:
     async def turns(group: Group, lane: ResumableEngine) -> None:
-        group.keepers[0].client.die()
+        group.supervisors[0].client.die()
         (scores,) = await lane.score([PROMPT], 1.0)
         assert scores.tolist() == PROMPT[1:].tolist()
-        assert group.fleet.router.engines == [group.keepers[1].client]
+        assert group.pool.router.engines == [group.supervisors[1].client]
 
-    assert play(turns).fleet.news()[0].startswith("engine 0 is dead and is restarted")
+    assert play(turns).pool.news()[0].startswith("engine 0 is dead and is restarted")

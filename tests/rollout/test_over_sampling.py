@@ -31,7 +31,7 @@ from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.types import Sample, SampleGroup, Source, Span
 from slime_like.util.deadline import Deadline
 from tests.rollout.counting import Counting
-from tests.rollout.slow_engine import SlowKeeper, token
+from tests.rollout.slow_engine import SlowSupervisor, token
 
 N = 2  # samples per prompt
 
@@ -62,16 +62,16 @@ class Process:
     def __post_init__(self) -> None:
         self.prompts = PromptQueue(Counting())
         names = [f"engine {i}" for i in range(self.setting.num_engines)]
-        self.keepers = [SlowKeeper(self.rng, self.version, name, self.setting.dies) for name in names]
-        self.fleet = EnginePool(self.keepers, HealthConfig(max_restarts=1000), pushed=False)  # pyright: ignore[reportArgumentType]
+        self.supervisors = [SlowSupervisor(self.rng, self.version, name, self.setting.dies) for name in names]
+        self.pool = EnginePool(self.supervisors, HealthConfig(max_restarts=1000), pushed=False)  # pyright: ignore[reportArgumentType]
         self.gate = PauseGate()
         hands = OverSamplingCallbacks(self.answer, self.keep, self.gate.open, self.stop)
-        self.pool = OverSampling(self.setting.how, self.setting.partial, self.prompts, hands)
+        self.oversampler = OverSampling(self.setting.how, self.setting.partial, self.prompts, hands)
 
     async def answer(self, work: GroupTask) -> SampleGroup:
         seeds = [work.group_id * N + i for i in range(N)]
-        with self.fleet.router.lease(1) as lease:
-            engine = ResumableEngine(lease, work.journal, self.gate, Usage(len(self.keepers)))
+        with self.pool.router.lease(1) as lease:
+            engine = ResumableEngine(lease, work.journal, self.gate, Usage(len(self.supervisors)))
             asked = [engine.generate(work.prompt.token_ids, [s], Sampling(1.0, length(s))) for s in seeds]
             found = [c for cs in await asyncio.gather(*asked) for c in cs]
         work.on_generated()
@@ -93,24 +93,24 @@ class Process:
         return passes
 
     async def stop(self) -> None:
-        await self.gate.shut(self.fleet.abort_all, Deadline("test", "stop", 30))
+        await self.gate.shut(self.pool.abort_all, Deadline("test", "stop", 30))
 
     def state(self) -> RolloutState:
-        return RolloutState(self.prompts.source.state(), self.prompts.returned, self.pool.unfinished())
+        return RolloutState(self.prompts.source.state(), self.prompts.returned, self.oversampler.unfinished())
 
     def restore(self, state: RolloutState) -> None:
         self.prompts.source.load_state(state.cursor)
         self.prompts.give_back(state.returned)
-        self.pool.restore(state.unfinished)
+        self.oversampler.restore(state.unfinished)
 
     def push(self, version: int) -> None:
-        for keeper in self.keepers:
-            keeper.push(version)
+        for supervisor in self.supervisors:
+            supervisor.push(version)
 
     async def close(self) -> None:
-        await self.pool.close()
-        await self.fleet.stop()
-        tasks = [task for keeper in self.keepers for task in keeper.tasks]
+        await self.oversampler.close()
+        await self.pool.stop()
+        tasks = [task for supervisor in self.supervisors for task in supervisor.tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -141,13 +141,13 @@ async def assert_history(setting: Setting, rng: random.Random, resumes: list[int
     for rollout_id in range(5):
         saved = process.state()
         if rollout_id in resumes:
-            await process.pool.make(rollout_id)
+            await process.oversampler.make(rollout_id)
             await process.close()
             save_groups(folder / "in_flight.npz", saved.in_flight())
             process = Process(setting, rng, rollout_id)
             process.restore(RolloutState.of(saved.cursor, load_groups(folder / "in_flight.npz")))
         before = len(process.dropped)
-        groups = (await process.pool.make(rollout_id)).groups
+        groups = (await process.oversampler.make(rollout_id)).groups
         assert len(groups) == setting.how.batch_size
         assert [g.group_id for g in groups] == sorted(g.group_id for g in groups)
         for group in groups:
@@ -205,9 +205,9 @@ def collect(
     async def run() -> tuple[list[CollectedGroups], Process, dict[str, float]]:
         process, made = Process(setting, random.Random(seed), 0), []
         for rollout_id in range(rollouts):
-            made.append(await process.pool.make(rollout_id))
+            made.append(await process.oversampler.make(rollout_id))
             process.push(rollout_id + 1 if pushes else 0)
-        counts = {metric.name: metric.value for metric in process.pool.metrics()}
+        counts = {metric.name: metric.value for metric in process.oversampler.metrics()}
         await process.close()
         return made, process, counts
 
@@ -220,7 +220,7 @@ def test_long_answers_are_continued_until_they_end_and_none_is_left_out() -> Non
     used = [group for filled in made for group in filled.groups]
     long = [group for group in used if any(length(sample.seed) == 40 for sample in group.samples)]
     assert len(long) > 5
-    assert all(unfinished.group_id // 6 >= 20 - 3 for unfinished in process.pool.unfinished())  # begun lately
+    assert all(unfinished.group_id // 6 >= 20 - 3 for unfinished in process.oversampler.unfinished())  # begun lately
     assert any(len(set(sample.versions)) > 1 for group in long for sample in group.samples)
     assert counts["rollout/wasted_tokens"] == 0
     assert counts["rollout/restarted_groups"] == 0
@@ -234,8 +234,8 @@ def test_groups_of_engines_that_die_go_on_with_the_answers_they_had(num_engines:
     for i, filled in enumerate(made):
         for group in filled.groups:
             check_tokens(group, i)
-    restarts, remade = process.fleet.rollout_made()
-    lost = process.fleet.recoveries
+    restarts, remade = process.pool.take_restart_counts()
+    lost = process.pool.recoveries
     assert len(lost) >= restarts > 5
     assert sum(recovery.groups for recovery in lost) == remade
     assert 3 < max(recovery.groups for recovery in lost) <= 6  # in flight at once
@@ -249,7 +249,7 @@ def test_without_partial_rollouts_what_is_stopped_is_given_up_and_its_prompt_com
     assert all(group.oldest_version == i for i, filled in enumerate(made) for group in filled.groups)
     assert process.prompts.source.state() == {"taken": 2 * 3 + 2}
     assert len(process.prompts.returned) == 2
-    assert process.pool.unfinished() == ()
+    assert process.oversampler.unfinished() == ()
     assert counts["rollout/wasted_tokens"] > 0
 
 
@@ -267,7 +267,7 @@ def test_what_is_too_old_to_go_on_is_answered_anew() -> None:
     assert all(i - group.oldest_version <= 1 for i, filled in enumerate(made) for group in filled.groups)
     places = [g.prompt.prompt_id for filled in made for g in filled.groups]
     places += [w.prompt.prompt_id for w in process.prompts.returned] + [
-        u.prompt.prompt_id for u in process.pool.unfinished()
+        u.prompt.prompt_id for u in process.oversampler.unfinished()
     ]
     assert sorted(places) == list(range(process.prompts.source.state()["taken"]))
 
@@ -298,9 +298,9 @@ def test_a_group_that_fails_ends_the_rollout_and_leaves_no_task() -> None:
             return await process.answer(work)
 
         hands = OverSamplingCallbacks(fail, process.keep, process.gate.open, process.stop)
-        pool = OverSampling(process.setting.how, process.setting.partial, process.prompts, hands)
+        oversampler = OverSampling(process.setting.how, process.setting.partial, process.prompts, hands)
         with pytest.raises(RewardError, match="broken"):
-            await pool.make(0)
+            await oversampler.make(0)
         await process.close()
         return len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
 

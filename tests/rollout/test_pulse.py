@@ -54,7 +54,7 @@ class Server:
         self._server.server_close()
 
 
-class Keeper:
+class FakeSupervisor:
     """Of an engine that is never restarted."""
 
     def __init__(self, url: str) -> None:
@@ -78,7 +78,7 @@ def check(server: Server, *, held_s: float) -> tuple[bool, tuple[str, ...]]:
     """What a check finds while the loop is held up once, from when the server has it; and what a user is told."""
 
     async def scene() -> tuple[bool, tuple[str, ...]]:
-        fleet = EnginePool([Keeper(server.url)], HealthConfig(timeout_s=TIMEOUT_S), pushed=False)
+        pool = EnginePool([FakeSupervisor(server.url)], HealthConfig(timeout_s=TIMEOUT_S), pushed=False)
 
         def hold() -> None:
             if server.num_checks == 0:  # nothing was asked yet
@@ -89,9 +89,9 @@ def check(server: Server, *, held_s: float) -> tuple[bool, tuple[str, ...]]:
 
         hold()
         try:
-            return await fleet.answers(fleet.seats[0], fleet.seats[0].client, decodes=True), fleet.news()
+            return await pool.check_health(pool.slots[0], pool.slots[0].client, decodes=True), pool.news()
         finally:
-            await fleet.stop()
+            await pool.stop()
 
     return asyncio.run(scene())
 
@@ -132,7 +132,7 @@ def test_a_loop_that_runs_has_nothing_to_tell(server: Server) -> None:
 def test_an_engine_that_never_answers_a_loop_that_runs_fails_its_first_check(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_loop, "LEAST_S", math.inf)  # but for a hold that this test did not make
+    monkeypatch.setattr(event_loop, "MIN_BLOCKED_S", math.inf)  # but for a hold that this test did not make
     server.answers = False
     assert check(server, held_s=0) == (False, ())
     assert server.num_checks == 1
@@ -142,20 +142,20 @@ def test_an_engine_that_was_replaced_meanwhile_is_not_asked_again(server: Server
     asked: list[bool] = []
 
     async def scene() -> bool:
-        fleet = EnginePool([Keeper(server.url)], HealthConfig(timeout_s=TIMEOUT_S), pushed=False)
-        seat, engine = fleet.seats[0], fleet.seats[0].client
+        pool = EnginePool([FakeSupervisor(server.url)], HealthConfig(timeout_s=TIMEOUT_S), pushed=False)
+        slot, engine = pool.slots[0], pool.slots[0].client
 
         async def replaced(seconds: float | None = None, *, decodes: bool = False) -> bool:
             asked.append(decodes)
             time.sleep(1)
-            seat.down = True
+            slot.down = True
             return False
 
         engine.health = replaced
         try:
-            return await fleet.answers(seat, engine)
+            return await pool.check_health(slot, engine)
         finally:
-            await fleet.stop()
+            await pool.stop()
 
     assert asyncio.run(scene()) is False
     assert len(asked) == 1

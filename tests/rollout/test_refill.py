@@ -67,7 +67,7 @@ def test_what_passes_is_taken_in_order_within_the_room_of_ids(
     except DataError:
         assert refills > 0 and not all(passes)
         return
-    assert filled.num_generated == sum(count for _, count in asked) <= how.most
+    assert filled.num_generated == sum(count for _, count in asked) <= how.max_groups
     assert [before for before, _ in asked] == [sum(c for _, c in asked[:i]) for i in range(len(asked))]
     kept = [i for i in range(filled.num_generated) if passes[i % len(passes)]]
     assert [group.group_id for group in filled.groups] == kept

@@ -1,7 +1,7 @@
-"""How a rollout's groups come about: in rounds that are waited out, or over-sampled.
+"""Collection of a rollout's groups: in rounds that run to their end, or by over-sampling.
 
-Without over-sampling which prompts a rollout takes follows from their order alone, never from which answer came first,
-so that a resumed run takes the same ones.
+Without over-sampling, the prompts of a rollout depend only on their order, never on which answer came first, so a
+resumed run takes the same prompts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slime_like.util.deadline import Deadline
 
 
 class GroupCollector:
-    """Takes prompts, produces rollouts, and holds what is between the two."""
+    """Takes prompts, produces rollouts, and owns the groups in flight."""
 
     def __init__(
         self,
@@ -36,25 +36,25 @@ class GroupCollector:
         answers: GroupSampler,
         abort_all: Callable[[], Awaitable[None]],
     ) -> None:
-        """``bound``: of the staleness of what is continued; None where no weights are pushed, so that nothing grows old.
-        ``abort_all``: every engine ends its requests with the tokens they have.
+        """``bound``: maximum staleness of continued groups; None if no weights are pushed, so nothing becomes stale.
+        ``abort_all``: ends the requests of every engine with the tokens sampled so far.
         """
         self._cfg, self._sampling, self._prompts, self._answers = cfg, sampling, prompts, answers
-        self._how = RefillPolicy(cfg.batch_size, cfg.over_sampling_batch_size, cfg.max_refills)
+        self._policy = RefillPolicy(cfg.batch_size, cfg.over_sampling_batch_size, cfg.max_refills)
         self._filters = GroupFilters(cfg)
         self._abort_all = abort_all
         self._gate = PauseGate()
-        hands = OverSamplingCallbacks(self._answer, self._filters.keep, self._gate.open, self._stop)
+        callbacks = OverSamplingCallbacks(self._answer, self._filters.keep, self._gate.open, self._stop)
         self._over_sampling: OverSampling | None = None
         if cfg.over_sampling_batch_size is not None:
             partial_rollout = Partial(cfg.partial_rollout, math.inf if bound is None else bound)
-            self._over_sampling = OverSampling(self._how, partial_rollout, prompts, hands)
+            self._over_sampling = OverSampling(self._policy, partial_rollout, prompts, callbacks)
 
     async def make(self, rollout_id: int) -> CollectedGroups:
-        """The groups of one rollout, scored and filtered, in the order of their ids."""
+        """Return the groups of one rollout, scored and filtered, ordered by id."""
         if self._over_sampling is not None:
             return await self._over_sampling.make(rollout_id)
-        return await fill(partial(self._ask, rollout_id), self._filters.keep, self._how, rollout_id)
+        return await fill(partial(self._ask, rollout_id), self._filters.keep, self._policy, rollout_id)
 
     @property
     def filters(self) -> GroupFilters:
@@ -66,16 +66,16 @@ class GroupCollector:
         return self._over_sampling.metrics() if self._over_sampling is not None else []
 
     def state(self) -> RolloutState:
-        """Every prompt that no rollout holds."""
+        """Return the data cursor and every prompt that no rollout contains."""
         unfinished = self._over_sampling.unfinished() if self._over_sampling is not None else ()
         return RolloutState(self._prompts.source.state(), self._prompts.returned, unfinished)
 
     def restore(self, state: RolloutState) -> None:
-        """Go on from ``state``; the data source is at its cursor."""
+        """Continue from ``state``. The data source must already be at its cursor."""
         self._prompts.give_back(state.returned)
         if self._over_sampling is not None:
             self._over_sampling.restore(state.unfinished)
-        else:  # it was on when the checkpoint was written
+        else:  # over-sampling was on when the checkpoint was written
             self._prompts.give_back([QueuedPrompt(unfinished.prompt) for unfinished in state.unfinished])
 
     async def close(self) -> None:
@@ -83,17 +83,17 @@ class GroupCollector:
         if self._over_sampling is not None:
             await self._over_sampling.close()
 
-    async def _ask(self, rollout_id: int, before: int, count: int) -> list[SampleGroup]:
-        """Groups of further prompts, ``before`` having been asked for this rollout."""
-        first, n = rollout_id * self._how.most + before, self._cfg.n_samples_per_prompt
-        asked = enumerate(self._prompts.take(count), first)
+    async def _ask(self, rollout_id: int, num_requested: int, count: int) -> list[SampleGroup]:
+        """Return groups of ``count`` further prompts, after ``num_requested`` of this rollout."""
+        first, n = rollout_id * self._policy.max_groups + num_requested, self._cfg.n_samples_per_prompt
+        queued = enumerate(self._prompts.take(count), first)
         return await self._answers.groups(
-            [GroupRequest(waiting.prompt, group_id, n, self._sampling) for group_id, waiting in asked]
+            [GroupRequest(item.prompt, group_id, n, self._sampling) for group_id, item in queued]
         )
 
     async def _answer(self, work: GroupTask) -> SampleGroup:
-        asked = GroupRequest(work.prompt, work.group_id, self._cfg.n_samples_per_prompt, self._sampling)
-        return await self._answers.group(asked, work.journal, self._gate, work.on_generated)
+        request = GroupRequest(work.prompt, work.group_id, self._cfg.n_samples_per_prompt, self._sampling)
+        return await self._answers.group(request, work.journal, self._gate, work.on_generated)
 
     async def _stop(self) -> None:
         deadline = Deadline("rollout", "stop of a rollout", self._cfg.request_deadline_s)

@@ -1,4 +1,4 @@
-"""``rollout.filters`` applied to every generated group, with counts of what they drop and means over what they see."""
+"""``rollout.filters`` applied to every generated group, with counts of dropped groups and means over all groups."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ OTHER = "other"
 
 
 @dataclass(slots=True)
-class _Seen:
+class _GroupStats:
     """Sums over the groups of a rollout before any filter."""
 
     scores: list[float] = field(default_factory=list[float])
     accuracies: list[float] = field(default_factory=list[float])
-    spreads: list[bool] = field(default_factory=list[bool])  # whether a group's rewards differ
+    spreads: list[bool] = field(default_factory=list[bool])  # True if a group's rewards differ
     num_groups: int = 0
     first: SampleGroup | None = None
 
@@ -41,7 +41,7 @@ class _Seen:
             self.spreads.append(len({reward.score for reward in rewards}) > 1)
 
     def metrics(self) -> list[Metric]:
-        """``rollout/generated/*``; a mean of nothing is left out."""
+        """Return ``rollout/generated/*``, without means over no values."""
         columns = {
             "raw_reward": self.scores,
             "accuracy": self.accuracies,
@@ -52,7 +52,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class FilterReport:
-    """Groups that a rollout's filters saw: their metrics, one clause in words, and the first of them."""
+    """Groups seen by the filters of a rollout: metrics, a summary clause, and the first group."""
 
     metrics: tuple[Metric, ...] = ()
     summary: str = "its groups were generated before the run was resumed"
@@ -60,25 +60,25 @@ class FilterReport:
 
 
 class GroupFilters:
-    """The filters of a run in their order."""
+    """Filters of a run, in order."""
 
     def __init__(self, cfg: RolloutConfig) -> None:
         self._rules: list[tuple[str, GroupFilter]] = [(name, resolve(KEY, name, names.FILTERS)) for name in cfg.filters]
         self._dropped: dict[str, Counter[str]] = defaultdict(
             Counter
         )  # filter -> reason -> groups since the last report
-        self._seen = _Seen()
+        self._stats = _GroupStats()
 
     def keep(self, group: SampleGroup) -> bool:
         """Return whether the group passes every filter.
 
-        Raises ``UserCodeError`` when a filter raises, or returns something other than None or a reason.
+        Raises ``UserCodeError`` if a filter raises, or returns something other than None or a reason.
         """
-        self._seen.add(group)
+        self._stats.add(group)
         for name, rule in self._rules:
             subject = f"the group of prompt {group.prompt.prompt_id} ({group.prompt.dataset})"
             with errors_named(KEY, name, subject):
-                reason = cast(object, rule(group))  # code of a user's may return anything
+                reason = cast(object, rule(group))  # user code may return anything
             if reason is None:
                 continue
             if not isinstance(reason, str) or not reason:
@@ -91,9 +91,9 @@ class GroupFilters:
         return True
 
     def report(self) -> FilterReport:
-        """Report the groups since the last call: those dropped per filter and reason, means over all that were generated.
+        """Return metrics since the last call: groups dropped per filter and reason, means over all generated groups.
 
-        A reason that was reported once is reported as 0 from then on, so that its curve has no holes.
+        A reason that was reported once is later reported as 0, so its curve has no gaps.
         """
         summary, metrics = self._summary(), list[Metric]()
         for name, _ in self._rules:
@@ -101,13 +101,13 @@ class GroupFilters:
             metrics.append(Sum(f"rollout/dropped_groups/{name}", sum(reasons.values())))
             metrics += [Sum(f"rollout/dropped_groups/{name}/{reason}", count) for reason, count in reasons.items()]
             self._dropped[name] = Counter(dict.fromkeys(reasons, 0))
-        seen, self._seen = self._seen, _Seen()
-        return FilterReport((*metrics, *seen.metrics()), summary, seen.first)
+        stats, self._stats = self._stats, _GroupStats()
+        return FilterReport((*metrics, *stats.metrics()), summary, stats.first)
 
     def _summary(self) -> str:
         dropped = {name: {r: n for r, n in reasons.items() if n} for name, reasons in self._dropped.items()}
         causes = [f"{name} dropped {sum(r.values())} ({', '.join(r)})" for name, r in dropped.items() if r]
-        return f"{self._seen.num_groups} groups were generated{''.join(f', {cause}' for cause in causes)}"
+        return f"{self._stats.num_groups} groups were generated{''.join(f', {cause}' for cause in causes)}"
 
     def _count(self, name: str, reason: str) -> None:
         reasons = self._dropped[name]

@@ -1,4 +1,4 @@
-"""Rollouts that teach nothing, noticed while the run goes on: no group left to train on, or rewards that do not differ."""
+"""Warnings about rollouts without learning signal: no group left to train on, or rewards that do not differ."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MAX_TEXT = 400  # characters of a quoted sample
 
 @dataclass(slots=True)
 class LearningSignal:
-    """Counts consecutive rollouts without groups and without differing rewards, and warns of both.
+    """Counts consecutive rollouts without groups and consecutive rollouts without differing rewards, and warns of both.
 
     ``baseline``: equal rewards make every advantage 0 within a prompt's samples ("group"), over all samples ("batch"), or
-    never ("none"). ``overlong``: the penalty that is taken off rewards before advantages are computed.
+    never ("none"). ``overlong``: the penalty subtracted from rewards before advantages are computed.
     """
 
     baseline: str
@@ -35,10 +35,10 @@ class LearningSignal:
         dropped: str,
         example: SampleGroup | None,
     ) -> list[RunWarning]:
-        """Take one rollout and return what a user should read.
+        """Count one rollout and return the warnings for the user.
 
-        ``groups`` go to the trainer, ``num_waiting`` more groups than before wait for a later rollout, ``dropped`` says what the filters did, and
-        ``example`` is a group to quote where none passed them.
+        ``groups`` go to the trainer, ``num_waiting`` more groups than before wait for a later rollout, ``dropped`` summarizes
+        the filters, and ``example`` is a group to quote if none passed them.
         """
         shaped = groups if self.overlong is None else self.overlong.shaped(groups)
         self.num_empty = 0 if groups or num_waiting > 0 else self.num_empty + 1
@@ -90,7 +90,7 @@ def _is_due(streak: int, first: int) -> bool:
 
 
 def _quote(group: SampleGroup | None) -> str:
-    """A sample with its label and reward, in one line."""
+    """Return a sample with its label and reward, in one line."""
     if group is None or not group.samples:
         return ""
     sample: Sample = group.samples[0]

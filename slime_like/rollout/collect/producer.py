@@ -1,8 +1,8 @@
-"""Makes rollouts in order, ahead of the trainer by no more than the staleness allows.
+"""Generation of rollouts in order, ahead of the trainer by at most the staleness bound.
 
-consumes  admission (``want``), weights (``served``)
+consumes  admission (``get``)
 produces  ``Produced`` per rollout id, in order
-waits for the trainer to ask: rollout j starts once rollout ``j - max_staleness`` has been asked for
+waits for the trainer's requests: rollout j starts once rollout ``j - max_staleness`` has been requested
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from slime_like.util.together import being_cancelled
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """One rollout's scored groups, and when they were generated."""
+    """Scored groups of one rollout, and the time span of their generation."""
 
     rollout_id: int
     groups: tuple[SampleGroup, ...]
     started: float  # unix seconds
     stopped: float
-    num_generated: int = 0  # groups asked for, those that filters dropped included
+    num_generated: int = 0  # groups requested, including those dropped by filters
     num_refills: int = 0  # rounds of further prompts
 
 
 class Producer:
     """One task that runs ``make(rollout_id)`` for each admitted rollout.
 
-    Example: ``max_staleness=1``: asking for rollout 0 admits 0 and 1, so 1 is generated while the trainer trains on 0.
+    Example: ``max_staleness=1``: requesting rollout 0 admits 0 and 1, so 1 is generated while the trainer trains on 0.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Producer:
         self._failure: Exception | None = None
 
     async def get(self, rollout_id: int) -> Produced:
-        """Rollout ``rollout_id``, when it is whole. Raises what stopped its making."""
+        """Return rollout ``rollout_id`` once it is complete. Raises the error that stopped its generation."""
         if self._failure is not None and rollout_id not in self._ready:
             raise self._failure
         self._admitted = max(self._admitted, rollout_id + self._ahead)
@@ -59,18 +59,18 @@ class Producer:
         return await self._slot(rollout_id)
 
     async def settled(self) -> None:
-        """Wait until everything that was admitted is made, or its making has failed."""
+        """Wait until every admitted rollout is complete or has failed."""
         for rollout_id in range(self._next, min(self._admitted + 1, self._last)):
             if self._failure is None:
                 await asyncio.wait([self._slot(rollout_id)])
 
     def waiting(self) -> list[Produced]:
-        """Rollouts that are made and not consumed, in order."""
+        """Return rollouts that are complete and not consumed, in order."""
         return [slot.result() for _, slot in sorted(self._ready.items()) if slot.done()]
 
-    def restore(self, made: Sequence[Produced]) -> None:
-        """Take rollouts that an earlier run made as made."""
-        for produced in made:
+    def restore(self, rollouts: Sequence[Produced]) -> None:
+        """Add rollouts that an earlier run completed."""
+        for produced in rollouts:
             self._slot(produced.rollout_id).set_result(produced)
             self._next, self._admitted = produced.rollout_id + 1, produced.rollout_id
 
@@ -79,7 +79,7 @@ class Producer:
         self._ready.pop(rollout_id, None)
 
     async def stop(self) -> None:
-        """Cancel what is being made."""
+        """Cancel the rollout in progress."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -100,7 +100,7 @@ class Producer:
                     raise
                 self._fail(slot, _own_cancel(self._next, error))
                 return
-            except Exception as error:  # noqa: BLE001  the fault boundary of the task: whoever waits for this rollout gets it
+            except Exception as error:  # noqa: BLE001  fault boundary of the task: raised in the waiter of this rollout
                 self._fail(slot, error)
                 return
             self._next += 1
@@ -120,5 +120,5 @@ def _own_cancel(rollout_id: int, error: asyncio.CancelledError) -> SlimeLikeErro
 
 
 def now() -> float:
-    """Unix seconds, comparable between the processes of a run."""
+    """Return Unix seconds, comparable between the processes of a run."""
     return time.time()

@@ -1,4 +1,4 @@
-"""Prompts in the order they are asked: first those that came back unanswered, then the data source's."""
+"""Prompts in the order of their use: first those given back unanswered, then those of the data source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime_like.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class QueuedPrompt:
-    """A prompt to be answered, and how often a rollout has begun and given it up."""
+    """A prompt to be answered, and the number of rollouts that began and gave it up."""
 
     prompt: Prompt
     given_up: int = 0
@@ -25,11 +25,11 @@ class PromptQueue:
         self.returned: tuple[QueuedPrompt, ...] = ()
 
     def take(self, n: int) -> list[QueuedPrompt]:
-        """The next ``n`` prompts."""
+        """Return the next ``n`` prompts."""
         first, self.returned = self.returned[:n], self.returned[n:]
         fresh = self.source.next(n - len(first)) if len(first) < n else []
         return [*first, *map(QueuedPrompt, fresh)]
 
-    def give_back(self, waiting: Sequence[QueuedPrompt]) -> None:
-        """These were taken and not answered: they come before all others."""
-        self.returned = (*waiting, *self.returned)
+    def give_back(self, prompts: Sequence[QueuedPrompt]) -> None:
+        """Put back prompts that were taken and not answered; they come before all others."""
+        self.returned = (*prompts, *self.returned)

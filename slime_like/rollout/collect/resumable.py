@@ -1,9 +1,9 @@
-"""An engine as one group sees it: interrupted answers are continued behind the generate function's back.
+"""The engine as one group sees it: interrupted answers are continued without the generate function noticing.
 
-consumes  a lease of one engine, so that a continuation finds what its group has cached there; where that engine is lost, the
-          lease moves to another, which goes on from the tokens that were answered
-produces  whole completions, whose tokens each carry the version and log-probability of their own sampling
-waits for an engine that serves; for the gate: shut between rollouts, where what is unfinished stays as it is
+consumes  a lease of one engine, so that a continuation finds its group's prefix in the cache; if that engine is lost, the
+          lease moves to another, which continues from the tokens already returned
+produces  complete answers, in which each token has the version and log-probability of its own sampling
+waits for an engine that serves; for the gate, which is shut between rollouts while unfinished answers are retained
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from slime_like.rollout.pool.router import Lease
 from slime_like.types import F32, I32
 from slime_like.util.deadline import Deadline
 
-ABORT_AGAIN_S = 0.2  # a request on its way to the scheduler is not seen by an abort
+ABORT_AGAIN_S = 0.2  # a request on its way to the scheduler is missed by an abort
 
 
 class PauseGate:
-    """Lets the requests of many groups through, or ends those inside and holds the rest back."""
+    """Lets requests of many groups through, or aborts requests in flight and holds new ones back."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -41,7 +41,7 @@ class PauseGate:
 
     @property
     def shut_s(self) -> float:
-        """Seconds for which it has been shut so far."""
+        """Total seconds for which the gate has been shut."""
         return self._shut_before + (0.0 if self._shut_at is None else time.monotonic() - self._shut_at)
 
     def open(self) -> None:
@@ -50,22 +50,22 @@ class PauseGate:
         self._open.set()
 
     async def shut(self, abort_all: Callable[[], Awaitable[None]], deadline: Deadline) -> None:
-        """Hold further requests back, and end those inside with the tokens they have: ``abort_all`` tells the engines of then.
+        """Hold new requests back and abort those in flight, which keep their sampled tokens.
 
-        Raises ``DeadlineExceeded``.
+        ``abort_all`` is called on the engines that serve at that moment. Raises ``DeadlineExceeded``.
         """
         self._open.clear()
         self._shut_at = self._shut_at or time.monotonic()
         while self._inside:
             await abort_all()
-            left = deadline.remaining(f"{self._inside} aborted requests")
+            remaining_s = deadline.remaining(f"{self._inside} aborted requests")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._empty.wait(), min(ABORT_AGAIN_S, left))
+                await asyncio.wait_for(self._empty.wait(), min(ABORT_AGAIN_S, remaining_s))
 
     @asynccontextmanager
     async def passage(self) -> AsyncGenerator[None]:
-        """A request: waits while the gate is shut."""
-        while not self._open.is_set():  # it may be shut again before who was woken runs
+        """Hold one request inside the gate; waits while the gate is shut."""
+        while not self._open.is_set():  # the gate may be shut again before this task runs
             await self._open.wait()
         self._inside += 1
         self._empty.clear()
@@ -83,20 +83,20 @@ class ResumableEngine:
     def __init__(
         self, lease: Lease, journal: PartialCompletions, gate: PauseGate, usage: Usage, trained: Sampling | None = None
     ) -> None:
-        """``trained``: the distribution that answers must come from, as they are trained on."""
+        """``trained``: the sampling distribution that answers must have because they are trained on; None if they are not."""
         self._lease, self._journal, self._gate, self._usage = lease, journal, gate, usage
         self._trained = trained
 
     @property
     def held_s(self) -> float:
-        """Seconds for which requests have been held back so far, or no engine was there to answer them."""
+        """Total seconds for which requests were held back by the gate or no engine was available."""
         return self._gate.shut_s + self._lease.starved_s
 
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> Sequence[Completion]:
-        """``len(seeds)`` completions of one prompt, in as many requests as it takes.
+        """Return ``len(seeds)`` completions of one prompt, over as many requests as needed.
 
-        ``finish`` is ``abort`` only where the engine ended a request that this run did not abort.
-        Raises ``ConfigError`` where ``sampling`` is another distribution than what is trained on.
+        ``finish`` is ``abort`` only if the engine ended a request that this run did not abort.
+        Raises ``ConfigError`` if ``sampling`` is not the distribution that is trained on.
         """
         if self._trained is not None:
             check_generate(self._trained, sampling)
@@ -110,33 +110,33 @@ class ResumableEngine:
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
         """See ``interfaces.Engine``."""
-        found = None
-        while found is None:
+        scores = None
+        while scores is None:
             await self._lease.settle()
-            found = await self._lease.ask(lambda engine: engine.score(token_ids, temperature))
-        return found
+            scores = await self._lease.ask(lambda engine: engine.score(token_ids, temperature))
+        return scores
 
     async def _continue(self, call: EngineCall, sampling: Sampling) -> bool:
-        """One request for all that is unfinished; whether what is then still unfinished may be asked for again."""
-        places = call.unfinished()
-        done = [call.completions[i] for i in places]
+        """Send one request for all unfinished completions; return whether those still unfinished may be requested again."""
+        indices = call.unfinished()
+        partials = [call.completions[i] for i in indices]
 
         async def extend(engine: EngineClient) -> tuple[str, list[Completion], bool]:
             aborts = engine.num_ended_aborts
             parts = await engine.extend(
-                [np.concatenate([call.token_ids, c.token_ids]).astype(np.int32) for c in done],
-                [call.seeds[i] for i in places],
-                [max(1, sampling.max_new_tokens - len(c.token_ids)) for c in done],
+                [np.concatenate([call.token_ids, c.token_ids]).astype(np.int32) for c in partials],
+                [call.seeds[i] for i in indices],
+                [max(1, sampling.max_new_tokens - len(c.token_ids)) for c in partials],
                 sampling,
             )
             return engine.name, parts, engine.num_aborts > aborts
 
         answered = await self._lease.ask(extend)
-        if answered is None:  # the engine is lost, and with it what it sampled for this request
+        if answered is None:  # the engine is lost, with the tokens of this request
             return True
-        name, parts, ours = answered
-        for place, before, part in zip(places, done, parts, strict=True):
-            call.completions[place] = joined(before, continuable(part) if ours else part)
+        name, parts, aborted_here = answered
+        for index, partial, part in zip(indices, partials, parts, strict=True):
+            call.completions[index] = joined(partial, continuable(part) if aborted_here else part)
         self._lease.spend(sum(len(part.token_ids) for part in parts))
         self._usage.add(name, parts)
-        return ours or all(part.finish != ABORT for part in parts)
+        return aborted_here or all(part.finish != ABORT for part in parts)

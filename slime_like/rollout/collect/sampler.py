@@ -1,4 +1,4 @@
-"""One prompt -> one scored group: engine, generate function, reward."""
+"""Sampling of one scored group from one prompt: engine, generate function, reward."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from slime_like.rollout.pool.router import EngineRouter
 from slime_like.types import Prompt, Sample, SampleGroup
 from slime_like.util.user_code import errors_named
 
-TRAIN_STREAM = "train"  # of sampling seeds; each held-out set has one of its own
+TRAIN_STREAM = "train"  # stream of sampling seeds; each held-out set has its own
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """``n`` samples of ``prompt``. Stream, group id and the run's seed decide the samples' seeds."""
+    """Request for ``n`` samples of ``prompt``. Stream, group id and the run's seed determine the samples' seeds."""
 
     prompt: Prompt
     group_id: int
@@ -34,7 +34,7 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class GroupSampler:
-    """Everything that all groups share."""
+    """Components shared by all groups."""
 
     router: EngineRouter
     rewards: RewardPool
@@ -45,48 +45,48 @@ class GroupSampler:
     max_context_len: int
     seed: int
     usage: Usage  # of training groups
-    trains: bool  # what the training stream gives is trained on
+    trains: bool  # groups of the training stream are trained on
 
     async def group(
         self,
-        asked: GroupRequest,
+        request: GroupRequest,
         journal: PartialCompletions | None = None,
         gate: PauseGate | None = None,
         generated: Callable[[], None] | None = None,
     ) -> SampleGroup:
-        """The scored group. ``journal`` holds what it has been answered before, ``gate`` is where its requests may have to
-        wait; ``generated`` is called when only the rewards are missing.
+        """Return the scored group. ``journal`` has its earlier partial answers; requests wait at ``gate`` while it is shut;
+        ``generated`` is called when only the rewards are missing.
         """
-        n, first = asked.n, asked.group_id * asked.n
-        seeds = sample_seeds(self.seed, asked.stream, first, n)
+        n, first = request.n, request.group_id * request.n
+        seeds = sample_seeds(self.seed, request.stream, first, n)
         context = GenerateContext(
-            sampling=asked.sampling,
+            sampling=request.sampling,
             decode=self._decode,
-            group_id=asked.group_id,
+            group_id=request.group_id,
             first_sample_id=first,
             max_context_len=self.max_context_len,
             tokenizer=self.tokenizer,
             chat_template_kwargs=self.chat_template_kwargs,
         )
-        is_training = asked.stream == TRAIN_STREAM
-        usage = self.usage if is_training else Usage(1)  # that nobody reads
-        with self.router.lease(asked.sampling.max_new_tokens * n) as lease:
-            trained = asked.sampling if is_training and self.trains else None
-            lane = ResumableEngine(lease, journal or PartialCompletions(), gate or PauseGate(), usage, trained)
-            subject = f"prompt {asked.prompt.prompt_id} ({asked.prompt.dataset})"
+        is_training = request.stream == TRAIN_STREAM
+        usage = self.usage if is_training else Usage(1)  # evaluation requests are not reported
+        with self.router.lease(request.sampling.max_new_tokens * n) as lease:
+            trained = request.sampling if is_training and self.trains else None
+            engine = ResumableEngine(lease, journal or PartialCompletions(), gate or PauseGate(), usage, trained)
+            subject = f"prompt {request.prompt.prompt_id} ({request.prompt.dataset})"
             with errors_named("rollout.generate", self.generate_name, subject):
-                returned = await self.generate(asked.prompt, lane, seeds, context)
+                returned = await self.generate(request.prompt, engine, seeds, context)
             samples = self._checked(returned, subject)
         if generated is not None:
             generated()
-        group = SampleGroup(asked.group_id, asked.prompt, samples)
+        group = SampleGroup(request.group_id, request.prompt, samples)
         return (await self.rewards.score([group], unshaped=not is_training))[0]
 
-    async def groups(self, asked: Sequence[GroupRequest]) -> list[SampleGroup]:
-        """All of them, in order; the first failure cancels the rest."""
+    async def groups(self, requests: Sequence[GroupRequest]) -> list[SampleGroup]:
+        """Return the groups of all requests, in order; the first failure cancels the others."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                answers = [tasks.create_task(self.group(one)) for one in asked]
+                answers = [tasks.create_task(self.group(request)) for request in requests]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [answer.result() for answer in answers]
@@ -98,11 +98,11 @@ class GroupSampler:
             wrong = [item for item in items if not isinstance(item, Sample)]
             if items and not wrong:
                 return tuple(cast("Sequence[Sample]", items))
-            what = f"a list with {wrong[0]!r:.80} ({type(wrong[0]).__name__})" if wrong else "no sample"
+            description = f"a list with {wrong[0]!r:.80} ({type(wrong[0]).__name__})" if wrong else "no sample"
         else:
-            what = f"{returned!r:.80} ({type(returned).__name__})"
+            description = f"{returned!r:.80} ({type(returned).__name__})"
         raise UserCodeError(
-            f"rollout.generate={self.generate_name} returned {what} for {subject}: it must return the samples of the group, "
+            f"rollout.generate={self.generate_name} returned {description} for {subject}: it must return the samples of the group, "
             "at least one slime_like.types.Sample"
         )
 

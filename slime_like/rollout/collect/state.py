@@ -1,4 +1,4 @@
-"""What the rollout side was at before the prompts of a rollout, and how it is written beside a checkpoint."""
+"""State of the rollout side before the prompts of a rollout, and its files next to a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from slime_like.types import SampleGroup
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """Every prompt that was taken and that no rollout holds: it came back, or its group is unfinished."""
+    """Data cursor, and every prompt taken that no rollout contains: given back, or in an unfinished group."""
 
     cursor: Mapping[str, Any]  # of the data source
     returned: tuple[QueuedPrompt, ...]
     unfinished: tuple[Unfinished, ...]
 
     def in_flight(self) -> list[SampleGroup]:
-        """All but the cursor, as groups that can be written; those of prompts that came back have ids below 0."""
-        returned = [SampleGroup(-1 - waiting.given_up, waiting.prompt, ()) for waiting in self.returned]
+        """Return everything but the cursor as groups to be saved; groups of prompts given back have negative ids."""
+        returned = [SampleGroup(-1 - item.given_up, item.prompt, ()) for item in self.returned]
         return [*returned, *map(to_group, self.unfinished)]
 
     @staticmethod
     def of(cursor: Mapping[str, Any], groups: Sequence[SampleGroup]) -> RolloutState:
-        """The reverse of ``in_flight``."""
+        """Return the inverse of ``in_flight``."""
         returned = tuple(QueuedPrompt(group.prompt, -1 - group.group_id) for group in groups if group.group_id < 0)
         return RolloutState(cursor, returned, tuple(from_group(group) for group in groups if group.group_id >= 0))
 
 
 def made_path(leftover: Path, rollout_id: int) -> Path:
-    """Beside the leftover groups: a rollout that is made and not trained on."""
+    """Return the path of a rollout that was generated but not trained on, next to the leftover groups."""
     return leftover.with_name(f"{leftover.stem}_made_{rollout_id}.npz")
 
 
 def in_flight_path(leftover: Path) -> Path:
-    """Beside the leftover groups: what was in flight, and prompts that came back."""
+    """Return the path of groups in flight and prompts given back, next to the leftover groups."""
     return leftover.with_name(f"{leftover.stem}_in_flight.npz")

@@ -1,4 +1,4 @@
-"""How long this process's event loop ran: while something holds it up, no answer of an engine is read."""
+"""Blocked time of this process's event loop, during which no engine response is read."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from types import TracebackType
 from typing import Self
 
 BEAT_S = 0.1
-LEAST_S = 0.5  # what holds a loop up for less costs no answer
+MIN_BLOCKED_S = 0.5  # shorter delays lose no response
 
 
 class EventLoopMonitor:
-    """Beats in the running loop while its ``with`` block lasts."""
+    """Context manager that measures delays of a periodic callback in the running loop."""
 
     def __init__(self) -> None:
         self._began = self._last = 0.0
-        self._held_s = 0.0
+        self._blocked_s = 0.0
         self._next: asyncio.TimerHandle | None = None
 
     @property
-    def held_s(self) -> float:
-        """Seconds for which the loop was held up since the block began."""
-        return self._held_s + self._late()
+    def blocked_s(self) -> float:
+        """Seconds for which the loop was blocked since the block began."""
+        return self._blocked_s + self._delay_s()
 
     @property
     def ran_s(self) -> float:
-        """Seconds for which it ran."""
-        return time.monotonic() - self._began - self.held_s
+        """Seconds for which the loop ran."""
+        return time.monotonic() - self._began - self.blocked_s
 
     def __enter__(self) -> Self:
         self._began = self._last = time.monotonic()
@@ -40,11 +40,11 @@ class EventLoopMonitor:
         if self._next is not None:
             self._next.cancel()
 
-    def _late(self) -> float:
-        late = time.monotonic() - self._last - BEAT_S
-        return late if late > LEAST_S else 0.0
+    def _delay_s(self) -> float:
+        delay_s = time.monotonic() - self._last - BEAT_S
+        return delay_s if delay_s > MIN_BLOCKED_S else 0.0
 
     def _beat(self) -> None:
-        self._held_s += self._late()
+        self._blocked_s += self._delay_s()
         self._last = time.monotonic()
         self._next = asyncio.get_running_loop().call_later(BEAT_S, self._beat)

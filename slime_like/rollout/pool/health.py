@@ -1,4 +1,4 @@
-"""Looks after engines that serve: one that is stopped or hangs breaks no connection, and no request would tell."""
+"""Health checks of engines: a stopped or hung engine keeps its connections open, so requests alone cannot detect it."""
 
 from __future__ import annotations
 
@@ -11,72 +11,73 @@ from slime_like.util.deadline import scale
 
 
 class HealthMonitor:
-    """A health check of every engine each ``health.interval_s``.
+    """Checks every engine each ``health.interval_s``.
 
-    Between pushes the engine's scheduler must answer. A paused one decodes nothing: during a push the server must answer, and
-    none of its processes may be stopped at two checks in a row. A check that a push cut short is made again at once.
+    Between pushes the engine's scheduler must respond. A paused engine decodes nothing: during a push its server must
+    respond, and none of its processes may be stopped at two consecutive checks. A check interrupted by a push is repeated
+    immediately.
     """
 
-    def __init__(self, fleet: EnginePool) -> None:
-        self._fleet = fleet
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
         self._pushes = 0
         self._pushing = False
         self._started = False
 
     def start(self) -> None:
-        """Begin, in the running event loop; again and again is once."""
+        """Start monitoring in the running event loop. Idempotent."""
         if not self._started:
             self._started = True
-            for seat in self._fleet.seats:
-                self._fleet.spawn(self._run(seat))
+            for slot in self._pool.slots:
+                self._pool.spawn(self._run(slot))
 
     def push_begins(self) -> None:
-        """Engines are being paused."""
+        """Switch to the checks for paused engines."""
         self._pushing, self._pushes = True, self._pushes + 1
 
     def push_ends(self) -> None:
-        """Engines decode again."""
+        """Switch back to the checks for decoding engines."""
         self._pushing = False
 
-    async def _run(self, seat: EngineSlot) -> None:
+    async def _run(self, slot: EngineSlot) -> None:
         while True:
-            await asyncio.sleep(self._fleet.health.interval_s * scale())
-            while not seat.down and not await self._look(seat):
+            await asyncio.sleep(self._pool.health.interval_s * scale())
+            while not slot.down and not await self._check(slot):
                 pass
 
-    async def _look(self, seat: EngineSlot) -> bool:
-        """One check of one engine; False where its silence says nothing, as it was paused meanwhile."""
-        health, engine, pushes = self._fleet.health, seat.client, self._pushes
-        if not seat.answered and time.monotonic() - seat.since < health.first_wait_s * scale():
+    async def _check(self, slot: EngineSlot) -> bool:
+        """Check one engine. Return False if it must be repeated: a push paused the engine during the check."""
+        health, engine, pushes = self._pool.health, slot.client, self._pushes
+        if not slot.answered and time.monotonic() - slot.since < health.first_wait_s * scale():
             return True
         decodes = not self._pushing
         try:
-            answers = await self._fleet.answers(seat, engine, decodes=decodes)
-            stopped = await seat.keeper.stopped() if answers and not decodes else ()
+            healthy = await self._pool.check_health(slot, engine, decodes=decodes)
+            stopped = await slot.supervisor.stopped() if healthy and not decodes else ()
         except EngineLost as error:
-            if seat.client is engine and not seat.down:
-                self._lose(seat, error)
+            if slot.client is engine and not slot.down:
+                self._lose(slot, error)
             return True
         except (EngineError, DeadlineExceeded):
-            return True  # its owner cannot tell; if that is gone, the engine soon is
-        if seat.client is not engine or seat.down:
+            return True  # its supervisor did not respond; if that is dead, the engine soon ends too
+        if slot.client is not engine or slot.down:
             return True
-        if not answers and decodes and pushes != self._pushes:
+        if not healthy and decodes and pushes != self._pushes:
             return False
-        again, seat.stopped = set(stopped) & set(seat.stopped), stopped
-        if answers and not again:
-            self._fleet.revive(seat)
+        still_stopped, slot.stopped = set(stopped) & set(slot.stopped), stopped
+        if healthy and not still_stopped:
+            self._pool.revive(slot)
             return True
-        what = f"processes {sorted(again)} are stopped" if again else "no answer to a health check"
-        why = EngineError(f"{engine.name} at {engine.url}: {what} (health.timeout_s={health.timeout_s:g})")
-        self._lose(seat, why)
+        symptom = f"processes {sorted(still_stopped)} are stopped" if still_stopped else "no answer to a health check"
+        failure = EngineError(f"{engine.name} at {engine.url}: {symptom} (health.timeout_s={health.timeout_s:g})")
+        self._lose(slot, failure)
         return True
 
-    def _lose(self, seat: EngineSlot, why: EngineError) -> None:
+    def _lose(self, slot: EngineSlot, error: EngineError) -> None:
         try:
-            if isinstance(why, EngineLost):
-                self._fleet.lose(seat, DEAD, why)
+            if isinstance(error, EngineLost):
+                self._pool.lose(slot, DEAD, error)
             else:
-                self._fleet.stall(seat, why)
+                self._pool.stall(slot, error)
         except EngineError:
-            return  # the run is told to stop; whoever asks an engine gets the reason
+            return  # the run is ending; requests to engines raise the cause

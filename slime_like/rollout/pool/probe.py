@@ -1,8 +1,8 @@
-"""The gate after each push: engine and trainer score the same sequences and must agree.
+"""Check after each push: engine and trainer score the same sequences and must agree.
 
-Works at any staleness, since it compares the weights both hold now, and catches a push that did not apply. The engine
-computes each sequence twice: as a prefill that reuses nothing, and then as rollouts do, by sampling a few tokens after a
-prefix whose keys and values it has cached. Where a push left keys and values of older weights, only the second one differs.
+Works at any staleness, since it compares the weights that both have now, and detects a push that did not apply. The
+engine computes each sequence twice: as a prefill without cache, then as in rollouts, by sampling a few tokens after a
+cached prefix. If a push left keys and values of older weights in the cache, only the second result differs.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from slime_like.metrics.types import Max, Mean, Metric
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.types import F32, I32
 
-NUM_DECODED = 8  # tokens of a continuation: one that prefill samples, others that decode does
-LONGEST_PREFIX = 256  # of a continuation: each engine samples its own, and the trainer scores all of them
+NUM_DECODED = 8  # tokens of a continuation: the first sampled by prefill, the others by decode steps
+MAX_PREFIX_LEN = 256  # of a continuation: each engine samples its own, and the trainer scores all of them
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """L tokens, of which the engine sampled the last R after the others."""
+    """Sequence of L tokens, the last R of which were sampled by the engine."""
 
     token_ids: I32  # [L]
     logprobs: F32  # [R]
-    num_cached: int  # tokens whose keys and values the engine had from an earlier request
+    num_cached: int  # prefix tokens found in the engine's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class ProbeScores:
 async def ask(
     engine: EngineClient, version: int, sequences: Sequence[I32], temperature: float, max_context_len: int
 ) -> ProbeScores:
-    """The scores of an engine that serves ``version``.
+    """Return the scores of an engine that serves ``version``.
 
-    Scoring reads no cached key or value, and leaves those of the sequences in the cache unless older ones are there:
-    continuations start from what the engine would use in a rollout.
+    Scoring reads no cached keys or values, and caches those of the sequences unless older entries exist: continuations
+    start from the entries that a rollout would use.
     """
     scores = await engine.score(sequences, temperature)
     prefixes = _prefixes(sequences, max_context_len)
@@ -61,25 +61,25 @@ async def ask(
 
 
 def _prefixes(sequences: Sequence[I32], max_context_len: int) -> list[I32]:
-    """Beginnings of the sequences that leave room for a continuation; none where there is none."""
-    longest = min(LONGEST_PREFIX, max_context_len - NUM_DECODED - 1)
+    """Return beginnings of the sequences that leave space for a continuation; empty if ``max_context_len`` has none."""
+    longest = min(MAX_PREFIX_LEN, max_context_len - NUM_DECODED - 1)
     return [ids[:longest] for ids in sequences] if longest > 0 else []
 
 
 class TrainerScores:
-    """The trainer's log-probabilities of every sequence that some engines scored or sampled."""
+    """Trainer log-probabilities of every sequence that engines scored or sampled."""
 
     def __init__(self, engines: Sequence[ProbeScores], max_tokens: int) -> None:
-        """``max_tokens`` of the trainer's rows, which hold one sequence at least."""
+        """``max_tokens``: limit per packed row; a row has at least one sequence."""
         sequences = [
             ids for scores in engines for ids in (*scores.token_ids, *(c.token_ids for c in scores.continuations))
         ]
-        self._sequences = {ids.tobytes(): ids for ids in sequences}  # all engines were asked for the same
+        self._sequences = {ids.tobytes(): ids for ids in sequences}  # engines share the scored sequences
         self._columns: Mapping[bytes, F32] = {}
         self.rows = [to_rows(part) for part in _parts(list(self._sequences.values()), max_tokens)]
 
     def take(self, columns_T: Sequence[F32]) -> None:
-        """Take the trainer's packed column of each of ``rows``."""
+        """Store the trainer's packed column of each of ``rows``."""
         columns = [
             column
             for rows, column_T in zip(self.rows, columns_T, strict=True)
@@ -88,12 +88,12 @@ class TrainerScores:
         self._columns = dict(zip(self._sequences, columns, strict=True))
 
     def of(self, token_ids: I32) -> F32:
-        """[L - 1] log-probabilities of tokens 1 .. L - 1."""
+        """Return [L - 1] log-probabilities of tokens 1 .. L - 1."""
         return self._columns[token_ids.tobytes()][1:]
 
 
 def _parts(sequences: Sequence[I32], max_tokens: int) -> list[list[I32]]:
-    """Cut ``sequences`` into runs of ``max_tokens`` at most, or of one sequence."""
+    """Split ``sequences`` into runs of at most ``max_tokens``, or of one sequence."""
     parts: list[list[I32]] = [[]]
     for ids in sequences:
         if parts[-1] and sum(map(len, parts[-1])) + len(ids) > max_tokens:
@@ -103,23 +103,23 @@ def _parts(sequences: Sequence[I32], max_tokens: int) -> list[list[I32]]:
 
 
 def to_rows(sequences: Sequence[I32]) -> PackedBatch:
-    """Sequences as one packed row for the trainer."""
+    """Return the sequences as one packed row for the trainer."""
     lengths = [len(ids) for ids in sequences]
-    total, count = sum(lengths), len(lengths)
+    total, num_sequences = sum(lengths), len(lengths)
     return PackedBatch(
         token_ids=np.concatenate(sequences).astype(np.int32),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         loss_weight=np.ones(total, dtype=np.float32),
         versions=np.full(total, -1, dtype=np.int32),
         rollout_logprobs=np.zeros(total, dtype=np.float32),
-        rewards=np.zeros(count, dtype=np.float32),
+        rewards=np.zeros(num_sequences, dtype=np.float32),
         advantages=None,
-        sample_ids=np.arange(count, dtype=np.int64),
+        sample_ids=np.arange(num_sequences, dtype=np.int64),
     )
 
 
 def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: float) -> tuple[Metric, ...]:
-    """Metrics ``probe/*``. Raises ``ConsistencyError`` when any log-probability differs by more than ``tolerance``."""
+    """Return metrics ``probe/*``. Raises ``ConsistencyError`` if any log-probability differs by more than ``tolerance``."""
     if scores.version != version:
         raise ConsistencyError(
             f"an engine serves weights of version {scores.version} after the push of version {version}"
@@ -139,26 +139,26 @@ def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: 
     differences = [np.abs(trainer.of(c.token_ids)[-len(c.logprobs) :] - c.logprobs) for c in scores.continuations]
     if differences:
         num_cached = sum(c.num_cached for c in scores.continuations)
-        num_given = sum(len(c.token_ids) - len(c.logprobs) for c in scores.continuations)
+        num_prefix = sum(len(c.token_ids) - len(c.logprobs) for c in scores.continuations)
         decode = np.concatenate(differences)
         _judge(
             decode,
             version,
             tolerance,
-            f"continuations: {len(differences)}, sampled after {num_given} tokens of which {num_cached} were cached",
+            f"continuations: {len(differences)}, sampled after {num_prefix} tokens of which {num_cached} were cached",
             "Scored at once the same weights agree: the engine uses keys and values of older weights again (its cache was not "
             "flushed), or decodes another distribution than it prefills",
         )
         metrics += [
             Max("probe/decode_logprob_abs_diff_max", float(decode.max())),
             Mean("probe/decode_logprob_abs_diff_mean", float(decode.mean())),
-            Mean("probe/prefix_cache_hit_rate", num_cached / num_given),
+            Mean("probe/prefix_cache_hit_rate", num_cached / num_prefix),
         ]
     return tuple(metrics)
 
 
 def by_kind(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tuple[Metric, ...]:
-    """Metrics ``probe/logprob_abs_diff_*/<kind>``: the differences left when layers of ``kind`` are exact in the trainer."""
+    """Return metrics ``probe/logprob_abs_diff_*/<kind>``: differences with layers of ``kind`` exact in the trainer."""
     difference = prefill_differences(scores, trainer)
     return (
         Max(f"probe/logprob_abs_diff_max/{kind}", float(difference.max())),
@@ -167,14 +167,14 @@ def by_kind(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tuple[Met
 
 
 def prefill_differences(scores: ProbeScores, trainer: TrainerScores) -> F32:
-    """|trainer - engine| of every token of the scored sequences but first ones."""
+    """Return |trainer - engine| of every token of the scored sequences except the first tokens."""
     return np.abs(np.concatenate([trainer.of(ids) for ids in scores.token_ids]) - np.concatenate(scores.logprobs))
 
 
-def _judge(difference: F32, version: int, tolerance: float, what: str, why: str) -> None:
+def _judge(difference: F32, version: int, tolerance: float, description: str, cause: str) -> None:
     worst = float(difference.max()) if np.isfinite(difference).all() else float("inf")
     if not worst <= tolerance:
         raise ConsistencyError(
             f"after the push of version {version} engine and trainer disagree: largest |log-probability difference| {worst:.3g} "
-            f"over {difference.size} tokens ({what}), weights.probe_tolerance is {tolerance:g}. {why}; no step was trained on it"
+            f"over {difference.size} tokens ({description}), weights.probe_tolerance is {tolerance:g}. {cause}; no step was trained on it"
         )

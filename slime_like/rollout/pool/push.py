@@ -1,4 +1,4 @@
-"""New weights for the engines of a fleet: opened, committed, and what becomes of an engine that is lost on the way."""
+"""Weight updates of the engines of a pool: begin and commit, without engines that are lost during the push."""
 
 from __future__ import annotations
 
@@ -20,47 +20,45 @@ ABORT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PushTarget:
-    """An engine that takes part in a push, and its seat, which another may have taken meanwhile."""
+    """An engine that takes part in a push, and its slot, in which a restarted engine may replace it."""
 
-    seat: EngineSlot
+    slot: EngineSlot
     engine: EngineClient
 
     @property
-    def there(self) -> bool:
-        """Whether it is still this engine that sits there."""
-        return self.seat.client is self.engine and not self.seat.down
+    def is_current(self) -> bool:
+        """True if the slot still has this engine, and it is not being restarted."""
+        return self.slot.client is self.engine and not self.slot.down
 
 
 class Push:
-    """One weight update at a time, over the engines that can be reached: those that serve, and those that came back."""
+    """One weight update at a time, over all reachable engines, restarted ones included."""
 
-    def __init__(self, fleet: EnginePool, watch: HealthMonitor) -> None:
-        self._fleet = fleet
+    def __init__(self, pool: EnginePool, watch: HealthMonitor) -> None:
+        self._pool = pool
         self._watch = watch
-        self._taking: list[PushTarget] = []
-        self._begun = False  # and neither resumed nor given up
+        self._targets: list[PushTarget] = []
+        self._begun = False  # and neither resumed nor aborted
 
     async def begin(self) -> tuple[str, ...]:
-        """Pause and open an update on each; the names of those that take part. An update left open is given up.
+        """Pause each engine and open its update; return the names of those taking part. An update left open is aborted.
 
-        Waits for a restart where no engine is left. When a push begins again, an engine that still waits for one which the
-        first beginning lost does not answer: it is stalled after ``health.timeout_s``.
+        Waits for a restart if no engine is left. When a push begins again, an engine may still wait for one lost in the first
+        attempt and not respond: it counts as stalled after ``health.timeout_s``.
         """
-        seconds = (
-            self._fleet.health.timeout_s if self._begun and self._fleet.health.on_stalled_engine != "wait" else None
-        )
+        seconds = self._pool.health.timeout_s if self._begun and self._pool.health.on_stalled_engine != "wait" else None
         self._begun = True
         self._watch.push_begins()
-        self._taking = []
-        while not self._taking:
-            there = [PushTarget(seat, seat.client) for seat in await self._fleet.joinable()]
-            self._taking = await self._each(there, partial(_open, seconds=seconds))
-        return tuple(member.engine.name for member in self._taking)
+        self._targets = []
+        while not self._targets:
+            targets = [PushTarget(slot, slot.client) for slot in await self._pool.joinable()]
+            self._targets = await self._each(targets, partial(_open, seconds=seconds))
+        return tuple(target.engine.name for target in self._targets)
 
     async def commit(self, version: int) -> None:
         """Close the update: fails unless each parameter of each engine was written. KV of old weights is flushed.
 
-        Raises ``EngineLost`` where no engine is left to serve ``version``.
+        Raises ``EngineLost`` if no engine is left to serve ``version``.
         """
 
         async def close(engine: EngineClient) -> None:
@@ -72,48 +70,48 @@ class Push:
                 )
             await engine.flush()
 
-        self._taking = await self._each([member for member in self._taking if member.there], close)
+        self._targets = await self._each([target for target in self._targets if target.is_current], close)
 
     async def resume(self, version: int) -> None:
-        """Let the engines decode under ``version``. Raises ``EngineLost`` where none is left."""
-        taking = await self._each(self._taking, EngineClient.resume)
-        for member in taking:
-            self._fleet.joined(member.seat, version)
-        current = {member.engine for member in taking}
-        for engine in self._fleet.router.engines:
+        """Let the engines decode under ``version``. Raises ``EngineLost`` if none is left."""
+        resumed = await self._each(self._targets, EngineClient.resume)
+        for target in resumed:
+            self._pool.joined(target.slot, version)
+        current = {target.engine for target in resumed}
+        for engine in self._pool.router.engines:
             if engine not in current:  # it stalled, and has old weights
-                self._fleet.router.withdraw(engine)
+                self._pool.router.withdraw(engine)
         self._watch.push_ends()
         self._begun = False
-        if not taking:
+        if not resumed:
             raise EngineLost(f"no engine is left that took the weights of version {version}")
 
     async def abort(self) -> None:
-        """After a push that failed for good: let go of the engines' locks, as far as they answer."""
+        """Release the locks of all responding engines after a push that failed for good."""
         self._watch.push_ends()
         self._begun = False
         for undo in (EngineClient.abort_update, EngineClient.resume):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_S * scale()):
-                    undone = (undo(seat.client) for seat in self._fleet.seats if not seat.down)
+                    undone = (undo(slot.client) for slot in self._pool.slots if not slot.down)
                     await asyncio.gather(*undone, return_exceptions=True)
 
     async def _each(
-        self, members: Sequence[PushTarget], verb: Callable[[EngineClient], Coroutine[Any, Any, None]]
+        self, targets: Sequence[PushTarget], verb: Callable[[EngineClient], Coroutine[Any, Any, None]]
     ) -> list[PushTarget]:
-        """``verb`` on each engine; those that are still there. Raises what is not the loss of an engine."""
+        """Run ``verb`` on each engine; return the targets that remain. Raises errors other than the loss of an engine."""
 
-        async def on(member: PushTarget) -> bool:
+        async def on(target: PushTarget) -> bool:
             try:
-                await unless_lost(member.seat.lost, member.engine, verb(member.engine))
+                await unless_lost(target.slot.lost, target.engine, verb(target.engine))
             except (EngineError, DeadlineExceeded) as error:
-                await self._fleet.failed(member.seat, member.engine, error)
+                await self._pool.failed(target.slot, target.engine, error)
                 return False
             return True
 
-        done = await asyncio.gather(*(on(member) for member in members))
-        # One may have been lost, and another started in its place, while the rest were waited for.
-        return [member for member, well in zip(members, done, strict=True) if well and member.there]
+        results = await asyncio.gather(*(on(target) for target in targets))
+        # A target may have been lost and restarted while the other calls were in progress.
+        return [target for target, ok in zip(targets, results, strict=True) if ok and target.is_current]
 
 
 async def _open(engine: EngineClient, seconds: float | None) -> None:
