@@ -1,6 +1,6 @@
-"""The rollout side of the circle in one object: prompts, engines, rewards, filters and what is left over.
+"""Rollout manager: prompts, engines, rewards, filters and leftover groups behind one object.
 
-Lives in a process of its own, so that collecting overlaps training when ``loop.max_staleness`` allows.
+Lives in its own process, so that collection overlaps training if ``loop.max_staleness`` allows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DEFAULT_PARTIAL_STALENESS = 4  # versions beyond loop.max_staleness
 
 @dataclass(frozen=True, slots=True)
 class ManagerSpec:
-    """Everything the manager needs to know."""
+    """Settings of the manager."""
 
     rollout: RolloutConfig
     reward: RewardConfig
@@ -66,32 +66,32 @@ class ManagerSpec:
     samples_per_rollout: int
     first_rollout: int
     deterministic: bool
-    overlong: OverlongPenalty | None = None  # as the driver applies it before advantages
+    overlong: OverlongPenalty | None = None  # applied by the driver before advantages
     baseline: str = "group"  # of advantages: group, batch or none; see LearningSignal
-    pushes: bool = True  # weights of the trainer arrive; else an engine serves what it started with
+    pushes: bool = True  # engines receive the trainer's weights; otherwise they serve those they started with
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What the trainer takes: whole groups, scored and filtered."""
+    """Input of the trainer for one rollout: complete groups, scored and filtered."""
 
     groups: tuple[SampleGroup, ...]
     started: float  # unix seconds: when generation of this rollout began and ended
     stopped: float
     metrics: tuple[Metric, ...]
     warnings: tuple[RunWarning, ...] = ()
-    recovered: tuple[Recovery, ...] = ()  # what was lost, as far as it has come back; the newest of one counts
+    recovered: tuple[Recovery, ...] = ()  # new or changed since the last rollout; a later entry replaces an earlier one
 
 
 def oldest_allowed(cfg: RolloutConfig, loop: LoopConfig) -> int:
-    """Versions that a group which waited for a rollout may lag behind the trainer when it is trained on."""
+    """Return the number of versions that a group may lag behind the trainer when it is trained on."""
     if not cfg.partial_rollout:
         return loop.max_staleness + 1
     return cfg.max_partial_staleness or loop.max_staleness + DEFAULT_PARTIAL_STALENESS
 
 
 class RolloutManager:
-    """Cursor, engines' clients, reward pool and buffer."""
+    """Owner of the data cursor, engine clients, reward pool and leftover groups."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class RolloutManager:
         self._source = source
         self._heldout = heldout
         self._pool = EnginePool(supervisors, spec.health, pushed=spec.pushes)
-        self._watch = HealthMonitor(self._pool)
-        self._push = Push(self._pool, self._watch)
+        self._monitor = HealthMonitor(self._pool)
+        self._push = Push(self._pool, self._monitor)
         self._rewards = RewardPool(spec.reward)
         self._generate = open_generator(spec.rollout)
-        self._answers = GroupSampler(
+        self._sampler = GroupSampler(
             router=self._pool.router,
             rewards=self._rewards,
             generate=self._generate,
@@ -124,10 +124,10 @@ class RolloutManager:
         sampling = Sampling(spec.temperature, cfg.max_response_len, cfg.top_p, cfg.top_k, spec.stop_token_ids)
         self._bound = oldest_allowed(cfg, spec.loop)
         bound = self._bound if spec.pushes else None
-        self._making = GroupCollector(cfg, sampling, bound, PromptQueue(source), self._answers, self._pool.abort_all)
+        self._collector = GroupCollector(cfg, sampling, bound, PromptQueue(source), self._sampler, self._pool.abort_all)
         self._producer = self._new_producer(spec.first_rollout)
         self._starts: dict[int, RolloutState] = {}  # before the prompts of each rollout
-        self._filtered: dict[int, FilterReport] = {}  # of rollouts that are made and not consumed
+        self._filtered: dict[int, FilterReport] = {}  # of rollouts that are complete and not consumed
         self._leftover: tuple[SampleGroup, ...] = ()
         self._signal = LearningSignal(spec.baseline, spec.overlong)
         self._num_stale = 0
@@ -136,8 +136,8 @@ class RolloutManager:
 
     # ---- collect -----------------------------------------------------------------------------------------------------
     async def collect(self, rollout_id: int) -> Collected:
-        """The groups of one rollout, leftover of earlier ones first; whole groups that fill optimizer steps."""
-        self._watch.start()
+        """Return complete groups of one rollout that fill optimizer steps, leftover of earlier rollouts first."""
+        self._monitor.start()
         produced = await self._producer.get(rollout_id)
         self._producer.forget(rollout_id)
         self._starts = {key: value for key, value in self._starts.items() if key > rollout_id}
@@ -147,7 +147,7 @@ class RolloutManager:
         if self._spec.reward.shuffle:
             groups = tuple(shuffle_rewards(groups, seed=self._spec.seed * 1_000_003 + rollout_id))
         self._remember_probe(groups)
-        restarts, remade = self._pool.take_restart_counts()
+        num_restarts, num_remade = self._pool.take_restart_counts()
         filtered = self._filtered.pop(rollout_id, FilterReport())
         advice = self._signal.observe(
             rollout_id, groups, len(self._leftover) - len(carried), filtered.summary, filtered.example
@@ -156,25 +156,25 @@ class RolloutManager:
             *self._signal.metrics(),
             *self._source.metrics(),
             *filtered.metrics,
-            *self._making.metrics(),
+            *self._collector.metrics(),
             *self._drain_stale(),
             *self._rewards.metrics(),
             *self._generate.metrics(),
-            *self._answers.usage.drain(),
+            *self._sampler.usage.drain(),
             Last("rollout/carried_groups", len(self._leftover)),
             Sum("rollout/dropped_samples", split.num_dropped),
             Sum("rollout/generated_groups", produced.num_generated),
             Sum("rollout/refills", produced.num_refills),
-            Sum("rollout/engine_restarts", restarts),
-            Sum("rollout/remade_groups", remade),
+            Sum("rollout/engine_restarts", num_restarts),
+            Sum("rollout/remade_groups", num_remade),
         ]
-        others = (*self._rewards.warnings(), *self._generate.warnings(), *self._pool.news())
-        warnings = (*advice, *map(RunWarning, others))
+        messages = (*self._rewards.warnings(), *self._generate.warnings(), *self._pool.news())
+        warnings = (*advice, *map(RunWarning, messages))
         recovered = self.last_recoveries()
         return Collected(groups, produced.started, produced.stopped, tuple(metrics), warnings, recovered)
 
     def _young(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """Carried groups that one more rollout of waiting has not made too old."""
+        """Return the carried groups that are still within the staleness bound."""
         young = [group for group in groups if group.oldest_version >= self._version - self._bound]
         self._num_stale += len(groups) - len(young)
         return young
@@ -184,10 +184,10 @@ class RolloutManager:
         return Producer(self._make, first=first, last=loop.num_rollout, max_staleness=loop.max_staleness)
 
     async def _make(self, rollout_id: int) -> Produced:
-        self._starts[rollout_id] = self._making.state()
+        self._starts[rollout_id] = self._collector.state()
         started = now()
-        filled = await self._making.make(rollout_id)
-        self._filtered[rollout_id] = self._making.filters.report()
+        filled = await self._collector.make(rollout_id)
+        self._filtered[rollout_id] = self._collector.filters.report()
         return Produced(rollout_id, filled.groups, started, now(), filled.num_generated, filled.num_refills)
 
     def _drain_stale(self) -> list[Metric]:
@@ -196,8 +196,8 @@ class RolloutManager:
 
     # ---- evaluate ----------------------------------------------------------------------------------------------------
     async def evaluate(self) -> Evaluated:
-        """Answer every held-out dataset under the weights the engines hold now, and score the answers."""
-        self._watch.start()
+        """Answer every held-out dataset under the engines' current weights, and score the answers."""
+        self._monitor.start()
         metrics: list[Metric] = []
         answers: list[EvalAnswer] = []
         for heldout in eval_sets(self._spec.evaluation):
@@ -209,7 +209,7 @@ class RolloutManager:
                 stop_token_ids=self._spec.stop_token_ids,
             )
             prompts, n = self._heldout[heldout.name], heldout.n_samples_per_prompt
-            groups = await self._answers.groups(
+            groups = await self._sampler.groups(
                 [GroupRequest(prompt, i, n, sampling, f"eval {heldout.name}") for i, prompt in enumerate(prompts)]
             )
             metrics += eval_metrics(heldout.name, groups)
@@ -219,12 +219,12 @@ class RolloutManager:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_push(self) -> tuple[str, ...]:
-        """Pause every engine, in-flight requests kept, and open its weight update; the names of those that take part.
+        """Pause every engine, keep its requests, and open its weight update; return the names of those taking part.
 
-        In a deterministic run nothing is in flight: which tokens a push would find sampled is a matter of time. Only
-        what waits for an engine to come back can not be waited for: that engine waits for this push.
+        In a deterministic run nothing may be in flight, since timing would decide which tokens the push finds sampled. The
+        exception is a group that waits for an engine to restart: that engine waits for this push.
         """
-        self._watch.start()
+        self._monitor.start()
         if self._spec.deterministic:
             await _first(self._producer.settled(), self._pool.router.empty())
         return await self._push.begin()
@@ -236,11 +236,11 @@ class RolloutManager:
         await self._push.resume(version)
 
     async def skip_push(self, version: int) -> None:
-        """The fault of ``weights.debug_skip_push_at``: claim a version that was never sent."""
+        """Inject the fault of ``weights.debug_skip_push_at``: claim a version that was never sent."""
         self._version = version
 
     async def abort_push(self) -> None:
-        """After a failed push: let go of the engines' locks so that they can be stopped, or pushed to again."""
+        """After a failed push, release the engines' locks, so that they can be stopped or pushed to again."""
         await self._push.abort()
 
     async def starved(self) -> None:
@@ -248,7 +248,7 @@ class RolloutManager:
         await self._pool.starved()
 
     def last_recoveries(self) -> tuple[Recovery, ...]:
-        """Of the engines that were lost, and a reward server that was, what ``Collected`` has not told."""
+        """Return recoveries of engines and reward server that no ``Collected`` has reported."""
         return (*self._pool.take_recoveries(), *self._rewards.take_recoveries())
 
     def lose_reward_server(self, seconds: float) -> None:
@@ -257,59 +257,59 @@ class RolloutManager:
 
     # ---- probe -------------------------------------------------------------------------------------------------------
     async def probe(self) -> tuple[ProbeScores, ...]:
-        """A few stored sequences, scored and continued by every engine. Raises ``EngineLost`` where none is left."""
+        """Return scores and continuations of the probe sequences by every engine. Raises ``EngineLost`` if none is left."""
         if not self._probe:
             self._remember_probe([])
-        if not self._probe:  # prompts of one token have nothing to score: the first rollout will
+        if not self._probe:  # one-token prompts have nothing to score; the first rollout will
             return ()
-        asked = await asyncio.gather(*(self._score(slot) for slot in self._pool.slots if not slot.down))
-        if not (found := [scores for scores in asked if scores is not None]):
+        results = await asyncio.gather(*(self._score(slot) for slot in self._pool.slots if not slot.down))
+        if not (probe_scores := [scores for scores in results if scores is not None]):
             raise EngineLost(f"no engine is left that took the weights of version {self._version}")
-        return tuple(found)
+        return tuple(probe_scores)
 
     async def _score(self, slot: EngineSlot) -> ProbeScores | None:
-        """What one engine thinks of the probe's sequences; None where it does not serve, or is lost meanwhile."""
+        """Return one engine's scores of the probe sequences; None if it does not serve or is lost during the call."""
         engine, spec = slot.client, self._spec
         if engine not in self._pool.router.engines:
             return None
         try:
-            asked = probe.ask(engine, self._version, self._probe, spec.temperature, spec.max_context_len)
-            return await unless_lost(slot.lost, engine, asked)
+            request = probe.ask(engine, self._version, self._probe, spec.temperature, spec.max_context_len)
+            return await unless_lost(slot.lost, engine, request)
         except (EngineError, DeadlineExceeded) as error:
             await self._pool.failed(slot, engine, error)
             return None
 
     def _remember_probe(self, groups: Sequence[SampleGroup]) -> None:
-        """Keep the first sequences of the newest rollout; before the first one, prompts."""
-        wanted = self._spec.probe_sequences
+        """Keep the first sequences of the newest rollout as probe; before the first rollout, prompts."""
+        num_sequences = self._spec.probe_sequences
         sequences = [group.samples[0].token_ids for group in groups if group.samples and self._can_score(group)][
-            :wanted
+            :num_sequences
         ]
         if not sequences and not self._probe:
             state = self._source.state()
-            sequences = [p.token_ids for p in self._source.next(wanted) if len(p.token_ids) > 1]
+            sequences = [p.token_ids for p in self._source.next(num_sequences) if len(p.token_ids) > 1]
             self._source.load_state(state)
         if sequences:
             self._probe = tuple(np.asarray(ids, dtype=np.int32) for ids in sequences)
 
     def _can_score(self, group: SampleGroup) -> bool:
-        """An engine scores what leaves room for one more token, and has something to score."""
+        """Return whether a group's first sample has tokens to score and leaves space for one more token."""
         return 1 < len(group.samples[0].token_ids) < self._spec.max_context_len
 
     # ---- state -------------------------------------------------------------------------------------------------------
     def save_state(self, next_rollout: int, leftover: Path) -> dict[str, Any]:
-        """What makes rollout ``next_rollout`` again: the cursor before its prompts, and groups no step has trained on.
+        """Return the state that reproduces rollout ``next_rollout``: the cursor before its prompts, and untrained groups.
 
-        Rollouts in flight are made anew, with the same prompts and seeds; what an earlier rollout left unfinished goes on
-        where that rollout stopped it. In a deterministic run they are whole, and were sampled from weights that no engine
-        will have again: they are written as well.
+        Rollouts in flight are generated again with the same prompts and seeds; groups that an earlier rollout left unfinished
+        continue where that rollout stopped them. In a deterministic run they are complete and were sampled from weights that
+        no engine will have again, so they are saved too.
         """
         save_groups(leftover, self._leftover)
-        made = self._producer.waiting() if self._spec.deterministic else []
-        for produced in made:
+        completed = self._producer.waiting() if self._spec.deterministic else []
+        for produced in completed:
             save_groups(made_path(leftover, produced.rollout_id), produced.groups)
-        first = made[-1].rollout_id + 1 if made else next_rollout
-        state = self._starts.get(first) or self._making.state()
+        first = completed[-1].rollout_id + 1 if completed else next_rollout
+        state = self._starts.get(first) or self._collector.state()
         in_flight = state.in_flight()
         if in_flight:
             save_groups(in_flight_path(leftover), in_flight)
@@ -317,34 +317,34 @@ class RolloutManager:
             "next_rollout": next_rollout,
             "cursor": state.cursor,
             "in_flight": len(in_flight),
-            "made": [asdict(replace(produced, groups=())) for produced in made],
+            "made": [asdict(replace(produced, groups=())) for produced in completed],
         }
 
     def load_state(self, state: Mapping[str, Any], leftover: Path) -> None:
-        """Continue where ``state`` was taken."""
+        """Continue from a saved ``state``."""
         self._source.load_state(state["cursor"])
         self._leftover = load_groups(leftover)
         self._producer = self._new_producer(int(state["next_rollout"]))
         self._producer.restore(
             [
-                Produced(**(made | {"groups": load_groups(made_path(leftover, made["rollout_id"]))}))
-                for made in state.get("made", [])
+                Produced(**(record | {"groups": load_groups(made_path(leftover, record["rollout_id"]))}))
+                for record in state.get("made", [])
             ]
         )
         if state.get("in_flight"):
-            self._making.restore(RolloutState.of(state["cursor"], load_groups(in_flight_path(leftover))))
+            self._collector.restore(RolloutState.of(state["cursor"], load_groups(in_flight_path(leftover))))
 
     async def stop(self) -> None:
-        """Cancel what is in flight, close the generate function and stop the reward pool."""
+        """Cancel requests in flight, close the generate function and stop the reward pool."""
         await self._producer.stop()
-        await self._making.close()
+        await self._collector.close()
         await self._generate.close()
         await self._pool.stop()
         await self._rewards.stop()
 
 
 async def _first(*waits: Coroutine[Any, Any, None]) -> None:
-    """Wait for whichever ends first."""
+    """Wait for the first of ``waits``, and cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

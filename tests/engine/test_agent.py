@@ -15,7 +15,7 @@ from slime_like.data.chat import tokenize
 from slime_like.errors import AgentError, ConfigError, EngineError
 from slime_like.examples import calculator_agent
 from slime_like.metrics.dictionary import ENTRIES
-from slime_like.rollout.agent.generate import FIRST_IN_A_ROW, OpenAIAgent
+from slime_like.rollout.agent.generate import MAX_FIRST_FAILURES, OpenAIAgent
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.types import Prompt, Reward, Sample, Source, Status
 from tests.e2e.leftovers import beyond_loopback, listened_on
@@ -221,7 +221,7 @@ def test_late_and_broken_agents_fail_their_samples_and_are_told(runs: Played) ->
 
 def test_agents_that_always_fail_end_the_run(runs: Played) -> None:
     with pytest.raises(AgentError, match=r"failed one after another.*LookupError"):
-        runs.play(agents.raises, list(range(FIRST_IN_A_ROW)))
+        runs.play(agents.raises, list(range(MAX_FIRST_FAILURES)))
     with pytest.raises(AgentError, match="returned 'good'"):
         runs.play(agents.no_number, [1])
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime_like.errors import CheckpointError
-from slime_like.rollout.engine.model_config import joined, override_args
+from slime_like.rollout.engine.model_config import merge_overrides, override_args
 
 L, F = "linear_attention", "full_attention"
 HYBRID: dict[str, Any] = {"layer_types": [L, L, L, F, L, L, L, F]}
@@ -65,7 +65,7 @@ def test_of_a_vision_model_the_text_part_is_served(tmp_path: Path) -> None:
 def test_what_a_user_says_of_a_nested_config_leaves_the_rest_of_ours() -> None:
     ours = {"text_config": {"full_attention_interval": 4, "x": 1}, "language_model_only": True}
     given = {"text_config": {"x": 2}, "rope_theta": 7}
-    assert joined(ours, given) == {
+    assert merge_overrides(ours, given) == {
         "text_config": {"full_attention_interval": 4, "x": 2},
         "language_model_only": True,
         "rope_theta": 7,

@@ -101,7 +101,7 @@ def test_arguments_nested_too_deep_stay_text() -> None:
 def test_arguments_of_the_templates_rendering_are_refused() -> None:
     request = parse_request(body(chat_template_kwargs={"tokenize": True}))
     with pytest.raises(ApiError, match=r"chat_template_kwargs\.tokenize"):
-        Renderer(characters(), {}).whole(request)
+        Renderer(characters(), {}).conversation(request)
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:

@@ -16,7 +16,7 @@ from slime_like.errors import AgentError
 from slime_like.interfaces import GenerateContext, Sampling
 from slime_like.rollout.agent.endpoint import Endpoint
 from slime_like.rollout.agent.generate import OpenAIAgent
-from slime_like.rollout.agent.loop import AgentLoop, TooLate
+from slime_like.rollout.agent.loop import AgentLoop, AgentTimeout
 from slime_like.rollout.agent.render import Renderer
 from slime_like.rollout.agent.replies import AgentReply
 from slime_like.rollout.agent.requests import ChatRequest
@@ -97,14 +97,14 @@ def test_a_limit_does_not_count_the_time_for_which_calls_are_held_back() -> None
         async def work() -> str:
             return await asyncio.wrap_future(answer)
 
-        def held_s() -> float:
+        def paused_s() -> float:
             seconds = next(held)
             if seconds:  # the limit has passed
                 answer.set_result("done")
             return seconds
 
-        found = await loop.run(work(), 0.0, held_s)
-        with pytest.raises(TooLate):
+        found = await loop.run(work(), 0.0, paused_s)
+        with pytest.raises(AgentTimeout):
             await loop.run(asyncio.Event().wait(), 0.0, lambda: 0.0)
         await asyncio.to_thread(loop.close)
         return found

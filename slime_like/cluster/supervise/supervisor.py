@@ -32,7 +32,7 @@ from slime_like.cluster.supervise.ray_watch import RayWatch
 from slime_like.cluster.supervise.reporting import try_report
 from slime_like.errors import ProcessLost, SlimeLikeError
 from slime_like.printable import visible
-from slime_like.rollout.engine.last_words import how
+from slime_like.rollout.engine.last_words import describe_exit
 from slime_like.util.deadline import Deadline
 
 TICK_S = 0.25
@@ -183,7 +183,7 @@ class Supervisor:
         if self._state.done:
             return self._close(status)
         if self._state.ending is not None:
-            _say(f"the driver {how(status)} while it took the run down")
+            _say(f"the driver {describe_exit(status)} while it took the run down")
             return self._close(self._state.ending)
         if -status in STOP_SIGNALS:
             _say("stopped")
@@ -200,7 +200,7 @@ class Supervisor:
         cause = f"{', '.join(self._ray.dead)}: " if self._ray.dead and status != -signal.SIGKILL else ""
         return self._fail(
             ProcessLost(
-                f"{cause}the driver (process {self._driver}) {how(status)}{hint}; the same command continues the run"
+                f"{cause}the driver (process {self._driver}) {describe_exit(status)}{hint}; the same command continues the run"
             )
         )
 

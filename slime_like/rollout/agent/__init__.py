@@ -1,1 +1,1 @@
-"""Agents that speak OpenAI's chat completions: an endpoint on loopback that records what it samples."""
+"""Agents that use the OpenAI chat completions API: an endpoint on loopback that records sampled tokens."""

@@ -1,4 +1,4 @@
-"""The endpoint itself: one HTTP server of a run, on loopback; a key says which session a call belongs to."""
+"""HTTP endpoint for agents: one server per run, on loopback; the API key identifies the session of a call."""
 
 from __future__ import annotations
 
@@ -16,82 +16,82 @@ from slime_like.util.deadline import Deadline
 from slime_like.util.together import being_cancelled
 
 HOST = "127.0.0.1"
-LARGEST = 16 * 2**20  # bytes of a request's body, whatever its session would take
-READ_S = 60.0  # longest time a client may take to send one
-CUT_S = 1.0  # what is in flight at the end gets to end
+MAX_BODY_BYTES = 16 * 2**20  # upper limit of a request body, in any session
+READ_S = 60.0  # time limit for receiving a request body
+SHUTDOWN_S = 1.0  # time for calls in flight to finish at shutdown
 MODEL = "policy"
 
 
 @dataclass(slots=True, eq=False)
 class AgentConnection:
-    """A session that has a key, and what is being answered of it."""
+    """A session with a valid key, and its calls in progress."""
 
     session: Session
     calls: set[asyncio.Task[AgentReply]] = field(default_factory=set[asyncio.Task[AgentReply]])
-    gone: bool = False
+    closed: bool = False
 
 
 class Endpoint:
-    """``open`` it in the event loop that the engines' clients live in. Keys are random, and end with their session."""
+    """Server for agents. Call ``open`` in the event loop of the engine clients. Keys are random and end with their session."""
 
     def __init__(self) -> None:
-        self._guests: dict[str, AgentConnection] = {}
+        self._connections: dict[str, AgentConnection] = {}
         self._runner: web.AppRunner | None = None
         self._opening = asyncio.Lock()
         self.base_url = ""
 
     async def open(self) -> None:
-        """Listen, unless it does."""
+        """Start listening. Idempotent."""
         async with self._opening:
             if self._runner is not None:
                 return
-            app = web.Application(middlewares=[_in_openai_format], client_max_size=LARGEST)
+            app = web.Application(middlewares=[_in_openai_format], client_max_size=MAX_BODY_BYTES)
             app.router.add_post("/v1/chat/completions", self._chat)
             app.router.add_get("/v1/models", self._models)
-            # A client that gives up takes its call with it: what it never read is not recorded.
-            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CUT_S)
+            # A disconnect cancels the call: an answer that the client never read is not recorded.
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()
             await web.TCPSite(runner, HOST, 0).start()
             self._runner = runner
             self.base_url = f"http://{HOST}:{runner.addresses[0][1]}/v1"
 
     def admit(self, session: Session) -> str:
-        """The key of calls that belong to ``session``."""
+        """Return a new key for calls of ``session``."""
         key = f"sk-{secrets.token_urlsafe(24)}"
-        self._guests[key] = AgentConnection(session)
+        self._connections[key] = AgentConnection(session)
         return key
 
     def dismiss(self, key: str) -> None:
-        """Calls with ``key`` are refused from now on, and those in flight cut."""
-        guest = self._guests.pop(key)
-        guest.gone = True
-        for call in guest.calls:
+        """Refuse calls with ``key`` from now on, and cancel those in flight."""
+        connection = self._connections.pop(key)
+        connection.closed = True
+        for call in connection.calls:
             call.cancel()
 
     async def close(self) -> None:
-        """Stop listening; calls in flight are cut."""
+        """Stop listening and cancel calls in flight."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
-    def _guest(self, request: web.Request) -> AgentConnection:
+    def _connection(self, request: web.Request) -> AgentConnection:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        guest = self._guests.get(key.strip()) if scheme.lower() == "bearer" else None
-        if guest is None:
+        connection = self._connections.get(key.strip()) if scheme.lower() == "bearer" else None
+        if connection is None:
             raise _no_key()
-        return guest
+        return connection
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._guest(request)
+        self._connection(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "slime_like"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        guest = self._guest(request)
-        asked = await _read(request, min(LARGEST, guest.session.most_bytes))
-        answer = await _answered(guest, asked)
-        if not asked.stream:
-            return web.json_response(answer.whole())
+        connection = self._connection(request)
+        chat_request = await _read(request, min(MAX_BODY_BYTES, connection.session.max_body_bytes))
+        answer = await _answered(connection, chat_request)
+        if not chat_request.stream:
+            return web.json_response(answer.body())
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await reply.prepare(request)
         for event in answer.events():
@@ -100,28 +100,28 @@ class Endpoint:
         return reply
 
 
-async def _read(request: web.Request, most: int) -> ChatRequest:
+async def _read(request: web.Request, max_bytes: int) -> ChatRequest:
     deadline = Deadline("agents' endpoint", "read", READ_S)
     try:
-        body = await asyncio.wait_for(request.clone(client_max_size=most).read(), deadline.limit)
+        body = await asyncio.wait_for(request.clone(client_max_size=max_bytes).read(), deadline.limit)
     except TimeoutError as error:
         raise ApiError(str(deadline.exceeded("the request's body")), status=408) from error
     except web.HTTPRequestEntityTooLarge as error:
         raise ApiError(
-            f"the body has more than {most} bytes, which is more than a conversation of rollout.max_context_len tokens",
+            f"the body has more than {max_bytes} bytes, which is more than a conversation of rollout.max_context_len tokens",
             status=413,
         ) from error
     return parse_request(body)
 
 
-async def _answered(guest: AgentConnection, asked: ChatRequest) -> AgentReply:
-    if guest.gone:
+async def _answered(connection: AgentConnection, chat_request: ChatRequest) -> AgentReply:
+    if connection.closed:
         raise _no_key()
-    if guest.session.failure is not None:
+    if connection.session.failure is not None:
         raise ApiError("the run is ending", status=500)
-    call = asyncio.ensure_future(guest.session.answer(asked))
-    guest.calls.add(call)
-    call.add_done_callback(guest.calls.discard)
+    call = asyncio.ensure_future(connection.session.answer(chat_request))
+    connection.calls.add(call)
+    call.add_done_callback(connection.calls.discard)
     try:
         return await call
     except ApiError:
@@ -130,8 +130,8 @@ async def _answered(guest: AgentConnection, asked: ChatRequest) -> AgentReply:
         if being_cancelled():
             raise
         raise _no_key() from error
-    except Exception as error:  # fault boundary: whoever runs the agent raises it, not the agent
-        guest.session.failure = error
+    except Exception as error:  # fault boundary: raised by the agent's runner, not to the agent
+        connection.session.failure = error
         raise ApiError(f"the engine failed: {error}", status=500) from error
 
 
@@ -145,15 +145,15 @@ def _no_key() -> ApiError:
 
 @web.middleware
 async def _in_openai_format(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Every refusal as OpenAI's clients read it; none of them is worth a second try."""
+    """Return every refusal in OpenAI's error format, marked as not worth a retry."""
     try:
         return await handler(request)
     except web.HTTPNotFound:
         error = ApiError(
             f"there is no {request.method} {request.path} here: /v1/chat/completions and /v1/models are", status=404
         )
-    except web.HTTPException as found:
-        error = ApiError(found.text or found.reason, status=found.status)
-    except ApiError as found:
-        error = found
+    except web.HTTPException as refusal:
+        error = ApiError(refusal.text or refusal.reason, status=refusal.status)
+    except ApiError as refusal:
+        error = refusal
     return web.json_response(error.body, status=error.status, headers={"x-should-retry": "false"})

@@ -1,4 +1,4 @@
-"""Where agents run: an event loop in a thread of its own, so that one that blocks holds up other agents, not the manager."""
+"""Event loop for agents, in its own thread: a blocking agent delays other agents, but not the manager."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 JOIN_S = 5.0
-SHORTEST_S = 0.1  # between two looks at a limit that moves
+MIN_WAIT_S = 0.1  # between two checks of a limit that moves
 
 
-class TooLate(Exception):
-    """The limit passed; a ``TimeoutError`` of the work itself is another thing."""
+class AgentTimeout(Exception):
+    """The time limit passed; distinct from a ``TimeoutError`` raised by the work itself."""
 
 
 class AgentLoop:
-    """Runs coroutines of users, each under a limit. ``threads``: how many of their ``asyncio.to_thread`` run at a time."""
+    """Runs user coroutines, each under a time limit. ``threads``: pool size for their ``asyncio.to_thread``."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    async def run[T](self, work: Coroutine[Any, Any, T], seconds: float, held_s: Callable[[], float]) -> T:
-        """The result of ``work``, or what it raised; whoever waits no more cancels it.
+    async def run[T](self, work: Coroutine[Any, Any, T], seconds: float, paused_s: Callable[[], float]) -> T:
+        """Return the result of ``work`` or raise its error; cancelling this call cancels ``work``.
 
-        Raises ``TooLate`` after ``seconds``, those not counted by which ``held_s()`` grows in the meantime.
+        Raises ``AgentTimeout`` after ``seconds``, not counting the growth of ``paused_s()`` in the meantime.
         """
-        started, held = time.monotonic(), held_s()
-        found = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_contained(work), self._started()))
-        left = seconds
+        started, paused_before_s = time.monotonic(), paused_s()
+        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_contained(work), self._started()))
+        remaining_s = seconds
         try:
-            while not (await asyncio.wait([found], timeout=left))[0]:
-                left = seconds + held_s() - held - (time.monotonic() - started)
-                if left <= 0:
-                    raise TooLate
-                left = max(left, SHORTEST_S)
+            while not (await asyncio.wait([future], timeout=remaining_s))[0]:
+                remaining_s = seconds + paused_s() - paused_before_s - (time.monotonic() - started)
+                if remaining_s <= 0:
+                    raise AgentTimeout
+                remaining_s = max(remaining_s, MIN_WAIT_S)
         finally:
-            found.cancel()
-        return found.result()
+            future.cancel()
+        return future.result()
 
     def close(self) -> None:
-        """Stop the loop. A thread in which an agent blocks is left to the end of the process."""
+        """Stop the loop. A thread blocked by an agent remains until the process ends."""
         if self._loop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(JOIN_S)
@@ -65,17 +65,17 @@ class AgentLoop:
             try:
                 loop.run_forever()
                 break
-            except (SystemExit, KeyboardInterrupt):  # of a task that an agent began: who waits for it is told as well
+            except (SystemExit, KeyboardInterrupt):  # raised by a task of an agent; its waiter receives it too
                 continue
-        left = asyncio.all_tasks(loop)
-        for task in left:
+        pending = asyncio.all_tasks(loop)
+        for task in pending:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         loop.close()
 
 
 async def _contained[T](work: Coroutine[Any, Any, T]) -> T:
-    """``work``, in which ``sys.exit`` is an error as any: asyncio would end the thread of all agents by it."""
+    """Run ``work`` and convert ``sys.exit`` into an ordinary error: asyncio would end the thread of all agents."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:

@@ -1,8 +1,8 @@
 """Conversations as token ids, and the tokens between two answers of one conversation.
 
-A later call of a conversation must not render earlier answers again: text of theirs, tokenised anew, may give other ids
-than the model sampled, and templates drop or rewrite parts of old answers. So only what stands *after* an answer is
-rendered: the template is asked for the conversation with a mark in the answer's place, and what follows the mark is it.
+A later call of a conversation must not render earlier answers again: tokenising their text may give other ids than the
+model sampled, and templates drop or rewrite parts of old answers. Only the text *after* an answer is rendered: the
+template renders the conversation with a mark in place of the answer, and the text after the mark is used.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ MARK = "Xqz7answerStandsHereXqz7"
 
 
 class Renderer:
-    """The chat template of a tokenizer, with the run's ``data.chat_template_kwargs`` below those of a request."""
+    """Chat template of a tokenizer. ``data.chat_template_kwargs`` are defaults for those of a request."""
 
     def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs)
 
-    def whole(self, request: ChatRequest) -> I32:
-        """A conversation from its start to where the answer begins."""
+    def conversation(self, request: ChatRequest) -> I32:
+        """Return the tokens of a conversation up to the start of the answer."""
         return self._ids(self._text(request, request.messages))
 
     def after(self, request: ChatRequest, answer: int) -> I32:
-        """From the end of the answer ``request.messages[answer]`` to where the next one begins.
+        """Return the tokens from the end of the answer ``request.messages[answer]`` to the start of the next one.
 
-        It starts with the token that ends an answer, where the template has one.
+        They start with the template's end-of-answer token, if it has one.
         """
         marked = {"role": "assistant", "content": MARK}
         text = self._text(request, [*request.messages[:answer], marked, *request.messages[answer + 1 :]])
-        _, found, rest = text.rpartition(MARK)
-        if not found:
+        _, mark, following = text.rpartition(MARK)
+        if not mark:
             raise ConfigError(
                 "model.hf_checkpoint: its chat template does not write the content of an assistant message as it is, so "
                 "that calls of one conversation cannot be joined; use another chat_template.jinja"
             )
-        return self._ids(rest)
+        return self._ids(following)
 
     def stop_token(self, text: str) -> int:
-        """The one token that ``text`` is. Raises ``ApiError`` where it is several: an engine stops at tokens."""
+        """Return the single token of ``text``. Raises ``ApiError`` if it is several: an engine stops at tokens."""
         ids = self._ids(text)
         if len(ids) != 1:
             raise ApiError(
@@ -56,8 +56,8 @@ class Renderer:
         return int(ids[0])
 
     def _text(self, request: ChatRequest, messages: Sequence[Message]) -> str:
-        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() - {"kwargs"}
-        for name in sorted(taken & request.template_kwargs.keys()):
+        reserved = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() - {"kwargs"}
+        for name in sorted(reserved & request.template_kwargs.keys()):
             raise ApiError(
                 f"chat_template_kwargs.{name} is no variable of a chat template but an argument of its rendering, which is "
                 "not for a call to choose; leave it out",
@@ -66,7 +66,7 @@ class Renderer:
         kwargs = {**self._kwargs, **request.template_kwargs}
         if request.tools:
             kwargs["tools"] = [dict(tool) for tool in request.tools]
-        # A fault boundary: a chat template is a program of whoever made the tokenizer.
+        # Fault boundary: a chat template is code of the tokenizer's author.
         try:
             return render(self._tokenizer, messages, kwargs)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""An answer in OpenAI's chat completion format, whole or as server-sent events."""
+"""Replies in OpenAI's chat completion format, as one JSON body or as server-sent events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime_like.rollout.agent.requests import ChatRequest
 
 @dataclass(frozen=True, slots=True)
 class AgentReply:
-    """What a call came to."""
+    """Result of one call."""
 
     answer_id: str
     created: int  # unix seconds
@@ -26,14 +26,14 @@ class AgentReply:
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's word for why it ended."""
+        """OpenAI's finish reason."""
         if self.completion.finish != "stop":
             return "length"
         return "tool_calls" if self.calls else "stop"
 
     @property
     def usage(self) -> dict[str, int]:
-        """Tokens of the call."""
+        """Token counts of the call."""
         sampled = len(self.completion.token_ids)
         return {
             "prompt_tokens": self.num_prompt_tokens,
@@ -43,7 +43,7 @@ class AgentReply:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The assistant's message."""
+        """The assistant message."""
         message: dict[str, Any] = {
             "role": "assistant",
             "content": self.content if not self.calls else self.content or None,
@@ -55,8 +55,8 @@ class AgentReply:
             ]
         return message
 
-    def whole(self) -> dict[str, Any]:
-        """The body of a reply that is not streamed."""
+    def body(self) -> dict[str, Any]:
+        """Return the body of a reply without streaming."""
         choice = {
             "index": 0,
             "message": self.message,
@@ -66,7 +66,7 @@ class AgentReply:
         return {**self._head("chat.completion"), "choices": [choice], "usage": self.usage}
 
     def events(self) -> Iterator[bytes]:
-        """The same as server-sent events. All of it is there at once: a sample is recorded whole or not at all."""
+        """Yield the reply as server-sent events, all available immediately: a sample is recorded completely or not at all."""
         delta = self.message
         for i, call in enumerate(delta.get("tool_calls", ())):
             call["index"] = i

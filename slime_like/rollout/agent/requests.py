@@ -1,7 +1,7 @@
-"""A chat completion request understood, or refused in OpenAI's words.
+"""Parsing of chat completion requests; refusals use OpenAI's error format.
 
-What would sample from another distribution than the trainer computes (penalties, several choices, grammars) is refused;
-what says nothing about sampling is ignored; an unknown field is refused, as OpenAI does.
+Settings that would sample from another distribution than the trainer computes (penalties, several choices, grammars) are
+refused; settings unrelated to sampling are ignored; an unknown field is refused, as OpenAI does.
 Source of names and error codes: OpenAI's API reference, chat completions.
 """
 
@@ -68,11 +68,11 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
 }
-"""Field -> the values that change nothing; others are refused."""
+"""Field -> values without effect; others are refused."""
 
 
 class ApiError(Exception):
-    """A refusal in OpenAI's error format: ``status`` of the reply, ``param`` it is about, ``code`` to tell it by."""
+    """A refusal in OpenAI's error format: HTTP ``status``, the ``param`` it concerns, and a machine-readable ``code``."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -80,7 +80,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the reply says."""
+        """Return the JSON body of the reply."""
         kind = {401: "authentication_error", 500: "server_error"}.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -103,17 +103,15 @@ class ChatRequest:
 
 
 def parse_request(body: bytes) -> ChatRequest:
-    """Raises ``ApiError`` naming the parameter that cannot be served, and why."""
+    """Parse a request. Raises ``ApiError`` naming the unsupported parameter and the cause."""
     try:
-        found = json.loads(body)
-        json.dumps(
-            found, ensure_ascii=False
-        ).encode()  # half a surrogate pair is a character to JSON, none to a tokenizer
+        parsed = json.loads(body)
+        json.dumps(parsed, ensure_ascii=False).encode()  # JSON accepts a lone surrogate, tokenizers do not
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is no JSON text: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ApiError("the body is not a JSON object")
-    fields = {name: value for name, value in cast("dict[str, Any]", found).items() if value is not None}
+    fields = {name: value for name, value in cast("dict[str, Any]", parsed).items() if value is not None}
     for name in sorted(fields.keys() - IGNORED - READ):
         raise ApiError(f"Unrecognized request argument supplied: {name}", param=name)
     for name, allowed in NEUTRAL.items():
@@ -141,39 +139,39 @@ def parse_request(body: bytes) -> ChatRequest:
 
 
 def read_messages(value: object) -> tuple[Message, ...]:
-    """The conversation, each message reduced to what a chat template reads. Raises ``ApiError``."""
+    """Return the conversation, each message reduced to the fields that a chat template reads. Raises ``ApiError``."""
     if not isinstance(value, list) or not value:
         raise ApiError("messages must be a list of at least one message", param="messages")
     return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(cast("list[object]", value)))
 
 
 def identity(message: Message) -> str:
-    """Equal for messages that are the same: clients strip spaces at the ends."""
+    """Return a key that is equal for equal messages; clients strip outer whitespace, so it is ignored."""
     return json.dumps({**message, "content": str(message["content"]).strip()}, sort_keys=True)
 
 
-def _message(item: object, where: str) -> Message:
+def _message(item: object, path: str) -> Message:
     if not isinstance(item, dict):
-        raise ApiError(f"{where} is not an object", param=where)
-    given = cast("dict[str, Any]", item)
-    role = given.get("role")
+        raise ApiError(f"{path} is not an object", param=path)
+    fields = cast("dict[str, Any]", item)
+    role = fields.get("role")
     if role not in ROLES:
-        raise ApiError(f"{where}.role={role!r} is not one of {', '.join(ROLES)}", param=f"{where}.role")
+        raise ApiError(f"{path}.role={role!r} is not one of {', '.join(ROLES)}", param=f"{path}.role")
     message: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
-        "content": _text(given.get("content"), f"{where}.content"),
+        "content": _text(fields.get("content"), f"{path}.content"),
     }
-    calls = given.get("tool_calls") if role == "assistant" else None
+    calls = fields.get("tool_calls") if role == "assistant" else None
     if calls:
         listed = cast("list[object]", calls if isinstance(calls, list) else [calls])
-        message["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in listed]
+        message["tool_calls"] = [_tool_call(call, f"{path}.tool_calls") for call in listed]
     for name in ("name", "tool_call_id"):
-        if given.get(name) is not None:
-            message[name] = str(given[name])
+        if fields.get(name) is not None:
+            message[name] = str(fields[name])
     return message
 
 
-def _text(content: object, where: str) -> str:
+def _text(content: object, path: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -184,26 +182,26 @@ def _text(content: object, where: str) -> str:
             cast("dict[str, Any]", part).get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         )
         if not isinstance(text, str):
-            raise ApiError(f"{where} holds a part that is not text; only text is served here", param=where)
+            raise ApiError(f"{path} holds a part that is not text; only text is served here", param=path)
         texts.append(text)
     return "".join(texts)
 
 
-def _tool_call(call: object, where: str) -> dict[str, Any]:
+def _tool_call(call: object, path: str) -> dict[str, Any]:
     try:
-        given = cast("dict[str, Any]", call)
-        name, arguments = given["function"]["name"], given["function"].get("arguments", "{}")
+        fields = cast("dict[str, Any]", call)
+        name, arguments = fields["function"]["name"], fields["function"].get("arguments", "{}")
         return {
-            "id": str(given.get("id", "")),
+            "id": str(fields.get("id", "")),
             "type": "function",
             "function": {"name": str(name), "arguments": _object(arguments)},
         }
     except (TypeError, KeyError, AttributeError) as error:
-        raise ApiError(f"{where} holds a call without function and name", param=where) from error
+        raise ApiError(f"{path} holds a call without function and name", param=path) from error
 
 
 def _object(arguments: object) -> object:
-    """Arguments as an object where they are one: templates write them as JSON themselves."""
+    """Return JSON arguments as an object if they parse: templates serialize them themselves."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -1,6 +1,6 @@
-"""Tool calls that a model wrote, taken out of its text: one JSON object each, between ``<tool_call>`` and ``</tool_call>``.
+"""Tool calls in a model's text: one JSON object each, between ``<tool_call>`` and ``</tool_call>``.
 
-That is how Hermes' and Qwen's chat templates ask for them. Text of another form is left as it is.
+This is the format of Hermes' and Qwen's chat templates. Text in another format is left unchanged.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _CALL = re.compile(f"{BEGIN}(.*?){END}", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """An answer's text before its first call, and the calls, as (name, arguments as JSON text)."""
+    """Text of an answer before its first call, and the calls as (name, arguments as JSON text)."""
 
     content: str
     calls: tuple[tuple[str, str], ...]
 
 
 def find_calls(text: str) -> Called:
-    """Example: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` is ``("add", '{"a": 1}')``.
+    """Parse calls: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` is ``("add", '{"a": 1}')``.
 
-    Where any call is not such JSON the whole text is content: nothing that the model wrote is lost.
+    If any call is not such JSON, the entire text is content: no text of the model is lost.
     """
     calls: list[tuple[str, str]] = []
-    last = text.rfind(END) + len(END) if END in text else 0  # behind it each <tool_call> would be sought an end in vain
-    for found in _CALL.finditer(text, 0, last):
+    last = text.rfind(END) + len(END) if END in text else 0  # bounds the search for unterminated calls
+    for match in _CALL.finditer(text, 0, last):
         try:
-            call: Any = json.loads(found[1].strip())
+            call: Any = json.loads(match[1].strip())
             name, arguments = call["name"], call.get("arguments", {})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return Called(text, ())

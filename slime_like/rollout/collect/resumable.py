@@ -88,7 +88,7 @@ class ResumableEngine:
         self._trained = trained
 
     @property
-    def held_s(self) -> float:
+    def paused_s(self) -> float:
         """Total seconds for which requests were held back by the gate or no engine was available."""
         return self._gate.shut_s + self._lease.starved_s
 

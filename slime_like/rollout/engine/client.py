@@ -1,4 +1,4 @@
-"""What the rest of the framework knows of an engine: one SGLang HTTP server, spoken to in token ids."""
+"""Client of one engine: an SGLang HTTP server that exchanges token ids with the framework."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ KEEP_ALIVE_S = 60.0  # shorter than the server's, so that no request goes out on
 class EngineClient:
     """Async client of one engine; implements ``interfaces.Engine`` and ``interfaces.WeightReceiver``.
 
-    Every call has a deadline. Every failure is an ``EngineError`` naming engine, address, endpoint and what the engine
-    said (``EngineLost`` where it cannot be reached), or ``DeadlineExceeded``. ``cause`` is asked why it is gone.
+    Every call has a deadline. Every failure is an ``EngineError`` naming engine, address, endpoint and the engine's
+    reply (``EngineLost`` if it cannot be reached), or ``DeadlineExceeded``. ``cause`` explains a lost engine.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class EngineClient:
         self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
         self.num_aborts = 0  # calls of ``abort_all``
-        self._aborting = 0  # of these, those on their way
+        self._aborting = 0  # calls in progress
 
     @property
     def tp(self) -> int:
@@ -63,22 +63,21 @@ class EngineClient:
 
     @property
     def num_ended_aborts(self) -> int:
-        """What a request notes when it begins: one of more ``num_aborts`` at its end may be what ended it.
-
-        An abort that is still on its way counts among these: the engine may see it after the request.
+        """Finished calls of ``abort_all``. If ``num_aborts`` at a request's end exceeds the value at its start, our own abort
+        may have ended it: an abort still in progress may reach the engine after the request.
         """
         return self.num_aborts - self._aborting
 
     # ---- generation --------------------------------------------------------------------------------------------------
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
-        """``len(seeds)`` completions of one prompt, one request. The same seed gives the same tokens."""
+        """Return ``len(seeds)`` completions of one prompt, in one request. The same seed gives the same tokens."""
         n = len(seeds)
         return await self.extend([token_ids] * n, seeds, [sampling.max_new_tokens] * n, sampling)
 
     async def extend(
         self, token_ids: Sequence[I32], seeds: Sequence[int], max_new_tokens: Sequence[int], sampling: Sampling
     ) -> list[Completion]:
-        """One completion of each sequence, one request. ``max_new_tokens`` stands for that of ``sampling``.
+        """Return one completion of each sequence, in one request. ``max_new_tokens`` overrides that of ``sampling``.
 
         A seed draws the same token at the same position of a sequence, wherever its request began.
         """
@@ -89,13 +88,13 @@ class EngineClient:
             "stop_token_ids": list(sampling.stop_token_ids),
         }
         params = [
-            {**base, "max_new_tokens": most, "sampling_seed": seed}
-            for seed, most in zip(seeds, max_new_tokens, strict=True)
+            {**base, "max_new_tokens": max_tokens, "sampling_seed": seed}
+            for seed, max_tokens in zip(seeds, max_new_tokens, strict=True)
         ]
         return await self._complete("generate", token_ids, params)
 
     async def continuations(self, token_ids: Sequence[I32], temperature: float, num_tokens: int) -> list[Completion]:
-        """``num_tokens`` sampled after each sequence, whatever would end an answer; fewer where ``abort_all`` came between."""
+        """Sample ``num_tokens`` after each sequence, ignoring end-of-sequence; fewer only after ``abort_all``."""
         base = {"temperature": temperature, "max_new_tokens": num_tokens, "ignore_eos": True}
         return await self._complete(
             "continue", token_ids, [{**base, "sampling_seed": seed} for seed in range(len(token_ids))]
@@ -112,7 +111,7 @@ class EngineClient:
         return completions(await self._post(phase, "/generate", request), len(token_ids))
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
-        """Per sequence [L - 1] log-softmax(logits / temperature) of tokens 1 .. L - 1 given those before."""
+        """Return per sequence [L - 1] log-softmax(logits / temperature) of tokens 1 .. L - 1."""
         request = {
             "input_ids": [ids.tolist() for ids in token_ids],
             "sampling_params": {"temperature": temperature, "max_new_tokens": 0},
@@ -126,7 +125,7 @@ class EngineClient:
                 return scores(reply, [len(ids) for ids in token_ids])
 
     async def abort_all(self) -> None:
-        """End every request now, with the tokens it has: who sent it sees by ``num_aborts`` that it may be continued."""
+        """End every request with the tokens sampled so far. A sender detects this by ``num_aborts`` and may continue."""
         self.num_aborts += 1
         self._aborting += 1
         try:
@@ -136,9 +135,9 @@ class EngineClient:
 
     # ---- pause -------------------------------------------------------------------------------------------------------
     async def pause(self, seconds: float | None = None) -> None:
-        """Stop decoding. In-flight requests go back to the queue, and are continued from their tokens by ``resume``.
+        """Stop decoding. In-flight requests return to the queue; ``resume`` continues them from their tokens.
 
-        Their KV is given up, so ``flush`` works, and it is recomputed under the weights of then.
+        Their KV cache is dropped, so ``flush`` works, and is recomputed with the weights in effect at resume.
         """
         await self._request("pause", "POST", "/pause_generation", {"mode": "retract"}, seconds=seconds)
 
@@ -147,7 +146,7 @@ class EngineClient:
         await self._post("resume", "/continue_generation", {"torch_empty_cache": False})
 
     async def flush(self) -> None:
-        """Forget all cached KV: after new weights, prefixes computed under old ones must not be reused."""
+        """Drop all cached KV: after new weights, prefixes computed under old ones must not be reused."""
         await self._post("flush", "/flush_cache", {})
 
     # ---- weights -----------------------------------------------------------------------------------------------------
@@ -156,18 +155,18 @@ class EngineClient:
         await self._post("begin update", "/begin_weight_update", {})
 
     async def end_update(self, version: int) -> None:
-        """Commit: raises ``EngineError`` naming what is missing unless every parameter was written whole."""
+        """Commit the update. Raises ``EngineError`` naming missing parameters unless every one was completely written."""
         await self._post("end update", "/end_weight_update", {})
         await self._post(
             "end update", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
         )
 
     async def abort_update(self) -> None:
-        """Give up an open update. The engine refuses to generate until a whole update has been committed."""
+        """Abort an open update. The engine refuses to generate until a complete update is committed."""
         await self._request("abort update", "POST", "/end_weight_update", {}, accept=(200, 400))
 
     async def update_from_tensors(self, payload: bytes) -> None:
-        """Load a pickled ``[(name, host tensor)]`` with HF names, or what a message of ``weights.shared`` describes."""
+        """Load a pickled ``[(name, host tensor)]`` with HF names, or the tensors described by a message of ``weights.shared``."""
         request = {"serialized_named_tensors": [base64.b64encode(payload).decode()], "flush_cache": False}
         await self._post("update", "/update_weights_from_tensor", request)
 
@@ -202,14 +201,13 @@ class EngineClient:
 
     # ---- state -------------------------------------------------------------------------------------------------------
     async def version(self) -> int:
-        """Version of the last committed update."""
+        """Return the version of the last committed update."""
         reply = await self._request("version", "GET", "/model_info", None)
         return int(reply["weight_version"])
 
     async def health(self, seconds: float | None = None, *, decodes: bool = False) -> bool:
-        """Whether the server answers within ``seconds``; ``decodes``: and its scheduler, which then makes a token if idle.
-
-        A paused engine decodes nothing. Raises ``EngineLost`` where there is no server.
+        """Return whether the server responds within ``seconds``; with ``decodes``, also its scheduler, which decodes a token if
+        idle. A paused engine decodes nothing. Raises ``EngineLost`` if there is no server.
         """
         path = "/health_generate" if decodes else "/health"
         try:
@@ -221,7 +219,7 @@ class EngineClient:
         return True
 
     async def close(self) -> None:
-        """Close the connections; the engine runs on."""
+        """Close the connections; the engine keeps running."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -239,33 +237,33 @@ class EngineClient:
         accept: Sequence[int] = (200,),
         seconds: float | None = None,
     ) -> Any:
-        """One HTTP call; the decoded JSON of the reply, or ``None`` where it has none."""
+        """Send one HTTP request; return the decoded JSON of the reply, or None if it has no body."""
         deadline = Deadline("rollout", phase, seconds or self._deadline_s)
         data = None if body is None else orjson.dumps(body)
-        timeout = aiohttp.ClientTimeout(total=deadline.remaining(self._where(path)))
+        timeout = aiohttp.ClientTimeout(total=deadline.remaining(self._describe(path)))
         try:
             async with self._pool().request(method, self._url + path, data=data, timeout=timeout) as response:
                 content = await response.read()
         except TimeoutError as error:
-            raise deadline.exceeded(self._where(path)) from error
+            raise deadline.exceeded(self._describe(path)) from error
         except aiohttp.ClientError as error:
             reason = self._cause() if self._cause is not None else ""
             raise EngineLost(
-                f"{self._where(path)}: {error or type(error).__name__}{f': {reason}' if reason else ''}"
+                f"{self._describe(path)}: {error or type(error).__name__}{f': {reason}' if reason else ''}"
             ) from error
         try:
             reply = orjson.loads(content) if content else None
         except orjson.JSONDecodeError:
             reply = None
         if response.status not in accept:
-            raise EngineError(f"{self._where(path)}: {error_text(response.status, content, reply)}")
+            raise EngineError(f"{self._describe(path)}: {error_text(response.status, content, reply)}")
         return reply
 
-    def _where(self, path: str) -> str:
+    def _describe(self, path: str) -> str:
         return f"{self.name} at {self._url}{path}"
 
     def _pool(self) -> aiohttp.ClientSession:
-        """The connection pool, made in the event loop that uses it; without limit, as a request waits for its group."""
+        """Connection pool, created in the event loop that uses it; without limit, as a request waits for its group."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)

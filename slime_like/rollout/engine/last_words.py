@@ -1,4 +1,4 @@
-"""How an engine's process ended, and what its log says of that."""
+"""Exit status of an engine's process, and the last lines of its log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 LOG_LINES = 12
 
 
-def how(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return an exit code of ``Popen`` in words."""
     if code >= 0:
         return f"exited with code {code}"
@@ -20,7 +20,7 @@ def how(code: int) -> str:
 
 
 def last_lines(path: str, limit: int = LOG_LINES) -> list[str]:
-    """The last non-empty lines of a log."""
+    """Return the last non-empty lines of a log."""
     try:
         text = Path(path).read_bytes()[-65_536:].decode(errors="replace")
     except OSError as error:
@@ -29,7 +29,7 @@ def last_lines(path: str, limit: int = LOG_LINES) -> list[str]:
 
 
 def headline(lines: list[str]) -> str:
-    """The last line that looks like an error's message, to stand before the whole tail."""
+    """Return the last line that looks like an error message, to be printed before the log lines."""
     errors = [
         line.strip() for line in lines if re.match(r"\s*([\w.]+(Error|Exception|Exit)\b.*:|slime_like plugin)", line)
     ]

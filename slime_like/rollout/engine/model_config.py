@@ -1,4 +1,4 @@
-"""What SGLang must be told about a model beside its config.json: ``--json-model-override-args``. Torch-free."""
+"""Config overrides that SGLang needs in addition to a model's config.json (``--json-model-override-args``). Torch-free."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ROTARY = ("partial_rotary_factor", "rope_theta")
 
 
 def override_args(model_path: str) -> dict[str, Any]:
-    """Fields of the config that SGLang reads and the file does not have; empty for most models.
+    """Return config fields that SGLang reads and the file lacks; empty for most models.
 
-    - transformers 5 writes ``layer_types`` of hybrid models and drops the interval they follow, which SGLang wants.
-    - transformers reads the rotated part of a head and the rotary base from ``rope_parameters``, and writes a default or nothing
-      beside them, where SGLang reads them (of Qwen3-Next the base: 10000 where there is none).
-    - Of a model with a vision part only the text part is served: it is what is trained and sent.
+    - transformers 5 writes ``layer_types`` of hybrid models and drops the interval from which they follow; SGLang reads it.
+    - transformers reads the rotated part of a head and the rotary base from ``rope_parameters``, and writes a default or
+      nothing at the top level, where SGLang reads them (for Qwen3-Next the base, 10000 if absent).
+    - Only the text part of a model with a vision part is served, since only that part is trained and sent.
 
-    Raises ``CheckpointError`` where attention layers do not come at one interval.
+    Raises ``CheckpointError`` if attention layers are not at a constant interval.
     """
     try:
         config = cast("dict[str, Any]", json.loads((Path(model_path) / "config.json").read_text()))
@@ -29,7 +29,7 @@ def override_args(model_path: str) -> dict[str, Any]:
         text = cast("dict[str, Any]", config["text_config"] if nested else config)
         types = cast("list[str]", text.get("layer_types") or [])
     except (OSError, ValueError, KeyError, AttributeError):
-        return {}  # not a local folder, or damaged: SGLang's own reading of it says what is wrong
+        return {}  # not a local folder, or damaged: SGLang reports the problem when it reads the file
     if LINEAR not in types:
         return {}
     fields: dict[str, Any] = {} if INTERVAL in text else {INTERVAL: interval(types, model_path)}
@@ -40,17 +40,17 @@ def override_args(model_path: str) -> dict[str, Any]:
     return ({"text_config": fields} if fields else {}) | {"language_model_only": True}
 
 
-def joined(ours: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Overrides of two sides, field by field also within nested configs; ``given`` goes first."""
-    both = ours | given
-    for name, value in ours.items():
-        if isinstance(value, dict) and isinstance(given.get(name), dict):
-            both[name] = joined(cast("dict[str, Any]", value), given[name])
-    return both
+def merge_overrides(base: dict[str, Any], priority: dict[str, Any]) -> dict[str, Any]:
+    """Merge overrides field by field, including nested configs; ``priority`` takes precedence."""
+    merged = base | priority
+    for name, value in base.items():
+        if isinstance(value, dict) and isinstance(priority.get(name), dict):
+            merged[name] = merge_overrides(cast("dict[str, Any]", value), priority[name])
+    return merged
 
 
 def interval(types: list[str], model_path: str) -> int:
-    """The ``n`` for which every n-th layer, and no other, has full attention."""
+    """Return the ``n`` for which exactly every n-th layer has full attention."""
     first = next((index for index, kind in enumerate(types) if kind != LINEAR), len(types))
     if any((kind != LINEAR) != ((index + 1) % (first + 1) == 0) for index, kind in enumerate(types)):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The living processes of an engine, all in one process group."""
+"""Running processes of an engine, which form one process group."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from pathlib import Path
 
 
 def members(group: int) -> Iterator[Path]:
-    """``/proc/<pid>`` of each process of a group."""
+    """Yield ``/proc/<pid>`` of each process of a group."""
     for process in Path("/proc").iterdir():
         try:
             if process.name.isdigit() and os.getpgid(int(process.name)) == group:
                 yield process
-        except OSError:  # ended meanwhile
+        except OSError:  # the process has ended
             continue
 
 
 def parts(group: int, part: str) -> tuple[int, ...]:
-    """Processes of one kind: ``http server`` leads the group, a ``detokenizer`` or ``scheduler`` has its kind in its title."""
+    """Return the process ids of one kind: ``http server`` (leader of the group), ``detokenizer`` or ``scheduler``."""
     if part == "http server":
         return (group,)
-    found: list[int] = []
+    pids: list[int] = []
     for process in members(group):
-        with contextlib.suppress(OSError):  # ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             if (process / "cmdline").read_bytes().startswith(f"sglang::{part}".encode()):
-                found.append(int(process.name))
-    return tuple(found)
+                pids.append(int(process.name))
+    return tuple(pids)
 
 
 def stopped(group: int) -> tuple[int, ...]:
-    """Those that are stopped, as by SIGSTOP; one that a debugger holds for a moment is not."""
-    found: list[int] = []
+    """Return ids of processes stopped as by SIGSTOP; a process in tracing stop (debugger) does not count."""
+    pids: list[int] = []
     for process in members(group):
         try:
             state = (process / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
         if state == "T":
-            found.append(int(process.name))
-    return tuple(found)
+            pids.append(int(process.name))
+    return tuple(pids)

@@ -1,4 +1,4 @@
-"""SGLang's JSON replies as columns: pure functions, no Python loop over tokens."""
+"""SGLang's JSON replies as arrays: pure functions without a Python loop over tokens."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from slime_like.interfaces import Completion
 from slime_like.types import F32, I32
 
 
-def completions(reply: Any, wanted: int) -> list[Completion]:
-    """The reply to a batched ``/generate``, one item per sample.
+def completions(reply: Any, num_samples: int) -> list[Completion]:
+    """Parse the reply to a batched ``/generate``, one item per sample.
 
-    Raises ``EngineError`` when the reply has another number of samples than asked for, or is not what it should be.
+    Raises ``EngineError`` if the number of samples is not the requested one, or the reply is malformed.
     """
-    if not isinstance(reply, list) or len(reply) != wanted:  # pyright: ignore[reportUnknownArgumentType]
-        raise EngineError(f"/generate was asked for {wanted} samples and answered {_short(reply)}")
+    if not isinstance(reply, list) or len(reply) != num_samples:  # pyright: ignore[reportUnknownArgumentType]
+        raise EngineError(f"/generate was asked for {num_samples} samples and answered {_short(reply)}")
     return [_completion(item) for item in reply]  # pyright: ignore[reportUnknownVariableType]
 
 
 def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
-    """The reply to a scoring ``/generate``: per sequence the log-probabilities of tokens 1 .. L - 1."""
+    """Parse the reply to a scoring ``/generate``: per sequence the log-probabilities of tokens 1 .. L - 1."""
     if not isinstance(reply, list) or len(reply) != len(lengths):  # pyright: ignore[reportUnknownArgumentType]
         raise EngineError(f"/generate was asked to score {len(lengths)} sequences and answered {_short(reply)}")
     columns: list[F32] = []
@@ -37,12 +37,12 @@ def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
 
 
 def any_aborted(reply: Any) -> bool:
-    """Whether a request of the reply ended by an abort."""
+    """Return whether any request of the reply was aborted."""
     return isinstance(reply, list) and any(_meta(item, "finish_reason")["type"] == "abort" for item in reply)  # pyright: ignore[reportUnknownVariableType]
 
 
 def error_text(status: int, body: bytes, reply: Any) -> str:
-    """SGLang's own words about a failure, whichever of its forms they come in."""
+    """Return SGLang's error message, in any of its formats."""
     message: Any = reply
     for name in ("error", "message", "detail"):
         if isinstance(message, dict) and name in message:
@@ -55,7 +55,7 @@ def _completion(item: Any) -> Completion:
     token_ids: I32 = np.array(_field(item, "output_ids"), dtype=np.int32)
     meta: Any = _field(item, "meta_info")
     finish = str(_meta(item, "finish_reason")["type"])
-    if not len(token_ids) and finish == "abort":  # it may not have run at all
+    if not len(token_ids) and finish == "abort":  # the request may never have been scheduled
         return Completion(token_ids, np.zeros(0, np.float32), (), finish, *_prompt(meta))
     triples = _meta(item, "output_token_logprobs")
     if len(triples) != len(token_ids):
@@ -67,7 +67,7 @@ def _completion(item: Any) -> Completion:
 
 
 def _prompt(meta: Any) -> tuple[int, int]:
-    """Tokens given and, of these, cached; zeros for a request that was aborted before it was looked at."""
+    """Return (prompt tokens, cached prompt tokens); zeros for a request aborted before it was scheduled."""
     return int(meta.get("prompt_tokens", 0)), int(meta.get("cached_tokens", 0))
 
 

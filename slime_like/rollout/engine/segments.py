@@ -1,6 +1,6 @@
 """Named shared memory of an engine's processes, which outlives them when they are killed.
 
-SGLang removes it in no other way than by ending normally, and sweeps leftovers in its own CI only. Goes when SGLang's
+SGLang removes it only on a normal exit, and sweeps leftovers only in its own CI. This module can go when SGLang's
 processes map memory without a name, or their supervisor removes the names.
 """
 
@@ -15,44 +15,44 @@ from slime_like.rollout.engine.processes import members
 
 SHARED = Path("/dev/shm")
 # Load figures, messages between tensor parallel ranks, semaphores of multiprocessing, CUDA's and NCCL's own. Nothing else:
-# a user may keep a model there.
+# a user may store a model there.
 PREFIXES = ("sglang_loads_", "sgl_shm_", "sem.mp-", "cuda.shm.", "nccl-")
 
 
-SCRATCH_PREFIX = "slime_like-engine-"  # of an engine's own temporary folder, which is its TMPDIR
+SCRATCH_PREFIX = "slime_like-engine-"  # of an engine's temporary folder (its TMPDIR)
 
 
 def mapped(group: int) -> frozenset[Path]:
-    """What the living processes of a process group have mapped now."""
+    """Return the named segments that the running processes of a group have mapped now."""
     return mapped_by(int(process.name) for process in members(group))
 
 
 def mapped_by(pids: Iterable[int]) -> frozenset[Path]:
     """Return the named segments that processes have mapped now."""
-    found: set[Path] = set()
+    segments: set[Path] = set()
     for pid in pids:
         try:
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except OSError:  # ended meanwhile
+        except OSError:  # the process has ended
             continue
         paths = (Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED}/" in line)
-        found |= {path for path in paths if path.parent == SHARED and path.name.startswith(PREFIXES)}
-    return frozenset(found)
+        segments |= {path for path in paths if path.parent == SHARED and path.name.startswith(PREFIXES)}
+    return frozenset(segments)
 
 
 def scratch_of(pids: Iterable[int]) -> frozenset[Path]:
-    """Temporary folders of engines, as their processes have them in the environment."""
-    found: set[Path] = set()
+    """Return the temporary folders of engines, read from the environment of their processes."""
+    scratch: set[Path] = set()
     for pid in pids:
-        with contextlib.suppress(OSError):  # ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             fields = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             folders = (Path(os.fsdecode(field[7:])) for field in fields if field.startswith(b"TMPDIR="))
-            found |= {folder for folder in folders if folder.name.startswith(SCRATCH_PREFIX)}
-    return frozenset(found)
+            scratch |= {folder for folder in folders if folder.name.startswith(SCRATCH_PREFIX)}
+    return frozenset(scratch)
 
 
 def remove(segments: Iterable[Path]) -> None:
-    """Remove the names; who has the memory mapped keeps it."""
+    """Remove the names; processes that have the memory mapped keep it."""
     for segment in segments:
         with contextlib.suppress(OSError):
             segment.unlink()

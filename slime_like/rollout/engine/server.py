@@ -1,8 +1,8 @@
-"""One SGLang HTTP server in a child process of its own group. The only module of slime_like that imports sglang.
+"""SGLang HTTP server in a child process that leads its own process group. The only module that imports sglang.
 
-The parent sends the child one line of JSON on stdin (a key on the command line could be read by ``ps``) and keeps the
-pipe open: when the parent is gone, the child reads the end of it and kills its group. ``PR_SET_PDEATHSIG`` would also
-fire when only the *thread* that started the child ends, so it is left to SGLang's own workers.
+The parent sends the child one line of JSON on stdin (``ps`` would show a key on the command line) and keeps the pipe
+open: when the parent ends, the child reads end-of-file and kills its group. ``PR_SET_PDEATHSIG`` would also fire when
+only the *thread* that started the child ends, so it is left to SGLang's own workers.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.printable import hide_in_logs
 from slime_like.rollout.engine import segments
-from slime_like.rollout.engine.last_words import headline, how, last_lines
-from slime_like.rollout.engine.model_config import joined, override_args
+from slime_like.rollout.engine.last_words import describe_exit, headline, last_lines
+from slime_like.rollout.engine.model_config import merge_overrides, override_args
 from slime_like.rollout.engine.startup import other_models
 from slime_like.util.deadline import Deadline
 from slime_like.util.imports import heavy_imports
 from slime_like.util.ports import PortLease, interface_environment
 
 POLL_S = 0.05
-ANSWER_S = 5.0  # longest wait for one answer of a server that starts
+ANSWER_S = 5.0  # limit of one health request to a starting server
 DYING_S = 8.0  # on a GPU SGLang waits five seconds before it exits
 LAST_WORDS_S = 1.0
 LOOPBACK = "127.0.0.1"
-SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project, as is
-# Turns of libgomp's threads at the end of a parallel region, before they sleep: some 0.03 ms. Decoding opens hundreds of
-# regions per token, a few microseconds apart; to wake a thread for each costs more than two threads gain. Longer, and
-# they would hold the core that the scheduler, the detokenizer and the server take turns on.
+SEAMS = "SLIME_LIKE_SGLANG"  # read by the SGLang plugins of this project
+# Spin count of libgomp's threads at the end of a parallel region before they sleep: about 0.03 ms. Decoding opens hundreds
+# of regions per token, a few microseconds apart; waking a thread for each costs more than two threads gain. With a
+# higher count they would occupy the core that the scheduler, the detokenizer and the server share.
 SPIN_COUNT = "2000"
-SPIN = "SLIME_LIKE_ENGINE_SPIN_COUNT"  # another number of turns, to measure it (scripts/bench.py spin)
+SPIN = "SLIME_LIKE_ENGINE_SPIN_COUNT"  # overrides SPIN_COUNT, to measure it (scripts/bench.py spin)
 THREADS = "SLIME_LIKE_ENGINE_THREADS"  # the number of threads of a model on a CPU
 CPU_KERNELS = "SLIME_LIKE_CPU_KERNELS"
 DECODE_LINE = "slime_like decodes with "
-# Without these, a server whose worker died waits five seconds for a GPU to settle, to dump its state, before it exits.
+# Without these, a server whose worker died waits five seconds for GPU state dumps before it exits.
 NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
 MODEL_OVERRIDES = "json_model_override_args"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLaunch:
-    """What the child is told."""
+    """Message from the parent to the child."""
 
     spec: EngineSpec
     admin_key: str
@@ -67,7 +67,7 @@ class EngineLaunch:
 
 
 class EngineServer:
-    """Starts, watches and stops one engine. ``wait_ready`` before the first request."""
+    """Starts, monitors and stops one engine. Call ``wait_ready`` before the first request."""
 
     def __init__(self, spec: EngineSpec, *, admin_key: str, host: str = LOOPBACK) -> None:
         self._spec = spec
@@ -77,7 +77,7 @@ class EngineServer:
         self._lease: PortLease | None = None
         self._scratch: str | None = None
         self.url = ""
-        self.segments: frozenset[Path] = frozenset()  # named shared memory of its processes, as found so far
+        self.segments: frozenset[Path] = frozenset()  # named shared memory of its processes seen so far
 
     @property
     def pid(self) -> int:
@@ -87,7 +87,7 @@ class EngineServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Spawn the server and return at once."""
+        """Spawn the server and return without waiting for it."""
         if self._process is not None:
             raise EngineError(f"engine at {self.url} was started before; make a new EngineServer")
         self._lease = PortLease(self._host)
@@ -115,29 +115,29 @@ class EngineServer:
         ``spec.start_deadline_s``.
         """
         deadline = Deadline("rollout", "engine start", self._spec.start_deadline_s)
-        waits_for = f"engine at {self.url} (log: {self._spec.log_path})"
-        while not self._answers(min(ANSWER_S, deadline.remaining(waits_for))):
+        subject = f"engine at {self.url} (log: {self._spec.log_path})"
+        while not self._answers(min(ANSWER_S, deadline.remaining(subject))):
             if not self.alive():
                 raise EngineError(f"engine did not start: {self.cause_of_death()}")
             time.sleep(POLL_S)
         self.segments = segments.mapped(self.pid)
 
     def decodes_with(self) -> str:
-        """How an engine on a CPU decodes, in the words of its log; empty elsewhere and before it is ready."""
+        """Return the decoding method of a CPU engine, as its log states it; empty on a GPU and before it is ready."""
         try:
-            found = re.findall(rf"{DECODE_LINE}(.*)", Path(self._spec.log_path).read_text(errors="replace"))
+            matches = re.findall(rf"{DECODE_LINE}(.*)", Path(self._spec.log_path).read_text(errors="replace"))
         except OSError:
             return ""
-        return found[-1] if found else ""
+        return matches[-1] if matches else ""
 
     def alive(self) -> bool:
-        """Whether the server process runs."""
+        """Return whether the server process is running."""
         return self._process is not None and self._process.poll() is None
 
     def cause_of_death(self) -> str:
-        """Exit code, the error the log names and its last lines; for a living engine, that it lives.
+        """Return exit code, the error in the log and its last lines; for a running engine, a note that it is alive.
 
-        Waits a little for a dying engine: connections break seconds before the process is gone.
+        Waits a few seconds for a dying engine: connections break before the process has ended.
         """
         if self._process is None:
             return f"engine for {self._spec.model_path} was not started"
@@ -147,26 +147,26 @@ class EngineServer:
             return f"engine at {self.url} (pid {self.pid}) is alive"
         lines = last_lines(self._spec.log_path)
         return (
-            f"engine at {self.url} (pid {self.pid}) {how(code)}{headline(lines)}; end of {self._spec.log_path}:\n"
+            f"engine at {self.url} (pid {self.pid}) {describe_exit(code)}{headline(lines)}; end of {self._spec.log_path}:\n"
             + "\n".join(lines)
         )
 
     def last_words(self) -> str:
-        """How a server that is to be replaced ended, in a line; empty for one that lives, or is not gone in a second."""
+        """Return in one line how a server to be replaced ended; empty if it does not end within a second."""
         assert self._process is not None, "it was started"
         try:
-            return f"{how(self._process.wait(LAST_WORDS_S))}{headline(last_lines(self._spec.log_path))}"
+            return f"{describe_exit(self._process.wait(LAST_WORDS_S))}{headline(last_lines(self._spec.log_path))}"
         except subprocess.TimeoutExpired:
             return ""
 
     def stop(self) -> None:
-        """Kill the engine's process group and nothing else, and remove what it shared; safe to call twice.
+        """Kill the engine's process group and nothing else, and remove its shared memory. Idempotent.
 
-        SIGKILL at once: SGLang's SIGTERM handler polls every five seconds, and an engine has nothing to save.
+        SIGKILL immediately: SGLang's SIGTERM handler polls every five seconds, and an engine has nothing to save.
         """
         if self._process is not None:
             self.segments |= segments.mapped(self._process.pid)
-            with contextlib.suppress(ProcessLookupError):  # the whole group is gone already
+            with contextlib.suppress(ProcessLookupError):  # the group has already ended
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             segments.remove(self.segments)
@@ -186,7 +186,7 @@ class EngineServer:
 
 
 def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> dict[str, str]:
-    """The server's environment: what must be set before torch is imported, and a private folder for its sockets."""
+    """Return the server's environment: variables read when torch is imported, and a private folder for its sockets."""
     environment = {**interface_environment(host), **os.environ}
     seams = ["weight_commit", "rollout_sampling"]
     if spec.device == "cpu":
@@ -196,7 +196,7 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
             environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"  # scores by log-softmax, as samples are
         environment |= {"SGLANG_PLATFORM": "slime_like_cpu", "CUDA_VISIBLE_DEVICES": "", CPU_KERNELS: spec.cpu_kernels}
         environment["TORCHDYNAMO_DISABLE"] = "1"  # SGLang compiles a few small functions: seconds, and a C++ compiler
-        # One thread up to the workers' start, so that they can be forked; the model's worker then takes what was meant.
+        # One thread up to the workers' start, so that they can be forked; the model's worker then restores this count.
         environment[THREADS] = environment.get("OMP_NUM_THREADS", "1")
         environment["OMP_NUM_THREADS"] = "1"
         environment["GOMP_SPINCOUNT"] = spin_count()
@@ -205,7 +205,7 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
         SEAMS: ",".join(seams),
         "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # of a hybrid model's convolution states: bfloat16 rounds a float32 model's
         "TMPDIR": scratch,
-        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",  # no port, open to all, to meet at
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",  # no port that other users can connect to
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # longer than the client's, which reuses connections
     }
@@ -215,15 +215,18 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
 
 
 def spin_count() -> str:
-    """Turns an engine's threads spin. Raises ``EngineError`` on a setting that is no number: libgomp would ignore it."""
-    turns = os.environ.get(SPIN, SPIN_COUNT)
-    if not turns.isdecimal():
-        raise EngineError(f"{SPIN}={turns!r} is not a number of turns: give one, such as {SPIN_COUNT}, or unset it")
-    return turns
+    """Return the spin count of an engine's threads.
+
+    Raises ``EngineError`` if the setting is not a number, which libgomp would ignore.
+    """
+    count = os.environ.get(SPIN, SPIN_COUNT)
+    if not count.isdecimal():
+        raise EngineError(f"{SPIN}={count!r} is not a number of turns: give one, such as {SPIN_COUNT}, or unset it")
+    return count
 
 
 def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
-    """SGLang's ServerArgs for an engine that gets token ids and gives token ids; ``spec.sglang`` overrides."""
+    """Return SGLang's ServerArgs for an engine with token ids as input and output; ``spec.sglang`` overrides."""
     spec = launch.spec
     arguments: dict[str, Any] = {
         "model_path": spec.model_path,
@@ -255,20 +258,22 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
     }
     arguments |= spec.sglang | identity
     if overrides := override_args(spec.model_path):
-        given = json.loads(arguments.get(MODEL_OVERRIDES) or "{}")
-        arguments[MODEL_OVERRIDES] = json.dumps(joined(overrides, given))
+        user_overrides = json.loads(arguments.get(MODEL_OVERRIDES) or "{}")
+        arguments[MODEL_OVERRIDES] = json.dumps(merge_overrides(overrides, user_overrides))
     return arguments
 
 
 def die_with_parent() -> None:
-    """Once stdin, whose other end the parent holds, comes to its end: kill this process group, and leave nothing of it."""
+    """Start a thread that waits for end-of-file on stdin, which means that the parent has ended, then kills this process
+    group and removes its files.
+    """
 
     scratch = Path(os.environ.get("TMPDIR", ""))
 
     def watch() -> None:
-        while os.read(0, 4096):  # not sys.stdin: its lock would be held for ever in a forked worker
+        while os.read(0, 4096):  # not sys.stdin: a forked worker would inherit its lock
             pass
-        if scratch.name.startswith(segments.SCRATCH_PREFIX):  # made for this engine alone, by EngineServer.start
+        if scratch.name.startswith(segments.SCRATCH_PREFIX):  # created for this engine by EngineServer.start
             shutil.rmtree(scratch, ignore_errors=True)
         segments.remove(segments.mapped(os.getpgid(0)))
         os.killpg(0, signal.SIGKILL)
@@ -287,7 +292,7 @@ def main() -> None:
 
 
 def serve(arguments: dict[str, Any]) -> None:
-    """Run SGLang in this process. Its plugins load first: they add choices that the arguments are checked against."""
+    """Run SGLang in this process. Plugins load first: they add choices against which the arguments are checked."""
     sys.modules["megatron"] = None  # pyright: ignore[reportArgumentType]  SGLang's dumper takes a second to import it
     with heavy_imports():
         plugins: Any = importlib.import_module("sglang.srt.plugins")

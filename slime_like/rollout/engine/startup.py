@@ -1,4 +1,4 @@
-"""What an engine need not import to serve one model."""
+"""Model modules that an engine need not import to serve one model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def other_models(model_path: str) -> list[str]:
-    """SGLang's model files that do not define the architecture of ``model_path``; none when that cannot be told.
+    """Return SGLang's model files that do not define the architecture of ``model_path``; empty if that is unknown.
 
-    SGLang imports all 250 of them to find one class; it skips those that ``SGLANG_DISABLED_MODEL_ARCHS`` names.
+    SGLang imports all 250 files to find one class; it skips those named by ``SGLANG_DISABLED_MODEL_ARCHS``.
     """
     spec = find_spec("sglang")
     config = Path(model_path) / "config.json"
@@ -20,8 +20,8 @@ def other_models(model_path: str) -> list[str]:
     try:
         architectures: list[str] = json.loads(config.read_text())["architectures"]
     except (ValueError, KeyError, TypeError):
-        return []  # SGLang's own reading of the file says what is wrong with it
-    wanted = re.compile(rf"^class ({'|'.join(map(re.escape, architectures))})\b", re.MULTILINE)
+        return []  # SGLang reports the problem when it reads the file
+    definition = re.compile(rf"^class ({'|'.join(map(re.escape, architectures))})\b", re.MULTILINE)
     files = sorted((Path(spec.submodule_search_locations[0]) / "srt" / "models").glob("*.py"))
-    defining = {file for file in files if wanted.search(file.read_text())}
+    defining = {file for file in files if definition.search(file.read_text())}
     return [file.stem for file in files if file not in defining] if defining else []

@@ -1,7 +1,7 @@
-"""An episode as it grows: what the engine sampled and what was put between, token ids verbatim.
+"""Episode under construction: sampled tokens and inserted tokens, token ids verbatim.
 
-What several turns, tools and agents are written with. Nothing is tokenised twice: the next turn's prompt is the tokens of
-all turns before it, as the engine sampled and saw them.
+Used by generate functions with several turns, tools or agents. Nothing is tokenised twice: the next turn's prompt
+consists of the tokens of all earlier turns, as the engine sampled and read them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.
 
 
 class Episode:
-    """Tokens so far, who wrote each, and how many may still be sampled.
+    """Tokens so far, the source of each, and the number that may still be sampled.
 
     Example::
 
         episode = Episode(prompt.token_ids, context)
         (completion,) = await engine.generate(episode.token_ids, [seed], episode.sampling())
         episode.sampled(completion)  # trained on
-        episode.insert(tokenize(context.tokenizer, ["what a tool answered"])[0])  # read by the model, not trained on
+        episode.insert(tokenize(context.tokenizer, ["a tool's reply"])[0])  # context only, not trained on
     """
 
     def __init__(self, prompt_ids: I32, context: GenerateContext) -> None:
@@ -39,24 +39,24 @@ class Episode:
 
     @property
     def room(self) -> int:
-        """Tokens that may still be sampled: of ``rollout.max_response_len`` for all turns together, and of the context."""
+        """Number of tokens that may still be sampled within ``rollout.max_response_len`` (all turns) and the context."""
         sampled = sum(span.stop - span.start for span in self.spans if span.source is Source.MODEL)
         return min(self._context.sampling.max_new_tokens - sampled, self._context.max_context_len - len(self))
 
     def sampling(self, *stop_token_ids: int) -> Sampling:
-        """How the next turn is sampled: within ``room``, which must not be 0, and ended by these tokens too."""
+        """Return settings of the next turn: at most ``room`` tokens, which must not be 0, and these stop tokens in addition."""
         sampling = self._context.sampling
         return replace(sampling, max_new_tokens=self.room, stop_token_ids=(*sampling.stop_token_ids, *stop_token_ids))
 
     def sampled(self, completion: Completion) -> None:
-        """Append what the model sampled after all tokens so far: one span per weight version, trained on."""
+        """Append tokens that the model sampled after all tokens so far: one span per weight version, trained on."""
         start = len(self)
         self._append(completion.token_ids, completion.logprobs)
         self.spans += tuple(Span(start + a, start + b, Source.MODEL, version) for a, b, version in completion.versions)
         self.status = STATUS.get(completion.finish, Status.FAILED)
 
     def insert(self, token_ids: I32) -> None:
-        """Append what a tool or an environment wrote; where no room is left after it, the episode is truncated."""
+        """Append tokens of a tool or an environment; if no space is left after them, the episode is truncated."""
         if len(token_ids):
             start = len(self)
             self._append(token_ids, np.full(len(token_ids), np.nan, dtype=np.float32))
@@ -65,20 +65,20 @@ class Episode:
             self.status = Status.TRUNCATED
 
     def sample(self, *, index: int, seed: int, text: str) -> Sample:
-        """The episode as sample ``index`` of its group. ``text`` is what the reward reads.
+        """Return the episode as sample ``index`` of its group. ``text`` is passed to the reward.
 
-        What a tool wrote beyond the context is cut off: nothing was sampled after it.
+        Tool tokens beyond the context are cut off: nothing was sampled after them.
         """
-        keep = min(len(self), self._context.max_context_len)
+        length = min(len(self), self._context.max_context_len)
         sample_id = self._context.first_sample_id + index
         return Sample(
             group_id=self._context.group_id,
             episode_id=sample_id,
             sample_id=sample_id,
             seed=seed,
-            token_ids=self.token_ids[:keep],
-            logprobs=self.logprobs[:keep],
-            spans=tuple(replace(s, stop=min(s.stop, keep)) for s in self.spans if s.start < keep),
+            token_ids=self.token_ids[:length],
+            logprobs=self.logprobs[:length],
+            spans=tuple(replace(span, stop=min(span.stop, length)) for span in self.spans if span.start < length),
             status=self.status,
             text=text,
         )

@@ -1,4 +1,4 @@
-"""Metrics and answers of held-out sets, from their scored groups."""
+"""Metrics and answers of held-out sets, computed from their scored groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime_like.types import Reward, Sample, SampleGroup, Status
 
 @dataclass(frozen=True, slots=True)
 class EvalAnswer:
-    """One sample of a held-out prompt, as it is written for people: a row of a table, no tokens."""
+    """One sample of a held-out prompt in human-readable form: a table row without tokens."""
 
     dataset: str
     prompt_id: int
@@ -30,7 +30,7 @@ class EvalAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The result of one evaluation of all held-out sets."""
+    """Result of one evaluation of all held-out sets."""
 
     metrics: tuple[Metric, ...] = ()
     answers: tuple[EvalAnswer, ...] = ()
@@ -57,9 +57,9 @@ def eval_answers(name: str, groups: Sequence[SampleGroup]) -> tuple[EvalAnswer, 
 
 
 def eval_metrics(name: str, groups: Sequence[SampleGroup]) -> tuple[Metric, ...]:
-    """``eval/<name>``: mean accuracy (mean score where the reward knows no right answer), and what qualifies it.
+    """Return ``eval/<name>``: mean accuracy (mean score if the reward has no accuracy), pass@k, truncation and lengths.
 
-    Names are slime's. A sample is right where its accuracy, or else its score, is 1.
+    Names are slime's. A sample is correct if its accuracy, or else its score, is 1.
     """
     episodes = [_episodes(group) for group in groups]
     samples = [sample for group in episodes for sample in group]
@@ -75,17 +75,17 @@ def eval_metrics(name: str, groups: Sequence[SampleGroup]) -> tuple[Metric, ...]
         "/response_len/max": float(lengths.max()),
         "/response_len/min": float(lengths.min()),
     }
-    right = [[accuracy == 1.0 for accuracy in accuracies] for accuracies in per_group]
-    values |= {f"-pass@{k}": value for k, value in mean_pass_at_k(right).items()}
+    is_correct = [[accuracy == 1.0 for accuracy in accuracies] for accuracies in per_group]
+    values |= {f"-pass@{k}": value for k, value in mean_pass_at_k(is_correct).items()}
     return tuple(Last(f"eval/{name}{suffix}", value) for suffix, value in values.items())
 
 
 def _episodes(group: SampleGroup) -> list[Sample]:
-    """The first sample of each episode: one that gave several counts once."""
-    found: dict[int, Sample] = {}
+    """Return the first sample of each episode, so that an episode with several samples counts once."""
+    first: dict[int, Sample] = {}
     for sample in group.samples:
-        found.setdefault(sample.episode_id, sample)
-    return list(found.values())
+        first.setdefault(sample.episode_id, sample)
+    return list(first.values())
 
 
 def _accuracy(reward: Reward | None) -> float:

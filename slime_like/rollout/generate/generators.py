@@ -1,4 +1,4 @@
-"""What ``rollout.generate`` names, made ready: a function as it is, a class made once with its settings."""
+"""Resolution of ``rollout.generate``: a function is used as it is, a class is instantiated once with its settings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slime_like.types import Prompt, Sample
 
 
 def open_generator(config: RolloutConfig) -> Generator:
-    """The generate function of a run. A class is called with ``config``; what it makes may hold servers and connections."""
-    found = resolve("rollout.generate", config.generate, names.GENERATE)
-    made = found(config) if isinstance(found, type) else found
-    return made if isinstance(made, Generator) else _Stateless(made)
+    """Return the generate function of a run. A class is instantiated with ``config`` and may own servers and connections."""
+    target = resolve("rollout.generate", config.generate, names.GENERATE)
+    generator = target(config) if isinstance(target, type) else target
+    return generator if isinstance(generator, Generator) else _Stateless(generator)
 
 
 class _Stateless:
-    """A plain function, with nothing to report and nothing to close."""
+    """A plain function without metrics, warnings or resources."""
 
     def __init__(self, function: GenerateFn) -> None:
         self._function = function

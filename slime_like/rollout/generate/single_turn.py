@@ -1,4 +1,4 @@
-"""The default generate function: one prompt, one turn. A custom one is a file with the same signature."""
+"""Default generate function: one prompt, one turn. A custom one is a file with the same signature."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.
 async def single_turn(
     prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
 ) -> Sequence[Sample]:
-    """One completion per seed, sent to the engine as one group."""
-    room = context.max_context_len - len(prompt.token_ids)
-    sampling = replace(context.sampling, max_new_tokens=min(context.sampling.max_new_tokens, room))
+    """Return one sample per seed; all are sent to the engine in one request."""
+    max_tokens = context.max_context_len - len(prompt.token_ids)
+    sampling = replace(context.sampling, max_new_tokens=min(context.sampling.max_new_tokens, max_tokens))
     completions = await engine.generate(prompt.token_ids, seeds, sampling)
     return [
         to_sample(prompt, completion, context, seed=seed, index=index)
@@ -27,7 +27,7 @@ async def single_turn(
 
 
 def to_sample(prompt: Prompt, completion: Completion, context: GenerateContext, *, seed: int, index: int) -> Sample:
-    """A completion as an episode: prompt span, then one span per weight version that sampled it."""
+    """Return a completion as an episode: prompt span, then one span per weight version that sampled it."""
     start = len(prompt.token_ids)
     spans = [Span(0, start, Source.PROMPT)]
     spans += [Span(start + a, start + b, Source.MODEL, version) for a, b, version in completion.versions]
