@@ -1,1 +1,1 @@
-"""To copy from: generate functions (``rollout.generate=slime_like.examples.<module>:<function>``) and an agent."""
+"""Examples to copy: generate functions (``rollout.generate=slime_like.examples.<module>:<function>``) and an agent."""

@@ -1,4 +1,4 @@
-"""A calculator that reads text from a model: a grammar of its own, bounded in every direction, nothing evaluated as code.
+"""Calculator for text written by a model: its own bounded grammar; nothing is evaluated as code.
 
 sum     = product (("+" | "-") product)*
 product = factor (("*" | "/") factor)*
@@ -11,20 +11,20 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 
-MOST_CHARACTERS = 200
-MOST_DEPTH = 20
-LARGEST = 10**30  # of any value on the way: numbers, and fractions above and below the line
+MAX_CHARACTERS = 200
+MAX_DEPTH = 20
+MAX_VALUE = 10**30  # of intermediate numerators and denominators
 
 _TOKEN = re.compile(r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<sign>[-+*/()]))")
 
 
 def calculate(text: str) -> str:
-    """What ``text`` comes to, as text. Raises ``ValueError`` saying what is wrong with it.
+    """Return the value of ``text``, as text. Raises ``ValueError`` naming the problem.
 
     Example: ``calculate("12+34*2") == "80"``, ``calculate("1/8") == "0.125"``, ``calculate("1/3") == "0.333333333333"``.
     """
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"{len(text)} characters, at most {MOST_CHARACTERS}")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"{len(text)} characters, at most {MAX_CHARACTERS}")
     parser = _ExpressionParser(list(_tokens(text)))
     value = parser.sum(0)
     if parser.next:
@@ -35,22 +35,22 @@ def calculate(text: str) -> str:
 def _tokens(text: str) -> Iterator[str]:
     text, at = text.rstrip(), 0
     while at < len(text):
-        found = _TOKEN.match(text, at)
-        if found is None or not text.isascii():
+        match = _TOKEN.match(text, at)
+        if match is None or not text.isascii():
             raise ValueError(f"no number or sign at {text[at:].lstrip()[:10]!r}")
-        yield found["number"] or found["sign"]
-        at = found.end()
+        yield match["number"] or match["sign"]
+        at = match.end()
 
 
 class _ExpressionParser:
-    """Recursive descent over tokens, at most ``MOST_DEPTH`` deep."""
+    """Recursive descent over tokens, at most ``MAX_DEPTH`` deep."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens[::-1]
 
     @property
     def next(self) -> str:
-        """The token to come; empty at the end."""
+        """The next token; empty at the end."""
         return self._tokens[-1] if self._tokens else ""
 
     def _take(self) -> str:
@@ -77,8 +77,8 @@ class _ExpressionParser:
         return value
 
     def factor(self, depth: int) -> Fraction:
-        if depth > MOST_DEPTH:
-            raise ValueError(f"more than {MOST_DEPTH} deep")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} deep")
         token = self._take()
         match token:
             case "+" | "-":
@@ -95,6 +95,6 @@ class _ExpressionParser:
 
 
 def _bounded(value: Fraction) -> Fraction:
-    if max(abs(value.numerator), value.denominator) > LARGEST:
+    if max(abs(value.numerator), value.denominator) > MAX_VALUE:
         raise ValueError("a number is too large")
     return value

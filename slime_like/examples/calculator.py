@@ -1,8 +1,8 @@
-"""A tool inside of an answer: the model writes ``<calc>12+34</calc>``, reads ``<result>46</result>`` and goes on.
+"""Tool calls inside an answer: the model writes ``<calc>12+34</calc>``, reads ``<result>46</result>`` and continues.
 
-``rollout.generate=slime_like.examples.calculator:generate`` (+recipe=quickstart_tool trains with it). What the model wrote
-is trained on, what the calculator wrote is not. All of it stays token ids: a call ends at one token, which stops the
-engine; its result is tokenised once and appended; the engine goes on from these very tokens.
+``rollout.generate=slime_like.examples.calculator:generate`` (+recipe=quickstart_tool trains with it). Tokens written by
+the model are trained on, those of the calculator are not. Everything stays token ids: a call ends at one token, which
+stops the engine; its result is tokenised once and appended; the engine continues from exactly these tokens.
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ from slime_like.types import I32, Prompt, Sample
 from slime_like.util.together import together
 
 CALL, CALL_END = "<calc>", "</calc>"
-MOST_CALLS = 4
+MAX_CALLS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CallTokens:
-    """The two tokens between which a call stands."""
+    """Tokens that start and end a call."""
 
     start: int
     stop: int
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> CallTokens:
-        """Raises ``ConfigError`` where the tokenizer writes either with more than one token: no engine could stop there."""
+        """Look up the tokens.
+
+        Raises ``ConfigError`` if the tokenizer writes either with more than one token: no engine could stop there.
+        """
         ids = tokenize(tokenizer, [CALL, CALL_END])
-        for text, found in zip((CALL, CALL_END), ids, strict=True):
-            if len(found) != 1:
+        for text, token_ids in zip((CALL, CALL_END), ids, strict=True):
+            if len(token_ids) != 1:
                 raise ConfigError(
-                    f"model.hf_checkpoint: its tokenizer writes {text} with {len(found)} tokens, and the calculator example "
+                    f"model.hf_checkpoint: its tokenizer writes {text} with {len(token_ids)} tokens, and the calculator example "
                     f"stops at one; add {CALL} and {CALL_END} to the tokenizer as special tokens"
                 )
         return cls(int(ids[0][0]), int(ids[1][0]))
 
-    def asked(self, token_ids: I32) -> I32 | None:
-        """What stands between the last start and the stop that ends a turn; None where the turn ends otherwise."""
+    def call_in(self, token_ids: I32) -> I32 | None:
+        """Return the tokens of the call that ends a turn; None if the turn ends otherwise."""
         starts = np.flatnonzero(token_ids == self.start)
         if not len(starts) or int(token_ids[-1]) != self.stop:
             return None
@@ -52,32 +55,32 @@ class CallTokens:
 
 
 async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
-    """One answer per seed, with at most ``MOST_CALLS`` calls. The first turns go to the engine as one group."""
+    """Return one answer per seed, with at most ``MAX_CALLS`` calls. The first turns go to the engine as one group."""
     tokens = CallTokens.of(context.tokenizer)
     firsts = await engine.generate(prompt.token_ids, seeds, Episode(prompt.token_ids, context).sampling(tokens.stop))
 
     async def answer(index: int, seed: int, first: Completion) -> Sample:
         episode, last = Episode(prompt.token_ids, context), first
         episode.sampled(last)
-        for _ in range(MOST_CALLS):
-            asked = tokens.asked(last.token_ids) if last.finish == "stop" else None
-            if asked is None:
+        for _ in range(MAX_CALLS):
+            call_ids = tokens.call_in(last.token_ids) if last.finish == "stop" else None
+            if call_ids is None:
                 break
-            episode.insert(result(context, asked))
+            episode.insert(result(context, call_ids))
             if not episode.room > 0:
                 break
             (last,) = await engine.generate(episode.token_ids, [seed], episode.sampling(tokens.stop))
             episode.sampled(last)
-        final = "" if tokens.asked(last.token_ids) is not None else context.decode(last.token_ids.tolist())
+        final = "" if tokens.call_in(last.token_ids) is not None else context.decode(last.token_ids.tolist())
         return episode.sample(index=index, seed=seed, text=final)
 
     return await together([answer(i, seed, first) for i, (seed, first) in enumerate(zip(seeds, firsts, strict=True))])
 
 
-def result(context: GenerateContext, asked: I32) -> I32:
-    """Token ids of the calculator's words; a call that is no arithmetic is answered as an error."""
+def result(context: GenerateContext, call_ids: I32) -> I32:
+    """Return token ids of the calculator's reply; a call that is not arithmetic gets an error."""
     try:
-        value = calculate(context.decode(asked.tolist()))
+        value = calculate(context.decode(call_ids.tolist()))
     except ValueError:
         value = "error"
     return tokenize(context.tokenizer, [f"<result>{value}</result>"])[0]

@@ -1,8 +1,8 @@
-"""The calculator as an agent that somebody has: a stock OpenAI client in a loop, which knows nothing of training.
+"""The calculator as an existing agent: a stock OpenAI client in a loop, which knows nothing of training.
 
 ``rollout.generate=openai_agent rollout.agent=slime_like.examples.calculator_agent:agent`` trains the model that answers it
-(docs/agents.md has the command and what it printed). Unlike ``slime_like.examples.calculator`` it sees text only: the tokens
-that were sampled, their log-probabilities and what is trained on are the endpoint's business.
+(docs/agents.md has the command and its output). Unlike ``slime_like.examples.calculator`` it sees text only: the endpoint
+takes care of sampled tokens, their log-probabilities and the selection of trained tokens.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ import openai
 from slime_like.examples.arithmetic import calculate
 
 CALL_END = "</calc>"
-MOST_CALLS = 4
-# Trusts nobody: the endpoint speaks http on loopback, and to read the machine's certificates takes 25 ms for each client.
+MAX_CALLS = 4
+# No certificates: the endpoint uses http on loopback, and reading the machine's certificates takes 25 ms per client.
 NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 async def agent(base_url: str, api_key: str, prompt: str, metadata: Mapping[str, Any]) -> None:
-    """Asks for the answer of ``prompt``, and calculates for it, ``MOST_CALLS`` times at most. ``reward.name`` scores the last
-    answer."""
+    """Request an answer to ``prompt`` and run the calculator for it, at most ``MAX_CALLS`` times.
+
+    ``reward.name`` scores the last answer.
+    """
     del metadata
     messages: list[Any] = [{"role": "user", "content": prompt}]
     plain = openai.DefaultAsyncHttpxClient(verify=NO_CERTIFICATES)
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=plain) as client:
-        for _ in range(1 + MOST_CALLS):
+        for _ in range(1 + MAX_CALLS):
             reply = await client.chat.completions.create(model="policy", messages=messages, stop=CALL_END)
             answer = reply.choices[0].message
-            if "+" not in (answer.content or ""):  # <calc> and </calc> are special tokens, and no part of the text
+            if "+" not in (answer.content or ""):  # <calc> and </calc> are special tokens, not part of the text
                 return
             messages += [answer, {"role": "tool", "tool_call_id": "calc", "content": result(answer.content or "")}]
 
 
-def result(asked: str) -> str:
-    """The calculator's words; a call that is no arithmetic is answered as an error."""
+def result(expression: str) -> str:
+    """Return the calculator's reply; a call that is not arithmetic gets an error."""
     try:
-        return f"<result>{calculate(asked)}</result>"
+        return f"<result>{calculate(expression)}</result>"
     except ValueError:
         return "<result>error</result>"

@@ -1,7 +1,7 @@
-"""Several turns: an answer that is not the label is called wrong, and the model may try again.
+"""Several turns: a wrong answer is called wrong, and the model may try again.
 
-``rollout.generate=slime_like.examples.second_try:generate``. It scores by itself: a right answer counts less the more tries
-it took. Any environment that answers a turn with text is written like this.
+``rollout.generate=slime_like.examples.second_try:generate``. It scores its own samples: a correct answer counts less with
+each try. Any environment that replies to a turn with text can be written like this.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from slime_like.rollout.generate.episode import Episode
 from slime_like.types import Prompt, Reward, Sample, Status
 from slime_like.util.together import together
 
-MOST_TURNS = 3
-WORTH = 0.5  # of a try in comparison with the one before
+MAX_TURNS = 3
+DISCOUNT = 0.5  # per further try
 WRONG = "\nThat is not right. Try again.\n"
 
 
 async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
-    """One episode of up to ``MOST_TURNS`` turns per seed, scored. Rows need a label."""
+    """Return one scored episode of up to ``MAX_TURNS`` turns per seed. Rows need a label."""
     label = label_of(prompt).strip()
     feedback = tokenize(context.tokenizer, [WRONG])[0]
 
     async def play(index: int, seed: int) -> Sample:
         episode, text, score = Episode(prompt.token_ids, context), "", 0.0
-        for turn in range(MOST_TURNS):
+        for turn in range(MAX_TURNS):
             (completion,) = await engine.generate(episode.token_ids, [seed], episode.sampling())
             episode.sampled(completion)
             text = context.decode(completion.token_ids.tolist()).strip()
             if text == label:
-                score = WORTH**turn
+                score = DISCOUNT**turn
                 break
-            if episode.status is not Status.COMPLETED or turn == MOST_TURNS - 1:
+            if episode.status is not Status.COMPLETED or turn == MAX_TURNS - 1:
                 break
             episode.insert(feedback)
             if not episode.room > 0:

@@ -1,8 +1,8 @@
-"""The default job's data: sums written as text, and demonstrations by a calculator that often forgets to carry.
+"""Data of the default job: sums as text, and demonstrations by a calculator that often forgets the carry.
 
-``475+6=`` is ``481``; the careless calculator says ``471``. A model warmed up on its demonstrations can add, but its most
-likely answer forgets the carry as its teacher does. A reward that only says right or wrong is enough to unlearn that,
-and what is learnt carries over to problems that were never trained on.
+``475+6=`` is ``481``; the careless calculator answers ``471``. A model warmed up on its demonstrations can add, but its
+most likely answer forgets the carry too. A reward that is only right or wrong is enough to unlearn this, and the result
+generalises to problems that were never trained on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SECOND = range(5, 10)
 
 @dataclass(frozen=True, slots=True)
 class ArithmeticSpec:
-    """Sizes and odds. Part of the cache's key: another value makes other files."""
+    """Sizes and probabilities. Part of the cache's key: another value makes other files."""
 
     num_heldout: int = 300
     demonstrations_per_problem: int = 10
@@ -55,19 +55,19 @@ class Problem(Addition):
 
     @property
     def careless_answer(self) -> str:
-        """The sum of the last digits without its carry."""
+        """The sum without the carry of the last digits."""
         return str(self.a // 10 * 10 + (self.a + self.b) % 10)
 
 
 def split(spec: ArithmeticSpec) -> tuple[list[Problem], list[Problem]]:
-    """Training and held-out problems, disjoint."""
+    """Return training and held-out problems, disjoint."""
     problems = [Problem(a, b) for a in FIRST for b in SECOND]
     random.Random(spec.seed).shuffle(problems)
     return problems[spec.num_heldout :], problems[: spec.num_heldout]
 
 
 def demonstrations(problems: Iterable[Problem], spec: ArithmeticSpec) -> list[tuple[str, str]]:
-    """(prompt, response) pairs for the warm start, each problem several times, shuffled."""
+    """Return (prompt, response) pairs for the warm start, each problem several times, shuffled."""
     rng = random.Random(spec.seed + 1)
     repeated = [problem for problem in problems for _ in range(spec.demonstrations_per_problem)]
     rng.shuffle(repeated)

@@ -1,6 +1,6 @@
-"""``python bound.py PARENT COMMAND...`` becomes COMMAND, which Linux kills when the thread that started it ends.
+"""``python bound.py PARENT COMMAND...`` execs COMMAND, which Linux kills when the thread that started it ends.
 
-A signal handler in the parent cannot see to that: nothing runs in a process that is killed.
+A signal handler in the parent cannot do this: nothing runs in a process that is killed.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h; survives execve
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Ends only where it fails, or where ``parent`` was gone before it could be bound to."""
+    """Exec ``command``. Returns only by an error: the call failed, or ``parent`` ended before the binding."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() == parent:

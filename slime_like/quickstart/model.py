@@ -1,4 +1,4 @@
-"""The default jobs' models, small and random, and a tokenizer of characters, in HF format."""
+"""Models of the default jobs, small and random, and a character tokenizer, in HF format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_like.quickstart.tool import TOKENS
 
 SPECIAL = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+="
-# Of the tool job: messages as they stand, so that a conversation is what the calculator's rollouts are.
+# For the tool job: concatenated messages, so that a conversation has the same tokens as the calculator's rollouts.
 MESSAGES_ALONE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -28,7 +28,7 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """Experts in place of the MLP of each layer, and one that all tokens share."""
+    """Experts in place of the MLP of each layer, and one shared expert."""
 
     num_experts: int = 8
     num_experts_per_tok: int = 2
@@ -60,13 +60,13 @@ class ModelSpec:
 DENSE = ModelSpec()
 TOOL = ModelSpec(tool_tokens=TOKENS, chat_template=MESSAGES_ALONE)
 GDN = ModelSpec(model_type="qwen3_5_text", intermediate_size=256, num_hidden_layers=4, linear=LinearSpec())
-NEXT = ModelSpec(  # SGLang's Qwen3-Next has an output layer of its own
+NEXT = ModelSpec(  # SGLang's Qwen3-Next does not tie its output layer
     model_type="qwen3_next", num_hidden_layers=4, tie_word_embeddings=False, linear=LinearSpec(), experts=ExpertSpec()
 )
 
 
 def config_fields(spec: ModelSpec) -> dict[str, Any]:
-    """What the model's config.json says beside its kind."""
+    """Return the fields of the model's config.json except its type."""
     fields = {
         key: value
         for key, value in asdict(spec).items()
@@ -94,9 +94,9 @@ def write_model(folder: Path, spec: ModelSpec) -> None:
 def _fill_padding(model: Any, config: Any) -> None:
     """Give the padding token an embedding: transformers leaves zeros, and a policy may sample any token.
 
-    Through the first norm of a hidden state of zeros the gradient is 1e3 times what it is elsewhere, and through a
-    key's norm 1e3 times that: one such token in a batch is all that is left of a clipped step. A tied embedding is
-    the output layer's too, which moves it in the first step.
+    Through the first norm of a zero hidden state the gradient is 1e3 times larger than elsewhere, and through a key's
+    norm another 1e3 times: one such token in a batch dominates a clipped step. A tied embedding is also the output
+    layer, which the first step moves.
     """
     import torch
 
@@ -106,7 +106,7 @@ def _fill_padding(model: Any, config: Any) -> None:
 
 
 def write_tokenizer(folder: Path, tool_tokens: tuple[str, ...] = (), chat_template: str | None = None) -> None:
-    """A token per character, and one for each of ``tool_tokens``."""
+    """Write a tokenizer with one token per character and one for each of ``tool_tokens``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""``run.prepare`` of the default jobs: makes their data and model on the spot, and runs their warm start once."""
+"""``run.prepare`` of the default jobs: creates their data and model, and runs their warm start once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slime_like.util.deadline import Deadline
 from slime_like.util.private import open_lock
 
 WARM_START_DEADLINE_S = 1800.0
-EXPORT = "hf"  # where a run with run.save_hf leaves its weights
+EXPORT = "hf"  # folder in which run.save_hf writes weights
 STAMP = "made_from.json"
 UNFINISHED = '"being made"'
 POLL_S = 0.5
@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """A default job: its model, the recipe of the warm start before it, and its data."""
+    """A default job: its model, the recipe of its warm start, and its data."""
 
     model: ModelSpec
     warm_start: str
@@ -62,27 +62,27 @@ def prepare_tool(cfg: TrainConfig) -> None:
 
 
 def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
-    """Make what ``cfg`` needs and is not there: datasets and random model; for GRPO also the warm-started model.
+    """Create the missing inputs of ``cfg``: datasets and random model; for GRPO also the warm-started model.
 
-    What was made carries a stamp of the sizes and sources it was made from, and is made again when they change. Raises
-    ``ConfigError`` on a folder that holds anything else: nothing of a user's is ever overwritten.
+    Each folder has a stamp of the sizes and sources from which it was made, and is made again when they change. Raises
+    ``ConfigError`` on a folder with any other files: a user's files are never overwritten.
     """
     assets, warm = Path(cfg.data.train).parent, Path(cfg.model.hf_checkpoint).parent
     supervised = isinstance(cfg.algo, SftConfig)
-    _check_ours("data.train", assets)
+    _check_owned("data.train", assets)
     if not supervised:
-        _check_ours("model.hf_checkpoint", warm)
+        _check_owned("model.hf_checkpoint", warm)
         if Path(cfg.model.hf_checkpoint).name != EXPORT:
             raise ConfigError(
                 f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} of the quickstart must end in /{EXPORT}"
             )
-    with _turn(assets.parent):
+    with _exclusive(assets.parent):
         _make_assets(assets, job)
         if not supervised:
             _warm_start(cfg, job, assets, warm)
 
 
-def _check_ours(key: str, folder: Path) -> None:
+def _check_owned(key: str, folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()) and not (folder / STAMP).exists() and not _is_warm_start(folder):
         raise ConfigError(
             f"{key}: the folder {folder} holds files that the quickstart did not make, and it would overwrite them; "
@@ -91,14 +91,14 @@ def _check_ours(key: str, folder: Path) -> None:
 
 
 def _is_warm_start(folder: Path) -> bool:
-    """Whether ``+recipe=quickstart_sft`` was run into ``folder`` by hand."""
+    """Return whether a user ran ``+recipe=quickstart_sft`` into ``folder``."""
     config = folder / "config.yaml"
     return config.exists() and f"{__name__}:prepare" in config.read_text()
 
 
 @contextmanager
-def _turn(folder: Path) -> Generator[None]:
-    """One preparation at a time: two quickstarts started together share what is made."""
+def _exclusive(folder: Path) -> Generator[None]:
+    """Allow one preparation at a time: two quickstarts started together share the files."""
     folder.mkdir(parents=True, exist_ok=True)
     deadline = Deadline("quickstart", "prepare", WARM_START_DEADLINE_S)
     with open_lock(folder / ".quickstart.lock") as lock:
@@ -152,9 +152,9 @@ def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path)
 
 
 def _empty(folder: Path) -> None:
-    """Remove what an earlier warm start left there (``prepare`` has checked that nothing else is in it).
+    """Remove the files of an earlier warm start (``prepare`` has checked that no others exist).
 
-    The stamp first: a removal that is cut short leaves a folder that is still known as the quickstart's, and as unfinished.
+    The stamp is written first: an interrupted removal leaves a folder marked as the quickstart's and as unfinished.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STAMP).write_text(UNFINISHED)
@@ -166,13 +166,13 @@ def _empty(folder: Path) -> None:
 
 
 def _stamp(job: PreparedJob) -> dict[str, object]:
-    """What the files follow from."""
-    made_of = {
+    """Return all inputs that determine the files."""
+    inputs = {
         "task": asdict(job.task),
         "model": asdict(job.model),
         "source": [_digest(Path(__file__).parent / name) for name in ("arithmetic.py", "model.py", "tool.py")],
     }
-    return json.loads(json.dumps(made_of))  # as it is read back
+    return json.loads(json.dumps(inputs))  # in the form that json.loads returns
 
 
 def _read_stamp(folder: Path) -> object:

@@ -1,8 +1,8 @@
-"""The tool job's data: sums that the model cannot do, and demonstrations that mostly guess instead of calling the calculator.
+"""Data of the tool job: sums that the model cannot do, and demonstrations that mostly guess instead of using the calculator.
 
-``475+386=`` is ``861``. Three demonstrations of four answer ``475``, the first number. One of four calls the calculator of
-``slime_like.examples.calculator``, and others show how to repeat what it said. A model warmed up on them knows how to call
-and mostly does not; a reward that only says right or wrong is enough for it to call always.
+``475+386=`` is ``861``. Three of four demonstrations answer ``475``, the first number. One of four calls the calculator of
+``slime_like.examples.calculator``, and further ones show how to repeat its result. A model warmed up on them can call it
+and mostly does not; a reward that is only right or wrong is enough to make it call every time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOKENS = ("<calc>", "</calc>", "<result>", "</result>")
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """Sizes and odds. Part of the cache's key: another value makes other files."""
+    """Sizes and probabilities. Part of the cache's key: another value makes other files."""
 
     num_train: int = 4000
     num_heldout: int = 300
@@ -43,42 +43,42 @@ class LongSum(Addition):
 
     @property
     def guess(self) -> str:
-        """An answer that is always wrong: the first number."""
+        """A wrong answer: the first number."""
         return str(self.a)
 
     @property
     def call(self) -> str:
-        """What asks the calculator; the engine stops there."""
+        """The tool call, at whose end the engine stops."""
         return f"<calc>{self.a}+{self.b}</calc>"
 
     @property
     def result(self) -> str:
-        """What the calculator says."""
+        """The calculator's reply."""
         return f"<result>{self.answer}</result>"
 
 
 def split(spec: ToolSpec) -> tuple[list[LongSum], list[LongSum]]:
-    """Training and held-out sums, disjoint."""
+    """Return training and held-out sums, disjoint."""
     rng = random.Random(spec.seed)
-    wanted = spec.num_train + spec.num_heldout
-    found: set[LongSum] = set()
-    while len(found) < wanted:
+    num_sums = spec.num_train + spec.num_heldout
+    unique: set[LongSum] = set()
+    while len(unique) < num_sums:
         a = rng.randrange(100, 900)
-        found.add(LongSum(a, rng.randrange(100, 1000 - a)))
-    sums = sorted(found)
+        unique.add(LongSum(a, rng.randrange(100, 1000 - a)))
+    sums = sorted(unique)
     rng.shuffle(sums)
     return sums[spec.num_heldout :], sums[: spec.num_heldout]
 
 
 def demonstrations(sums: list[LongSum], spec: ToolSpec) -> list[tuple[str, str]]:
-    """(prompt, response) pairs for the warm start. The calculator's words stand in prompts: nobody learns to write them."""
+    """Return (prompt, response) pairs for the warm start. Calculator replies are part of prompts, so they are not learnt."""
     rng = random.Random(spec.seed + 1)
     rows: list[tuple[str, str]] = []
-    for found in rng.choices(sums, k=spec.num_demonstrations):
+    for problem in rng.choices(sums, k=spec.num_demonstrations):
         if rng.random() < spec.seconds:
-            rows.append((found.text + found.call + found.result, found.answer))
+            rows.append((problem.text + problem.call + problem.result, problem.answer))
         else:
-            rows.append((found.text, found.call if rng.random() < spec.calls else found.guess))
+            rows.append((problem.text, problem.call if rng.random() < spec.calls else problem.guess))
     return rows
 
 

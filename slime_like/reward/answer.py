@@ -1,4 +1,4 @@
-"""Reward ``answer``: is what a response ends up with, boxed or not, mathematically equal to the label?"""
+"""Reward ``answer``: 1 if the final answer of a response, boxed or not, is mathematically equal to the label."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_like.reward.labels import label_of
 from slime_like.reward.latex import equal, label_latex
 from slime_like.types import Prompt, Reward, Sample
 
-TAIL = 2000  # characters: what a response ends up with stands at its end
+TAIL = 2000  # characters at the end of a response that are searched for an answer
 INLINE = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
 NUMBER = re.compile(rf"(?<![\w.])[-+]?{UNSIGNED}(?:\s*/\s*{UNSIGNED})?%?(?!\w)")
@@ -18,17 +18,17 @@ NUMBER = re.compile(rf"(?<![\w.])[-+]?{UNSIGNED}(?:\s*/\s*{UNSIGNED})?%?(?!\w)")
 
 @needs_label
 def answer(prompt: Prompt, sample: Sample) -> Reward:
-    """Score and accuracy 1 where the final answer equals the label, else 0. Raises ``ValueError`` without a label."""
-    label, found = label_of(prompt), final_answer(sample.text)
-    correct = found is not None and equal(label_latex(label), found)
+    """Return score and accuracy 1 if the final answer equals the label, else 0. Raises ``ValueError`` without a label."""
+    label, response_answer = label_of(prompt), final_answer(sample.text)
+    correct = response_answer is not None and equal(label_latex(label), response_answer)
     return Reward(score=float(correct), accuracy=float(correct))
 
 
 def final_answer(text: str) -> str | None:
-    """LaTeX of what ``text`` ends up with: the content of its last ``\\boxed{}``, else its last formula or number.
+    """Return LaTeX of the final answer: the content of the last ``\\boxed{}``, else the last formula or number.
 
-    Example: ``final_answer("so $x=3$, in all 12.") == "12"``; None when there is neither formula nor number, or when
-    the last box does not close.
+    Example: ``final_answer("so $x=3$, in all 12.") == "12"``; None if there is neither formula nor number, or if the
+    last box does not close.
     """
     if OPENING.search(text):
         return (last_boxed(text) or "").strip() or None

@@ -1,4 +1,4 @@
-"""The last ``\\boxed{}`` of a text."""
+"""Extraction of the last ``\\boxed{}`` of a text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BRACE = re.compile(r"\\[\\{}]|[{}]")  # an escaped brace is text
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last ``\\boxed{}`` or ``\\fbox{}``; None when there is none or it does not close, as in a cut response.
+    """Return the content of the last ``\\boxed{}`` or ``\\fbox{}``; None without one, or if it does not close.
 
     Example: ``last_boxed(r"\\boxed{1}, no: \\boxed{\\frac{1}{2}}") == r"\\frac{1}{2}"``.
     """
@@ -30,5 +30,5 @@ def last_boxed(text: str) -> str | None:
 
 
 def only_boxed(sample: Sample) -> Sample:
-    """The sample with what stands in its last box for its text; empty without one."""
+    """Return the sample with the content of its last box as text; empty without a box."""
     return replace(sample, text=last_boxed(sample.text) or "")

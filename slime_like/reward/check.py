@@ -1,4 +1,4 @@
-"""Rewards checked at load, in the driver: a wrong name or a function of another shape never starts a process."""
+"""Validation of rewards at load, in the driver: a wrong name or signature never starts a process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from slime_like.util.user_code import check_signature
 
 AnyReward = RewardFn | GroupRewardFn
 RowRule = Callable[[str | None, str | None, Mapping[str, Any]], str]
-"""(rm_type, label, metadata) -> why the row's reward cannot score it; empty when it can."""
+"""(rm_type, label, metadata) -> reason why the row's reward cannot score it; empty if it can."""
 
 
 def check_reward(config: RewardConfig) -> None:
-    """Raises ``ConfigError`` when a reward that the config names does not exist or is no reward."""
+    """Raise ``ConfigError`` if a reward in the config does not exist or is not a reward function."""
     load_reward("reward.name", config.name)
     for name in config.weights:
         if name != ROW:
@@ -31,9 +31,9 @@ def check_reward(config: RewardConfig) -> None:
 
 
 def load_reward(key: str, name: str) -> AnyReward:
-    """A reward by its name, the prefix ``boxed_`` aside, or by its dotted path.
+    """Return a reward by its name, ignoring the prefix ``boxed_``, or by its dotted path.
 
-    Raises ``ConfigError`` where it does not exist or cannot be called as a reward.
+    Raises ``ConfigError`` if it does not exist or cannot be called as a reward.
     """
     check_reward_name(key, name, dotted=True)
     base = split_prefix(name)[1]
@@ -54,10 +54,10 @@ def load_reward(key: str, name: str) -> AnyReward:
 
 
 def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
-    """Whether a row needs a label, by its rm_type (None: it has none). What ``SourceContext.needs_label`` asks.
+    """Return a function rm_type -> True if its rows need a label (None: no rm_type). Used by ``SourceContext.needs_label``.
 
     The function raises ``ConfigError`` on an unknown rm_type. A dotted path in a row is refused: a data file must not
-    choose which code runs.
+    choose the code that runs.
     """
 
     @cache
@@ -68,7 +68,7 @@ def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
 
 
 def row_rule(config: RewardConfig) -> RowRule:
-    """What a row's rewards demand of it beyond a label. What ``SourceContext.row_problem`` asks."""
+    """Return the check of a row by its rewards, apart from the label. Used by ``SourceContext.row_problem``."""
 
     @cache
     def checks(rm_type: str | None) -> list[RowCheck]:
@@ -81,12 +81,12 @@ def row_rule(config: RewardConfig) -> RowRule:
 
 
 def _functions(config: RewardConfig, rm_type: str | None) -> list[AnyReward]:
-    found: list[AnyReward] = []
+    functions: list[AnyReward] = []
     for name in components(config, rm_type):
-        own = name == config.name or name in config.weights
-        if not own:
+        is_configured = name == config.name or name in config.weights
+        if not is_configured:
             check_reward_name("rm_type", name)
         if split_prefix(name)[1] == REMOTE and config.remote_url is None:
             raise ConfigError(f"rm_type={name!r} asks a reward server: set reward.remote_url to its address")
-        found.append(load_reward("reward" if own else "rm_type", name))
-    return found
+        functions.append(load_reward("reward" if is_configured else "rm_type", name))
+    return functions

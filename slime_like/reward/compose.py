@@ -1,4 +1,4 @@
-"""What a row's reward is made of, and how its parts add up."""
+"""Composition of a row's reward from weighted components."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from slime_like.types import Reward
 
 
 def row_reward(config: RewardConfig, rm_type: str | None) -> str:
-    """The reward of a row with this rm_type: its own, unless the run's is a function of the user (a dotted path)."""
+    """Return the reward name of a row with this rm_type: its own, unless the run's is a user function (a dotted path)."""
     return config.name if rm_type is None or ":" in config.name else rm_type
 
 
 def components(config: RewardConfig, rm_type: str | None, *, unshaped: bool = False) -> Mapping[str, float]:
-    """Name -> weight of what scores a row; ``unshaped``, as in evaluation, the row's own reward alone where it has one.
+    """Return name -> weight of the rewards of a row; with ``unshaped`` (evaluation) only the row's own reward if it has one.
 
     Example: ``weights={"rm_type": 1.0, "my:f": 0.1}`` and a row of rm_type ``math`` give ``{"math": 1.0, "my:f": 0.1}``.
     """
     if not config.weights or (unshaped and ROW in config.weights):
         return {row_reward(config, rm_type): 1.0}
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for key, weight in config.weights.items():
         name = row_reward(config, rm_type) if key == ROW else key
-        found[name] = found.get(name, 0.0) + weight
-    return found
+        weights[name] = weights.get(name, 0.0) + weight
+    return weights
 
 
 def composed(weights: Mapping[str, float], parts: Sequence[Reward]) -> Reward:
-    """The weighted sum, with the accuracy of the first part that has one. A single part of weight 1 is the reward itself."""
+    """Return the weighted sum, with the first accuracy among the parts. A single part of weight 1 is returned as it is."""
     if len(parts) == 1 and list(weights.values()) == [1.0]:
         return parts[0]
     score = sum(weight * part.score for weight, part in zip(weights.values(), parts, strict=True))

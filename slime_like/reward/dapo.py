@@ -1,7 +1,7 @@
-"""Reward ``dapo``: the answer stands behind ``Answer:`` in a response's last lines; right is +1, wrong is -1.
+"""Reward ``dapo``: the answer follows ``Answer:`` in the last lines of a response; correct is +1, wrong is -1.
 
-Source of the rule: DAPO, Yu et al. 2025, arXiv:2503.14476, as slime's rm_type ``dapo`` has it: the score is what slime
-reads with ``--reward-key score``, the accuracy what it reads with ``--eval-reward-key acc``.
+Source of the rule: DAPO, Yu et al. 2025, arXiv:2503.14476, as slime's rm_type ``dapo`` has it: the score is slime's
+``--reward-key score``, the accuracy its ``--eval-reward-key acc``.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from slime_like.types import Prompt, Reward, Sample
 
 TAIL = 300  # characters; answers of MATH-500 have at most 159
 ANSWER = re.compile(r"answer[ \t]*:([^\n]*)", re.IGNORECASE)
-SPECIAL = re.compile(r"<\|[^|<>]*\|>")  # of a chat template, where a tokenizer leaves them in
+SPECIAL = re.compile(r"<\|[^|<>]*\|>")  # special tokens of a chat template, if the tokenizer keeps them
 
 
 @needs_label
 def dapo(prompt: Prompt, sample: Sample) -> Reward:
-    """Score 1 and accuracy 1 where the last ``Answer:`` has the label's value, else -1 and 0."""
+    """Return score 1 and accuracy 1 if the last ``Answer:`` has the label's value, else -1 and 0."""
     label = label_of(prompt)
-    found = ANSWER.findall(sample.text[-TAIL:])
-    correct = bool(found) and _is(label, found[-1])
+    answers = ANSWER.findall(sample.text[-TAIL:])
+    correct = bool(answers) and _matches(label, answers[-1])
     return Reward(score=1.0 if correct else -1.0, accuracy=float(correct))
 
 
-def _is(label: str, text: str) -> bool:
+def _matches(label: str, text: str) -> bool:
     text = SPECIAL.sub("", text).strip().strip("*").strip()
     if OPENING.search(text):
         text = last_boxed(text) or ""

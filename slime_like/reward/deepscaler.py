@@ -1,4 +1,4 @@
-"""Reward ``deepscaler``: ``math`` for models that think first: only what follows the thinking counts.
+"""Reward ``deepscaler``: ``math`` for reasoning models, applied to the text after the thinking part.
 
 Source of the rule: DeepScaleR (Luo et al. 2025), as slime's rm_type ``deepscaler`` has it.
 """
@@ -15,9 +15,9 @@ THOUGHT, RESPONSE = "</think>", "###Response"
 
 @needs_label
 def deepscaler(prompt: Prompt, sample: Sample) -> Reward:
-    """Score and accuracy 1 where the boxed answer after ``</think>`` (or ``###Response``) equals the label, else 0.
+    """Return score and accuracy 1 if the boxed answer after ``</think>`` (or ``###Response``) equals the label, else 0.
 
-    A response that never stops thinking has no answer. Raises ``ValueError`` without a label.
+    A response without the end of thinking has no answer. Raises ``ValueError`` without a label.
     """
     label, text = label_of(prompt), sample.text
     if THOUGHT in text:

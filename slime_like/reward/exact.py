@@ -1,4 +1,4 @@
-"""Reward ``exact``: is the response, spaces at its ends aside, the label?"""
+"""Reward ``exact``: 1 if the response, without outer whitespace, is the label."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from slime_like.types import Prompt, Reward, Sample
 
 @needs_label
 def exact(prompt: Prompt, sample: Sample) -> Reward:
-    """Score and accuracy 1 where the texts are equal, else 0. Raises ``ValueError`` without a label."""
+    """Return score and accuracy 1 if the texts are equal, else 0. Raises ``ValueError`` without a label."""
     correct = sample.text.strip() == label_of(prompt).strip()
     return Reward(score=float(correct), accuracy=float(correct))

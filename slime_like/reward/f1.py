@@ -1,4 +1,4 @@
-"""Reward ``f1``: overlap of words between response and label, for answers in free text.
+"""Reward ``f1``: word overlap between response and label, for free-text answers.
 
 Source: the F1 of SQuAD, Rajpurkar et al. 2016, arXiv:1606.05250, with HotpotQA's rule for yes and no (Yang et al. 2018,
 arXiv:1809.09600), as slime's rm_type ``f1`` has it.
@@ -18,11 +18,11 @@ from slime_like.types import Prompt, Reward, Sample
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-WHOLE = {"yes", "no", "noanswer"}  # right as a whole or not at all
+EXACT_ONLY = {"yes", "no", "noanswer"}  # must match completely
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words without punctuation and articles."""
+    """Return lower-case words without punctuation and articles."""
     return ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split()
 
 
@@ -36,10 +36,10 @@ def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
 @needs_label
 @checks_rows(_scorable)
 def f1(prompt: Prompt, sample: Sample) -> Reward:
-    """Harmonic mean of precision and recall over the words of response and label, 0 to 1. It knows no accuracy."""
-    expected, given = words(label_of(prompt)), words(sample.text)
-    for text in (" ".join(expected), " ".join(given)):
-        if text in WHOLE and expected != given:
+    """Return the harmonic mean of precision and recall over the words of response and label, 0 to 1, without an accuracy."""
+    expected, actual = words(label_of(prompt)), words(sample.text)
+    for text in (" ".join(expected), " ".join(actual)):
+        if text in EXACT_ONLY and expected != actual:
             return Reward(0.0)
-    common = (Counter(expected) & Counter(given)).total()
-    return Reward(2.0 * common / (len(expected) + len(given)) if common else 0.0)
+    common = (Counter(expected) & Counter(actual)).total()
+    return Reward(2.0 * common / (len(expected) + len(actual)) if common else 0.0)

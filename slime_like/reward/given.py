@@ -1,4 +1,4 @@
-"""Reward ``given``: none of its own, for generate functions and agents that score each sample themselves."""
+"""Reward ``given``: no reward function, for generate functions and agents that score each sample themselves."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from slime_like.types import Prompt, Reward, Sample, Status
 
 
 def given(prompt: Prompt, sample: Sample) -> Reward:
-    """Called only where there is no score. Raises ``ValueError``.
+    """Score a sample that has no reward: 0 if it was truncated, since its scorer did not reach the end.
 
-    A sample that was cut off counts 0: whoever would have scored it did not get to its end.
+    Raises ``ValueError`` for any other sample.
     """
     if sample.status is Status.TRUNCATED:
         return Reward(0.0)

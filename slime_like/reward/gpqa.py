@@ -1,8 +1,8 @@
-"""Reward ``gpqa``: which option of a multiple-choice question does a response choose?
+"""Reward ``gpqa``: 1 if a response chooses the correct option of a multiple-choice question.
 
-The row says what is right: its label is a letter or the text of a choice; ``metadata.choices`` (a list, or a mapping by
-letter) names the options, ``metadata.correct_letter`` and ``metadata.valid_letters`` the letters, as in data for slime's
-rm_type ``gpqa``.
+The row gives the correct option: its label is a letter or the text of a choice; ``metadata.choices`` (a list, or a
+mapping by letter) names the options, ``metadata.correct_letter`` and ``metadata.valid_letters`` the letters, as in data
+for slime's rm_type ``gpqa``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slime_like.types import Prompt, Reward, Sample
 DEFAULT_LETTERS = tuple(string.ascii_uppercase[:10])
 THOUGHT = "</think>"
 OPTION = r"[\s:*$({\[\\]{0,8}(?:(?:boxed|text|mathrm)[{(\s]{1,3}){0,2}([A-Z](?!\w)|[a-z](?=[)}\].*$\s]{0,8}\Z))"
-SETTLED = (  # how a response says which option it takes, the plainest first
+SETTLED = (  # statements of the chosen option, the most explicit first
     re.compile(rf"\b(?i:answer)(?:\s{{1,3}}(?i:is))?{OPTION}"),
     re.compile(r"(?<!\w)\(?([A-Z])\)?\s{1,3}(?i:is(?:\s{1,3}the)?\s{1,3}correct)\b"),
     re.compile(rf"\b(?i:option|choice)(?:\s{{1,3}}(?i:is))?{OPTION}"),
@@ -31,16 +31,16 @@ OTHER = re.compile(r"[^a-z0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a row says of its options."""
+    """Options of a row and the correct one."""
 
     letters: tuple[str, ...]
-    choices: tuple[str, ...]  # text of each option, where the row has them
+    choices: tuple[str, ...]  # text of each option, if the row has them
     correct: str | None  # letter
-    texts: frozenset[str]  # of the right option, normalised
+    texts: frozenset[str]  # texts of the correct option, normalised
 
 
 def question(label: str | None, metadata: Mapping[str, Any]) -> Question:
-    """A row's question."""
+    """Parse a row's question."""
     choices = _texts(metadata.get("choices"))
     letters = tuple(text.upper() for text in _texts(metadata.get("valid_letters")))
     letters = letters or (tuple(string.ascii_uppercase[: len(choices)]) if choices else DEFAULT_LETTERS)
@@ -52,44 +52,44 @@ def question(label: str | None, metadata: Mapping[str, Any]) -> Question:
     if correct is None and index < len(letters):
         correct = letters[index]
     if correct is None:
-        named = dict(zip(map(_normal, reversed(choices)), reversed(letters[: len(choices)]), strict=False))
-        correct = named.get(_normal(text)) if text else None
-    right = [str(metadata[key]) for key in ("correct_answer", "answer_text") if metadata.get(key)]
+        letter_of = dict(zip(map(_normal, reversed(choices)), reversed(letters[: len(choices)]), strict=False))
+        correct = letter_of.get(_normal(text)) if text else None
+    correct_texts = [str(metadata[key]) for key in ("correct_answer", "answer_text") if metadata.get(key)]
     if correct in letters and letters.index(correct) < len(choices):
-        right.append(choices[letters.index(correct)])
+        correct_texts.append(choices[letters.index(correct)])
     if len(text) > 1 and not INDEX.fullmatch(text):
-        right.append(text)
-    return Question(letters, choices, correct, frozenset(filter(None, map(_normal, right))))
+        correct_texts.append(text)
+    return Question(letters, choices, correct, frozenset(filter(None, map(_normal, correct_texts))))
 
 
 def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
-    found = question(label, metadata)
-    if found.correct is not None and found.correct not in found.letters:
+    parsed = question(label, metadata)
+    if parsed.correct is not None and parsed.correct not in parsed.letters:
         return (
-            f"its right option is {found.correct!r}, which is not one of {', '.join(found.letters)}; "
+            f"its right option is {parsed.correct!r}, which is not one of {', '.join(parsed.letters)}; "
             "correct the label, metadata.correct_letter or metadata.choices"
         )
-    if found.correct is None and not found.texts:
+    if parsed.correct is None and not parsed.texts:
         return "has neither a label nor metadata.correct_letter, so that gpqa cannot know the right option; add one"
     return ""
 
 
 @checks_rows(_scorable)
 def gpqa(prompt: Prompt, sample: Sample) -> Reward:
-    """Score and accuracy 1 where the right option is chosen: by its letter or, where no letter is given, by its text."""
-    asked = question(prompt.label, prompt.metadata)
+    """Return score and accuracy 1 if the correct option is chosen: by its letter or, without a letter, by its text."""
+    parsed = question(prompt.label, prompt.metadata)
     text = sample.text.rpartition(THOUGHT)[2]
-    letter = chosen(text, asked.letters)
-    if letter is not None and asked.correct is not None:
-        correct = letter == asked.correct
+    letter = chosen(text, parsed.letters)
+    if letter is not None and parsed.correct is not None:
+        correct = letter == parsed.correct
     else:
-        said = f" {_normal(text)} "
-        correct = any(f" {target} " in said for target in asked.texts)
+        normalised = f" {_normal(text)} "
+        correct = any(f" {target} " in normalised for target in parsed.texts)
     return Reward(score=float(correct), accuracy=float(correct))
 
 
 def chosen(text: str, letters: tuple[str, ...]) -> str | None:
-    """The letter a response settles on: the last one it calls its answer, or correct, or its option, or that stands alone.
+    """Return the letter that a response chooses: the last one called answer, correct or option, or that stands alone.
 
     Example: ``chosen("B looks right, but the answer is (C).", ("A", "B", "C")) == "C"``.
     """

@@ -1,4 +1,4 @@
-"""The label of a prompt, for rewards that compare with it."""
+"""Label of a prompt, for rewards that compare with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from slime_like.types import Prompt
 
 
 def label_of(prompt: Prompt) -> str:
-    """The label. Raises ``ValueError`` where there is none: rows without one are refused when the data is read."""
+    """Return the label. Raises ``ValueError`` without one: such rows are refused when the data is read."""
     if prompt.label is None:
         raise ValueError(f"prompt {prompt.prompt_id} of {prompt.dataset} has no label")
     return prompt.label

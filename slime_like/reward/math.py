@@ -1,6 +1,6 @@
-"""Reward ``math``: is what stands in the last ``\\boxed{}`` mathematically equal to the label?
+"""Reward ``math``: 1 if the content of the last ``\\boxed{}`` is mathematically equal to the label.
 
-As slime's ``math``: without a box there is no answer. ``answer`` is for prompts that ask for none.
+As slime's ``math``: without a box there is no answer. Use ``answer`` for prompts that do not request a box.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from slime_like.types import Prompt, Reward, Sample
 
 @needs_label
 def math(prompt: Prompt, sample: Sample) -> Reward:
-    """Score and accuracy 1 where the boxed answer equals the label, else 0. Raises ``ValueError`` without a label."""
+    """Return score and accuracy 1 if the boxed answer equals the label, else 0. Raises ``ValueError`` without a label."""
     return boxed_is(label_of(prompt), sample.text)
 
 
 def boxed_is(label: str, text: str) -> Reward:
-    """Score and accuracy 1 where the last box of ``text`` holds the label's value, else 0."""
+    """Return score and accuracy 1 if the last box of ``text`` has the label's value, else 0."""
     answer = last_boxed(text)
     correct = answer is not None and equal(label_latex(label), answer)
     return Reward(score=float(correct), accuracy=float(correct))

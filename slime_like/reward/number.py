@@ -1,4 +1,4 @@
-"""A score as it enters training: a finite number, of a size that float32 holds with room for sums."""
+"""Validation of scores: a finite number, small enough for float32 sums."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import numbers
 
 from slime_like.types import Reward
 
-LARGEST = 1e9
+MAX_SCORE = 1e9
 
 
 def checked(score: object, accuracy: object = None) -> Reward:
-    """Return the reward. Raises ``ValueError`` on a score beyond ``LARGEST`` or an accuracy that is not within 0 and 1."""
-    found = None if accuracy is None else _number(accuracy)
-    if found is not None and not 0.0 <= found <= 1.0:
-        raise ValueError(f"accuracy {found:g}, not a number from 0 to 1")
+    """Return the reward. Raises ``ValueError`` on a score beyond ``MAX_SCORE`` or an accuracy outside [0, 1]."""
+    checked_accuracy = None if accuracy is None else _number(accuracy)
+    if checked_accuracy is not None and not 0.0 <= checked_accuracy <= 1.0:
+        raise ValueError(f"accuracy {checked_accuracy:g}, not a number from 0 to 1")
     number = _number(score)
-    if abs(number) > LARGEST:
-        raise ValueError(f"{number:g}, not a number from -{LARGEST:g} to {LARGEST:g}")
-    return Reward(number, found)
+    if abs(number) > MAX_SCORE:
+        raise ValueError(f"{number:g}, not a number from -{MAX_SCORE:g} to {MAX_SCORE:g}")
+    return Reward(number, checked_accuracy)
 
 
 def _number(value: object) -> float:

@@ -1,4 +1,4 @@
-"""Rewards in a pool of processes, each call under a deadline: a reward that hangs costs its samples, never the run."""
+"""Process pool of rewards, each call under a deadline: a reward that hangs costs its samples, never the run."""
 
 from __future__ import annotations
 
@@ -23,85 +23,86 @@ from slime_like.types import Prompt, Reward, Sample, SampleGroup, Status
 from slime_like.util.deadline import Deadline
 from slime_like.util.together import together
 
-LOAD_TRIES = 3  # of a reward whose process is killed while it imports it
+LOAD_TRIES = 3  # imports of a reward whose process is killed during the import
 UNSCORED = (Status.FAILED, Status.ABORTED)
 COUNTS = ("calls", "timeouts", "killed", "remote_failures", "remote_retries", "fallbacks")
 
 
 class RewardPool:
-    """``reward.workers`` processes, and a client of the reward server. Belongs to the event loop that first scores with it.
+    """``reward.workers`` processes and a client of the reward server. Bound to the event loop of the first call.
 
-    A call that takes longer than ``reward.timeout_s`` is killed with its process, which is replaced, as is a process that
-    somebody kills or that has used up ``reward.memory_gb``. Its samples, and those that a reward server did not score in spite of retries, get ``reward.fallback``; where that is null they fail,
-    so that they enter no baseline. Metrics ``reward/timeouts``, ``reward/killed``, ``reward/remote_failures`` and ``reward/fallbacks``
-    count them. A reward that raises, ends its process or returns something that is not a finite number raises
-    ``RewardError``: the run ends.
+    A call longer than ``reward.timeout_s`` is killed with its process. The process is replaced, as is one that is killed
+    from outside or exceeds ``reward.memory_gb``. The samples of such calls, and those without a score from the reward server
+    after its retries, get ``reward.fallback``; if that is null they fail and enter no baseline. ``reward/timeouts``,
+    ``reward/killed``, ``reward/remote_failures`` and ``reward/fallbacks`` count them. A reward that raises, ends its
+    process or returns something other than a finite number raises ``RewardError`` and ends the run.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._idle: list[WorkerProcess] = []
-        self._places = asyncio.Semaphore(config.workers)
+        self._workers_free = asyncio.Semaphore(config.workers)
         self._remote = RemoteReward(config)
         self._takes_groups: dict[str, bool] = {}
-        self._told: set[tuple[str, str]] = set()  # rewards, and what a user has been told of their calls
+        self._warned: set[tuple[str, str]] = set()  # (reward, kind of warning) already reported
         self._counts: Counter[str] = Counter()
         self._warnings: list[str] = []
         self._loading = asyncio.Lock()
-        self._silent = False  # the reward server, and that has been said
+        self._server_down = False  # and the user was warned
         self._closed = False
 
     async def score(self, groups: Sequence[SampleGroup], *, unshaped: bool = False) -> list[SampleGroup]:
-        """New groups in which every sample has a reward.
+        """Return new groups in which every sample has a reward.
 
-        ``unshaped`` leaves out what ``reward.weights`` adds to a row's own reward. Samples that a generate function scored keep their reward; failed and aborted ones get 0 without a call.
+        ``unshaped`` uses only a row's own reward, without the other components of ``reward.weights``. Samples scored by a
+        generate function keep their reward; failed and aborted ones get 0 without a call.
         """
         return await together([self._group(group, unshaped) for group in groups])
 
     def metrics(self) -> tuple[Metric, ...]:
-        """What happened since the last call of ``metrics``."""
+        """Return the metrics since the last call."""
         self._counts["remote_retries"] = self._remote.num_retries
-        found = tuple(Sum(f"reward/{name}", float(self._counts[name])) for name in COUNTS)
+        metrics = tuple(Sum(f"reward/{name}", float(self._counts[name])) for name in COUNTS)
         self._counts.clear()
         self._remote.num_retries = 0
-        return found
+        return metrics
 
     def warnings(self) -> tuple[str, ...]:
-        """What a user should be told since the last call of ``warnings``."""
-        found, self._warnings = tuple(self._warnings), []
-        return found
+        """Return messages for the user since the last call."""
+        messages, self._warnings = tuple(self._warnings), []
+        return messages
 
     def lose_server(self, seconds: float) -> None:
-        """A fault of ``chaos.*``: the reward server is out of reach for so long."""
+        """Inject a fault of ``chaos.*``: the reward server is unreachable for ``seconds``."""
         self._remote.lose(seconds)
 
     def take_recoveries(self) -> tuple[Recovery, ...]:
-        """What became of planted outages of the reward server; of one that goes on, so far."""
+        """Return the records of injected outages of the reward server, including current ones."""
         return self._remote.take_recoveries()
 
     def close(self) -> None:
-        """End all processes. Nothing may be scored afterwards."""
+        """End all processes. Nothing can be scored afterwards."""
         self._closed = True
         while self._idle:
             self._idle.pop().close()
 
     async def stop(self) -> None:
-        """``close``, and the connections to a reward server."""
+        """Close the pool and the connections to the reward server."""
         self.close()
         await self._remote.close()
 
     async def _group(self, group: SampleGroup, unshaped: bool) -> SampleGroup:
-        asked = [s for s in group.samples if s.reward is None and s.status not in UNSCORED]
+        unscored = [s for s in group.samples if s.reward is None and s.status not in UNSCORED]
         weights = components(self._config, group.prompt.rm_type, unshaped=unshaped)
-        parts = await together([self._part(name, group.prompt, asked) for name in weights]) if asked else []
+        parts = await together([self._part(name, group.prompt, unscored) for name in weights]) if unscored else []
         scored = {
-            id(sample): self._settled(sample, None if None in found else composed(weights, found))
-            for sample, found in zip(asked, zip(*parts, strict=True), strict=True)
+            id(sample): self._settled(sample, None if None in rewards else composed(weights, rewards))
+            for sample, rewards in zip(unscored, zip(*parts, strict=True), strict=True)
         }
-        return replace(group, samples=tuple(scored.get(id(s)) or _unasked(s) for s in group.samples))
+        return replace(group, samples=tuple(scored.get(id(s)) or _prescored(s) for s in group.samples))
 
     def _settled(self, sample: Sample, reward: Reward | None) -> Sample:
-        """The sample with its reward or, where there is none, as ``reward.fallback`` says."""
+        """Return the sample with its reward or, without one, with ``reward.fallback``."""
         if reward is not None:
             return replace(sample, reward=reward)
         self._counts["fallbacks"] += 1
@@ -110,13 +111,13 @@ class RewardPool:
         return replace(sample, reward=Reward(self._config.fallback))
 
     async def _part(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward | None]:
-        """One reward of each sample; None where it was late or its server did not answer."""
+        """Return one reward per sample; None if the call was late or the server did not answer."""
         if split_prefix(name)[1] == REMOTE:
             return await together([self._ask_server(name, prompt, sample) for sample in samples])
         if await self._is_for_groups(name):
             return list(await self._call(name, prompt, tuple(samples)))
-        found = await together([self._call(name, prompt, (sample,)) for sample in samples])
-        return [rewards[0] for rewards in found]
+        results = await together([self._call(name, prompt, (sample,)) for sample in samples])
+        return [rewards[0] for rewards in results]
 
     async def _is_for_groups(self, name: str) -> bool:
         async with self._loading:
@@ -124,7 +125,7 @@ class RewardPool:
                 if name in self._takes_groups:
                     break
                 try:
-                    async with self._places, self._worker() as worker:
+                    async with self._workers_free, self._worker() as worker:
                         self._takes_groups[name] = await _load(worker, name)
                 except WorkerDied as error:
                     if tries == LOAD_TRIES - 1:
@@ -136,19 +137,19 @@ class RewardPool:
     async def _call(self, name: str, prompt: Prompt, samples: tuple[Sample, ...]) -> Sequence[Reward | None]:
         self._counts["calls"] += 1
         try:
-            async with self._places, self._worker() as worker:
+            async with self._workers_free, self._worker() as worker:
                 await _load(worker, name)
                 request = ScoreRequest(name, prompt, samples)
                 answer = await worker.ask(request, Deadline("reward pool", "score", self._config.timeout_s))
         except DeadlineExceeded:
             self._counts["timeouts"] += 1
-            self._tell_late(name, prompt, samples)
+            self._warn_late(name, prompt, samples)
             return [None] * len(samples)
         except WorkerDied as error:
             if not error.killed:
                 raise _fault(name, str(error), prompt, samples) from error
             self._counts["killed"] += 1
-            self._tell_killed(error, name, prompt, samples)
+            self._warn_killed(error, name, prompt, samples)
             return [None] * len(samples)
         if answer.fault:
             raise _fault(name, answer.fault, prompt, samples)
@@ -158,13 +159,13 @@ class RewardPool:
     async def _worker(self) -> AsyncGenerator[WorkerProcess]:
         assert not self._closed, "the reward pool is closed"
         worker = self._idle.pop() if self._idle else None
-        if worker is not None and not worker.alive:  # somebody killed it while it had nothing to do
+        if worker is not None and not worker.alive:  # killed from outside while idle
             worker.kill()
             worker = None
         worker = worker or WorkerProcess(self._config.timeout_s, int((self._config.memory_gb or 0) * 2**30))
         try:
             yield worker
-        except BaseException:  # a late or cancelled call leaves its process in the middle of something
+        except BaseException:  # a late or cancelled call may still be running in its process
             worker.kill()
             raise
         self._idle.append(worker)
@@ -175,27 +176,27 @@ class RewardPool:
             reward = await self._remote(prompt, only_boxed(sample) if split_prefix(name)[0] else sample)
         except (TimeoutError, ServerFailed) as error:
             self._counts["remote_failures"] += 1
-            self._tell_failure(error)
+            self._warn_server_down(error)
             return None
-        if self._silent:
+        if self._server_down:
             self._warnings.append(f"the reward server {self._config.remote_url} answers again")
-            self._silent = False
+            self._server_down = False
         return reward
 
-    def _tell_late(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
-        """One message per reward, with its first late sample; ``reward/timeouts`` counts them all."""
-        if (name, "late") not in self._told:
-            self._told.add((name, "late"))
+    def _warn_late(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
+        """Warn once per reward, quoting its first late sample; ``reward/timeouts`` counts all."""
+        if (name, "late") not in self._warned:
+            self._warned.add((name, "late"))
             self._warnings.append(
                 f"reward {name!r} took longer than reward.timeout_s={self._config.timeout_s:g} for {_of(samples)} of prompt "
                 f"{prompt.prompt_id} ({prompt.dataset}): late samples {self._fallback()} (reward.fallback); "
                 "reward/timeouts counts such calls"
             )
 
-    def _tell_killed(self, error: WorkerDied, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
-        """One message per reward and signal; ``reward/killed`` counts them all."""
-        if (name, str(error)) not in self._told:
-            self._told.add((name, str(error)))
+    def _warn_killed(self, error: WorkerDied, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
+        """Warn once per reward and cause; ``reward/killed`` counts all."""
+        if (name, str(error)) not in self._warned:
+            self._warned.add((name, str(error)))
             self._warnings.append(
                 f"{self._death(error)}, as it ran reward {name!r} for {_of(samples)} of prompt {prompt.prompt_id} "
                 f"({prompt.dataset}): another takes its place, and such samples {self._fallback()} (reward.fallback); "
@@ -211,11 +212,11 @@ class RewardPool:
         value = self._config.fallback
         return "are left out of training" if value is None else f"count as {value:g}"
 
-    def _tell_failure(self, error: Exception) -> None:
-        """One message per outage, not one per sample."""
-        if self._silent:
+    def _warn_server_down(self, error: Exception) -> None:
+        """Warn once per outage, not once per sample."""
+        if self._server_down:
             return
-        self._silent = True
+        self._server_down = True
         self._warnings.append(
             f"the reward server {self._config.remote_url} does not score ({error}), with reward.remote_retries="
             f"{self._config.remote_retries} within reward.timeout_s={self._config.timeout_s:g}: its samples {self._fallback()} "
@@ -226,7 +227,7 @@ class RewardPool:
 async def _load(worker: WorkerProcess, name: str) -> bool:
     """Import the reward before its first call, outside the call's deadline, and return whether it takes groups.
 
-    Raises ``RewardError``, or ``WorkerDied`` where the process was killed.
+    Raises ``RewardError``, or ``WorkerDied`` if the process was killed.
     """
     if name in worker.loaded:
         return worker.loaded[name]
@@ -242,8 +243,8 @@ async def _load(worker: WorkerProcess, name: str) -> bool:
     return answer.groups
 
 
-def _unasked(sample: Sample) -> Sample:
-    """The sample with the reward that whoever made it gave it, 0 without one."""
+def _prescored(sample: Sample) -> Sample:
+    """Return the sample with the reward assigned by its generator, or 0 without one."""
     if sample.reward is None:
         return replace(sample, reward=Reward(0.0))
     try:
@@ -260,8 +261,8 @@ def _of(samples: Sequence[Sample]) -> str:
     return f"sample {samples[0].sample_id}" if len(samples) == 1 else f"the {len(samples)} samples"
 
 
-def _fault(name: str, what: str, prompt: Prompt, samples: Sequence[Sample]) -> RewardError:
+def _fault(name: str, problem: str, prompt: Prompt, samples: Sequence[Sample]) -> RewardError:
     return RewardError(
-        f"reward {name!r} {what}, for {_of(samples)} of prompt {prompt.prompt_id} ({prompt.dataset}); "
+        f"reward {name!r} {problem}, for {_of(samples)} of prompt {prompt.prompt_id} ({prompt.dataset}); "
         f"a reward must return a finite number for every sample: return 0.0 for an answer that cannot be scored"
     )

@@ -1,4 +1,4 @@
-"""One worker process as its parent sees it: started light, asked under a deadline, killed when it does not answer."""
+"""Worker process as seen by its parent: light start, requests under a deadline, kill if it does not answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXIT_S = 5.0
 
 
 class WorkerDied(Exception):
-    """The process ended in the middle of a call; ``killed``: not by itself. Never leaves this package."""
+    """The process ended during a call; ``killed``: from outside or by its memory limit. Internal to this package."""
 
     def __init__(self, message: str, *, killed: bool) -> None:
         super().__init__(message)
@@ -26,19 +26,19 @@ class WorkerDied(Exception):
 
 
 class WorkerProcess:
-    """A child that runs ``slime_like.reward.worker``.
+    """Child process that runs ``slime_like.reward.worker``.
 
-    A plain child with one pipe instead of multiprocessing's spawn: the main module of the parent (a Ray worker, a test
-    runner) is not imported again in it. It leads a process group of its own, so that a kill takes what a reward
-    started along, and Ctrl-C reaches only the driver.
+    A plain child with one pipe instead of multiprocessing's spawn, which would import the parent's main module (a Ray
+    worker, a test runner) again. It leads its own process group, so that a kill includes processes started by a reward, and
+    Ctrl-C reaches only the driver.
     """
 
     def __init__(self, call_seconds: float, memory_bytes: int) -> None:
-        """``memory_bytes`` is what the kernel lets the process have; 0: no limit."""
-        self.loaded: dict[str, bool] = {}  # reward -> whether it takes groups
-        ours, theirs = Pipe()
-        self._pipe = cast(Connection, ours)
-        fd = theirs.fileno()
+        """``memory_bytes``: memory limit enforced by the kernel; 0: no limit."""
+        self.loaded: dict[str, bool] = {}  # reward -> True if it takes groups
+        parent_end, child_end = Pipe()
+        self._pipe = cast(Connection, parent_end)
+        fd = child_end.fileno()
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
             "OMP_NUM_THREADS": "1",
@@ -51,7 +51,7 @@ class WorkerProcess:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        theirs.close()
+        child_end.close()
 
     @property
     def pid(self) -> int:
@@ -60,22 +60,22 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """True while the process runs."""
         return self._process.poll() is None
 
     async def ask(self, request: Load | ScoreRequest, deadline: Deadline) -> ScoreReply:
-        """The worker's answer. Raises ``DeadlineExceeded``, or ``WorkerDied`` with the exit code."""
+        """Send a request and return the answer. Raises ``DeadlineExceeded``, or ``WorkerDied`` with the exit code."""
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
         fd = self._pipe.fileno()
-        waits_for = f"reward {request.name!r} (process {self.pid})"
+        subject = f"reward {request.name!r} (process {self.pid})"
         loop.add_reader(fd, lambda: readable.done() or readable.set_result(None))
         try:
             self._pipe.send(request)
-            await asyncio.wait_for(readable, deadline.remaining(waits_for))
+            await asyncio.wait_for(readable, deadline.remaining(subject))
             return self._pipe.recv()
         except TimeoutError as error:
-            raise deadline.exceeded(waits_for) from error
+            raise deadline.exceeded(subject) from error
         except (EOFError, ConnectionError) as error:
             self.kill()
             raise self._death() from error
@@ -83,7 +83,7 @@ class WorkerProcess:
             loop.remove_reader(fd)
 
     def _death(self) -> WorkerDied:
-        """How the process ended, once it has."""
+        """Return an error that describes how the process ended."""
         code = self._process.returncode
         if code == OUT_OF_MEMORY:
             return WorkerDied("ran out of memory", killed=True)
@@ -92,14 +92,14 @@ class WorkerProcess:
         return WorkerDied(f"its process ended with exit code {code}", killed=False)
 
     def kill(self) -> None:
-        """End the process and all that it started, now."""
+        """Kill the process and all processes it started."""
         self._pipe.close()
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(EXIT_S)
 
     def close(self) -> None:
-        """Let an idle process end by itself; kill it when it does not."""
+        """Let an idle process exit; kill it if it does not."""
         self._pipe.close()
         try:
             self._process.wait(EXIT_S)

@@ -1,7 +1,7 @@
-"""Reward ``remote_rm``: a server scores. Bounded retries under one deadline; a dead server costs its samples, not the run.
+"""Reward ``remote_rm``: an HTTP server scores. Bounded retries under one deadline; a dead server costs samples, not the run.
 
-Posts what slime's rm_type ``remote_rm`` posts: ``{"prompt": ..., "response": ..., "label": ...}``. The server answers a
-number, or an object with ``score`` and, if it likes, ``acc`` (0 or 1).
+Posts the body of slime's rm_type ``remote_rm``: ``{"prompt": ..., "response": ..., "label": ...}``. The server returns a
+number, or an object with ``score`` and optionally ``acc`` (0 or 1).
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ from slime_like.reward.outage import Outage
 from slime_like.types import Prompt, Reward, Sample
 from slime_like.util.deadline import Deadline
 
-PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-LONGEST = 2**20  # bytes of an answer: a score, and what a server likes to say of it
-WRONG_ADDRESS = (301, 302, 307, 308, 401, 403, 404, 405)  # no retry will help, and no other sample
-BUSY = (408, 425, 429)  # of the 4xx, those that say: later
+PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+MAX_ANSWER_BYTES = 2**20  # a score, and optional fields that are ignored
+WRONG_ADDRESS = (301, 302, 307, 308, 401, 403, 404, 405)  # neither a retry nor another sample will succeed
+BUSY = (408, 425, 429)  # 4xx codes that permit a retry
 
-PLAIN = {"Accept-Encoding": "identity"}  # a few bytes need no compression, of which a few can become many
+PLAIN = {"Accept-Encoding": "identity"}  # no compression: a short body could expand to a large one
 EXPECTED = 'a reward server answers a finite number, or an object such as {"score": 0.5, "acc": 1}'
 
 
 class ServerFailed(Exception):
-    """The server did not score a sample: down, busy, late or unable to. Never leaves this package."""
+    """The server did not score a sample: down, busy, late or unable to. Internal to this package."""
 
 
 class _Transient(ServerFailed):
-    """Worth another request."""
+    """Failure that justifies a retry."""
 
 
 class RemoteReward:
-    """Client of ``reward.remote_url``; belongs to one event loop.
+    """Client of ``reward.remote_url``, bound to one event loop.
 
-    While the server is down a sample costs one request instead of a row of retries, until it answers again.
+    While the server is down, a sample costs one request without retries, until the server answers again.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._places = asyncio.Semaphore(config.remote_concurrency)
+        self._semaphore = asyncio.Semaphore(config.remote_concurrency)
         self._session: aiohttp.ClientSession | None = None
         self._down = False
-        self._outages: list[Outage] = []  # planted, the newest last
+        self._outages: list[Outage] = []  # injected, the newest last
         self.num_retries = 0
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Reward:
-        """The server's score.
+        """Return the server's score.
 
-        Raises ``ServerFailed`` when it has none within the retries, ``TimeoutError`` when ``reward.timeout_s`` passes,
-        ``RewardError`` when it cannot be a reward server for this run: wrong address, or an answer that is no score.
+        Raises ``ServerFailed`` without a score after the retries, ``TimeoutError`` after ``reward.timeout_s``, ``RewardError``
+        if the address is wrong or the answer is not a score.
         """
         body = {"prompt": prompt.text, "response": sample.text, "label": prompt.label}
-        async with self._places:
+        async with self._semaphore:
             attempts = AsyncRetrying(
                 stop=stop_after_attempt(1 if self._down else 1 + self._config.remote_retries),
-                wait=wait_random_exponential(PAUSE_S, LONGEST_PAUSE_S),
+                wait=wait_random_exponential(PAUSE_S, MAX_PAUSE_S),
                 retry=retry_if_exception_type(_Transient),
                 before_sleep=self._count,
                 reraise=True,
@@ -72,10 +72,10 @@ class RemoteReward:
                 async with asyncio.timeout(deadline.limit):
                     answer = await attempts(self._post, body)
             except TimeoutError as error:
-                self._lost_one()
+                self._count_unscored()
                 raise deadline.exceeded(f"reward server {self._config.remote_url}") from error
             except _Transient:
-                self._lost_one()
+                self._count_unscored()
                 raise
         self._down = False
         for outage in self._outages:
@@ -83,17 +83,17 @@ class RemoteReward:
         return self._reward(answer)
 
     def lose(self, seconds: float) -> None:
-        """From now on no request reaches the server, for so long."""
+        """Make the server unreachable for ``seconds``."""
         self._outages.append(Outage(seconds))
 
     def take_recoveries(self) -> tuple[Recovery, ...]:
-        """What became of planted outages so far; each is told until the server has answered again."""
-        found = tuple(told for outage in self._outages for told in outage.told())
+        """Return the records of injected outages; each is returned until it is over."""
+        recoveries = tuple(recovery for outage in self._outages for recovery in outage.recoveries())
         for outage in self._outages:
             if outage.over:
                 outage.end()
         self._outages = [outage for outage in self._outages if not outage.over]
-        return found
+        return recoveries
 
     async def close(self) -> None:
         """Close the connections."""
@@ -102,8 +102,8 @@ class RemoteReward:
         if self._session is not None:
             await self._session.close()
 
-    def _lost_one(self) -> None:
-        """A sample has no score."""
+    def _count_unscored(self) -> None:
+        """Record a sample without a score."""
         self._down = True
         for outage in self._outages[-1:]:
             outage.unscored += outage.lasts
@@ -127,18 +127,18 @@ class RemoteReward:
                 outage.refused(error)
             raise _Transient(f"{type(error).__name__}: {error}") from error
         if response.status == 200:
-            if len(content) > LONGEST:
-                raise RewardError(f"reward.remote_url={url} answers more than {LONGEST} bytes; {EXPECTED}")
+            if len(content) > MAX_ANSWER_BYTES:
+                raise RewardError(f"reward.remote_url={url} answers more than {MAX_ANSWER_BYTES} bytes; {EXPECTED}")
             return content
-        said = f"HTTP {response.status}: {content[:200].decode(errors='replace').strip() or response.reason}"
+        reply = f"HTTP {response.status}: {content[:200].decode(errors='replace').strip() or response.reason}"
         if response.status in WRONG_ADDRESS:
-            raise RewardError(f"reward.remote_url={url} answers {said}; give the address that takes POST requests")
-        raise (_Transient if response.status >= 500 or response.status in BUSY else ServerFailed)(said)
+            raise RewardError(f"reward.remote_url={url} answers {reply}; give the address that takes POST requests")
+        raise (_Transient if response.status >= 500 or response.status in BUSY else ServerFailed)(reply)
 
     def _reward(self, content: bytes) -> Reward:
         try:
-            found: Any = json.loads(content)
-            fields: dict[str, Any] = found if isinstance(found, dict) else {"score": found}
+            parsed: Any = json.loads(content)
+            fields: dict[str, Any] = parsed if isinstance(parsed, dict) else {"score": parsed}
             return checked(fields["score"], fields.get("acc"))
         except (ValueError, KeyError, RecursionError) as error:
             raise RewardError(
@@ -148,10 +148,10 @@ class RemoteReward:
 
 
 async def _read(stream: aiohttp.StreamReader) -> bytes:
-    """Read an answer, but no more of it than shows that it is too long."""
-    found = bytearray()
+    """Read an answer up to the first piece beyond ``MAX_ANSWER_BYTES``."""
+    content = bytearray()
     async for piece in stream.iter_any():
-        found += piece
-        if len(found) > LONGEST:
+        content += piece
+        if len(content) > MAX_ANSWER_BYTES:
             break
-    return bytes(found)
+    return bytes(content)

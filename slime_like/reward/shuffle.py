@@ -11,9 +11,9 @@ from slime_like.types import SampleGroup
 
 
 def shuffle_rewards(groups: Sequence[SampleGroup], seed: int) -> list[SampleGroup]:
-    """New groups in which the rewards of all scored samples are permuted across the whole batch.
+    """Return new groups in which the rewards of all scored samples are permuted across the batch.
 
-    The multiset of rewards stays, so means and histograms look the same; only their owners change.
+    The multiset of rewards is unchanged, so means and histograms look the same.
     """
     rewards = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
     order = iter(np.random.default_rng(seed).permutation(len(rewards)).tolist())

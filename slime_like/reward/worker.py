@@ -1,7 +1,7 @@
-"""A process that runs reward functions, one call at a time: ``python -m slime_like.reward.worker <fd> <seconds> <bytes>``.
+"""Worker process that runs reward functions, one call at a time: ``python -m slime_like.reward.worker <fd> <seconds> <bytes>``.
 
-Its parent holds the other end of the pipe. Imports stay light: whatever a reward needs it brings itself. The kernel limits
-its memory, and that of each process it starts, to ``bytes``, and the CPU time of each call.
+Its parent has the other end of the pipe. Imports are minimal: a reward imports its own dependencies. The kernel limits
+its memory and that of each process it starts to ``bytes``, and the CPU time of each call.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from slime_like.util.deadline import scale
 from slime_like.util.printed import record_streams, recorded
 from slime_like.util.user_code import describe
 
-LOAD_S = 120.0  # longest time the imports of a reward may take, once per process
-OUT_OF_MEMORY = 86  # exit code of a process that ``reward.memory_gb`` refused memory
-GRACE_S = 5.0  # after its deadline a call ends its own process, in case the parent is gone
+LOAD_S = 120.0  # limit of a reward's imports, once per process
+OUT_OF_MEMORY = 86  # exit code of a process that exceeded ``reward.memory_gb``
+GRACE_S = 5.0  # delay after the deadline until a call ends its own process, if the parent has ended
 
 _load = lru_cache(load_reward)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Import a reward."""
+    """Request to import a reward."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Score one sample or, where the reward takes groups, all samples of a prompt."""
+    """Request to score one sample or, if the reward takes groups, all samples of a prompt."""
 
     name: str
     prompt: Prompt
@@ -51,7 +51,10 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScoreReply:
-    """``rewards`` of a ``ScoreRequest``, one per sample; of a ``Load``, whether it takes groups. ``fault``: what went wrong instead."""
+    """Reply to a ``ScoreRequest`` (``rewards``, one per sample) or to a ``Load`` (``groups``: the reward takes groups).
+
+    ``fault`` describes an error instead.
+    """
 
     rewards: tuple[Reward, ...] = ()
     groups: bool = False
@@ -59,35 +62,35 @@ class ScoreReply:
 
 
 def to_reward(value: object) -> Reward:
-    """Return what a reward function returned as a ``Reward``. Raises ``ValueError`` unless ``checked`` takes it."""
+    """Convert the return value of a reward function. Raises ``ValueError`` unless ``checked`` accepts it."""
     try:
         return checked(value.score, value.accuracy) if isinstance(value, Reward) else checked(value)
     except ValueError as error:
         raise ValueError(f"returned {error}") from error
 
 
-def to_rewards(value: object, wanted: int) -> tuple[Reward, ...]:
-    """What a reward of groups returned. Raises ``ValueError`` unless it is one finite number per sample."""
+def to_rewards(value: object, num_samples: int) -> tuple[Reward, ...]:
+    """Convert the return value of a group reward. Raises ``ValueError`` unless it is one finite number per sample."""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ValueError(f"returned {value!r:.80} ({type(value).__name__}), not a list of {wanted} rewards")
-    found = cast("Sequence[object]", value)
-    if len(found) != wanted:
-        raise ValueError(f"returned {len(found)} rewards for {wanted} samples")
-    return tuple(map(to_reward, found))
+        raise ValueError(f"returned {value!r:.80} ({type(value).__name__}), not a list of {num_samples} rewards")
+    values = cast("Sequence[object]", value)
+    if len(values) != num_samples:
+        raise ValueError(f"returned {len(values)} rewards for {num_samples} samples")
+    return tuple(map(to_reward, values))
 
 
 def answer(request: Load | ScoreRequest) -> ScoreReply:
-    """Load or call the reward; an error of its own becomes a fault with its line and the end of its output.
+    """Load or call the reward; its error is returned as a fault with the source line and the end of its output.
 
-    A process that got no more memory ends: what the reward holds cannot be taken back.
+    A process that runs out of memory exits: memory held by the reward cannot be reclaimed.
     """
     with recorded() as output:
-        found = _answer(request)
-    return replace(found, fault=found.fault + output.clause()) if found.fault else found
+        reply = _answer(request)
+    return replace(reply, fault=reply.fault + output.clause()) if reply.fault else reply
 
 
 def _answer(request: Load | ScoreRequest) -> ScoreReply:
-    # A fault boundary: code of the user runs inside, and the run ends with what it raised.
+    # Fault boundary around user code: its error ends the run.
     try:
         function: Any = _load("reward", request.name)
         groups = takes_groups(function)
@@ -106,14 +109,14 @@ def _answer(request: Load | ScoreRequest) -> ScoreReply:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Limit the private memory of this process and of each that it starts; 0: no limit. It writes no core file either."""
+    """Limit the private memory of this process and of each process it starts (0: no limit), and disable core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if num_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let this process, and each that it starts from now on, compute for ``seconds`` on every core; then SIGXCPU ends it."""
+    """Limit the CPU time of this process and its children to ``seconds`` on every core; then SIGXCPU ends it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(used.ru_utime + used.ru_stime + seconds * (os.cpu_count() or 1)) + 1

@@ -1,4 +1,4 @@
-"""Split transport: each pipeline stage's sender and all engine ranks share a process group; buckets are broadcast."""
+"""Split transport: the sender of each pipeline stage and all engine ranks share a process group; buckets are broadcast."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from slime_like.util.deadline import scale
 from slime_like.util.ports import Meeting, meeting_at
 from slime_like.weights.stream import meta_of
 
-LEAVE_S = 10.0  # for an engine to leave a group; one that is gone never does
+LEAVE_S = 10.0  # limit for an engine to leave a group; a dead one never does
 POLL_S = 0.02
 
 
 class BroadcastSender:
-    """Broadcasts what this rank holds; engines join the group once, at the first push."""
+    """Broadcasts this rank's tensors; engines join the group once, at the first push."""
 
     def __init__(
         self, receivers: Sequence[WeightReceiver], *, transport: TransportSpec, group_name: str, host: str
@@ -35,12 +35,12 @@ class BroadcastSender:
         self._transport = transport
         self._name = group_name
         self._host = host
-        self._store: dist.Store | None = None  # all ranks meet at it, and it must outlive the group
+        self._store: dist.Store | None = None  # rendezvous of all ranks; must outlive the group
         self._group: dist.ProcessGroup | None = None
-        self._pending: set[asyncio.Task[None]] = set()  # of a bucket that did not arrive everywhere
+        self._pending: set[asyncio.Task[None]] = set()  # calls of a bucket that failed on some engine
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets of ``source``, in order; returns what was sent. Every rank of a stage must call this."""
+        """Send all buckets of ``source``, in order; return the tensors sent. Every rank of a stage must call this."""
         sent: list[TensorMeta] = []
         buckets = source.buckets(self._transport.max_bytes)
         try:
@@ -65,7 +65,7 @@ class BroadcastSender:
         done, self._pending = await asyncio.wait([*requests, broadcast], return_when=asyncio.FIRST_EXCEPTION)
         for task in sorted(
             done, key=lambda task: task is broadcast
-        ):  # an engine's own words before a broken connection's
+        ):  # an engine's error before that of a broken connection
             task.result()
         assert not self._pending, "asyncio.wait returns early only with an exception, which is raised above"
         return metas
@@ -75,55 +75,61 @@ class BroadcastSender:
         keep_to_interface(self._host)
         return await self._meet(meeting_at(self._host))
 
-    async def _meet(self, place: Meeting) -> dist.ProcessGroup:
-        """Raises ``EngineLost`` as soon as one of them is; those that wait for it are let go by the end of the store."""
+    async def _meet(self, meeting: Meeting) -> dist.ProcessGroup:
+        """Create the group with all engines.
+
+        Raises ``EngineLost`` as soon as an engine is lost; the others, which wait for it, are released when the store ends.
+        """
         world = 1 + sum(receiver.tp for receiver in self._receivers)
         timeout = datetime.timedelta(seconds=self._transport.deadline_s)
-        self._store = join_store(place, world, is_master=True, timeout=timeout)
+        self._store = join_store(meeting, world, is_master=True, timeout=timeout)
         offsets = [1 + sum(r.tp for r in self._receivers[:i]) for i in range(len(self._receivers))]
         joins = [
             asyncio.create_task(
                 receiver.init_broadcast_group(
-                    place.host, place.port, offset, world, self._name, self._transport.backend
+                    meeting.host, meeting.port, offset, world, self._name, self._transport.backend
                 )
             )
             for receiver, offset in zip(self._receivers, offsets, strict=True)
         ]
-        made = asyncio.create_task(asyncio.to_thread(self._make_group, place, world))
-        both: list[asyncio.Task[Any]] = [*joins, made]
+        group_task = asyncio.create_task(asyncio.to_thread(self._make_group, meeting, world))
+        tasks: list[asyncio.Task[Any]] = [*joins, group_task]
         try:
-            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
         except BaseException:
-            await self._part(joins, made)
+            await self._release(joins, group_task)
             raise
-        return made.result()
+        return group_task.result()
 
-    async def _part(self, joins: Sequence[asyncio.Task[None]], made: asyncio.Task[Any]) -> None:
-        """Let those go who wait at the store for one that never comes: its end does it, but only for who is there by then."""
+    async def _release(self, joins: Sequence[asyncio.Task[None]], group_task: asyncio.Task[Any]) -> None:
+        """Release ranks that wait at the store for a lost engine.
+
+        The end of the store does so, but only for ranks that have connected: wait for those first.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S * scale()):
-                while self._store is not None and self._store.num_keys() < self._awaited(joins):
+                while self._store is not None and self._store.num_keys() < self._expected_keys(joins):
                     await asyncio.sleep(POLL_S)
         self._store = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S * scale()):
-                await asyncio.gather(*joins, made, return_exceptions=True)
+                await asyncio.gather(*joins, group_task, return_exceptions=True)
 
-    def _awaited(self, joins: Sequence[asyncio.Task[None]]) -> int:
-        """Keys of the store when this rank and all of the engines that live have come: one of each, and one of all."""
+    def _expected_keys(self, joins: Sequence[asyncio.Task[None]]) -> int:
+        """Return the number of store keys once this rank and all live engines have connected: one per rank, one shared."""
         living = [receiver.tp for receiver, join in zip(self._receivers, joins, strict=True) if not join.done()]
         return 2 + sum(living)
 
-    def _make_group(self, place: Meeting, world: int) -> dist.ProcessGroup:
-        """A group outside the trainer's world: torch has no public call for it, SGLang's side uses this same helper.
+    def _make_group(self, meeting: Meeting, world: int) -> dist.ProcessGroup:
+        """Create a group outside the trainer's world. torch has no public function for it; SGLang uses this same helper.
 
-        Goes when torch offers a public way to make a process group with its own store beside the default one.
+        Can go when torch offers a public way to make a process group with its own store next to the default one.
         """
         timeout = datetime.timedelta(seconds=self._transport.deadline_s)
-        # A connection of its own, not the server that the others meet at: this thread would keep that alive.
-        store: Any = join_store(place, world, is_master=False, timeout=timeout)
+        # A separate client, not the server of the rendezvous: this thread would keep the server alive.
+        store: Any = join_store(meeting, world, is_master=False, timeout=timeout)
         helper: Any = distributed_c10d._new_process_group_helper
         prefixed = dist.PrefixStore(self._name, store)
         group, _ = helper(world, 0, [], self._transport.backend, prefixed, group_name=self._name, timeout=timeout)
@@ -132,9 +138,9 @@ class BroadcastSender:
         return group
 
     async def close(self) -> None:
-        """Leave the group, so that the engines can join another; connections too.
+        """Leave the group, so that the engines can join another, and close the connections.
 
-        First this rank: an engine that waits in a broadcast for what will never come is let go by that.
+        This rank leaves first, which releases an engine that waits in a broadcast that will never complete.
         """
         if self._group is not None:
             group, self._group, self._store = self._group, None, None
@@ -148,7 +154,7 @@ class BroadcastSender:
 
 
 def _broadcast(group: dist.ProcessGroup, bucket: Bucket) -> None:
-    """Send every tensor of a bucket from rank 0 of ``group``, all in flight at once."""
+    """Broadcast every tensor of a bucket from rank 0 of ``group``, all in flight concurrently."""
     try:
         works = [
             dist.broadcast(tensor.detach().contiguous(), group=group, group_src=0, async_op=True)

@@ -1,4 +1,4 @@
-"""Groups a stream of named tensors by bytes, so that the peak of a push is one bucket."""
+"""Grouping of a stream of named tensors by bytes, so that the peak memory of a push is one bucket."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 def buckets(stream: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Buckets in the stream's order; a tensor larger than ``max_bytes`` travels alone.
+    """Yield buckets in the stream's order; a tensor larger than ``max_bytes`` gets its own bucket.
 
     Example: tensors of 6, 6 and 20 bytes with ``max_bytes=12`` give buckets of 12 and 20 bytes.
     """
-    held: list[tuple[str, Tensor]] = []
-    held_bytes = 0
+    tensors: list[tuple[str, Tensor]] = []
+    num_bytes = 0
     for name, tensor in stream:
         size = tensor.numel() * tensor.element_size()
-        if held and held_bytes + size > max_bytes:
-            yield Bucket(tuple(held))
-            held, held_bytes = [], 0
-        held.append((name, tensor))
-        held_bytes += size
-    if held:
-        yield Bucket(tuple(held))
+        if tensors and num_bytes + size > max_bytes:
+            yield Bucket(tuple(tensors))
+            tensors, num_bytes = [], 0
+        tensors.append((name, tensor))
+        num_bytes += size
+    if tensors:
+        yield Bucket(tuple(tensors))

@@ -1,4 +1,4 @@
-"""What a push must carry: every tensor of the HF checkpoint once, in the shape the checkpoint has."""
+"""Manifest of a push: every tensor of the HF checkpoint once, in the checkpoint's shape."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from slime_like.interfaces import TensorMeta
 
 
 def merge(stages: Sequence[Iterable[TensorMeta]]) -> dict[str, TensorMeta]:
-    """The manifests of all pipeline stages as one.
+    """Merge the manifests of all pipeline stages.
 
-    Raises ``WeightSyncError`` when two stages would send the same tensor (tied embeddings travel once).
+    Raises ``WeightSyncError`` if two stages would send the same tensor (tied embeddings are sent once).
     """
     metas = [meta for stage in stages for meta in stage]
-    twice = sorted(name for name, count in Counter(meta.name for meta in metas).items() if count > 1)
-    if twice:
+    duplicates = sorted(name for name, count in Counter(meta.name for meta in metas).items() if count > 1)
+    if duplicates:
         raise WeightSyncError(
-            f"two pipeline stages would send {', '.join(twice[:3])} ({len(twice)} in all): each tensor has one owner"
+            f"two pipeline stages would send {', '.join(duplicates[:3])} ({len(duplicates)} in all): each tensor has one owner"
         )
     return {meta.name: meta for meta in metas}
 
 
 def check(version: int, manifest: dict[str, TensorMeta], sent: Iterable[TensorMeta]) -> None:
-    """Raise ``WeightSyncError`` unless what was sent is exactly what the manifest announced."""
-    seen = Counter(meta for meta in sent)
+    """Raise ``WeightSyncError`` unless the tensors sent are exactly those of the manifest."""
+    received = Counter(meta for meta in sent)
     expected = Counter(manifest.values())
-    missing = sorted(meta.name for meta in expected - seen)
-    foreign = sorted(meta.name for meta in seen - expected)
+    missing = sorted(meta.name for meta in expected - received)
+    foreign = sorted(meta.name for meta in received - expected)
     if missing or foreign:
         raise WeightSyncError(
             f"push of version {version} is not whole: {len(missing)} tensors missing ({', '.join(missing[:3])}), "

@@ -1,7 +1,7 @@
-"""Tensors between two processes of one machine: memory without a name in any file system, described by a small message.
+"""Shared tensors between two processes of one machine: memory without a file name, described by a small message.
 
-The sender writes into a memfd, which is gone with its last user however that one ends, and which only processes of the
-same user can open (through ``/proc/<pid>/fd``). A receiver takes nothing but a memfd of its own user that can no longer
+The sender writes into a memfd, which is freed with its last user, however that process ends, and which only processes of
+the same user can open (through ``/proc/<pid>/fd``). A receiver accepts only a memfd of its own user that can no longer
 shrink, and builds tensors from names, dtypes and shapes alone: nothing is unpickled.
 """
 
@@ -43,19 +43,19 @@ DTYPES = {
 
 
 class Region:
-    """Memory that buckets are written into, one at a time; it grows with them and is used again."""
+    """Reusable memory into which buckets are written, one at a time; it grows to the largest bucket."""
 
     def __init__(self) -> None:
         self._fd = -1
         self._bytes: Tensor | None = None
 
     def write(self, bucket: Bucket) -> bytes:
-        """Copy a bucket's tensors; returns the message that ``received`` reads. Valid until the next call.
+        """Copy a bucket's tensors; return the message for ``received``. Valid until the next call.
 
-        Raises ``WeightSyncError`` on a dtype that no engine is sent.
+        Raises ``WeightSyncError`` on an unsupported dtype.
         """
         offsets, size = _offsets([tensor.numel() * tensor.element_size() for _, tensor in bucket.tensors])
-        memory = self._room(size)
+        memory = self._memory_of(size)
         entries: list[Any] = []
         for (name, tensor), offset in zip(bucket.tensors, offsets, strict=True):
             meta = meta_of(name, tensor)
@@ -66,12 +66,12 @@ class Region:
         return MAGIC + json.dumps({"pid": os.getpid(), "fd": self._fd, "tensors": entries}).encode()
 
     def close(self) -> None:
-        """Give the memory back; receivers that have it open keep it until they are done."""
+        """Release the memory; receivers that have it open keep it until they are done."""
         if self._bytes is not None:
             os.close(self._fd)
             self._bytes, self._fd = None, -1
 
-    def _room(self, size: int) -> Tensor:
+    def _memory_of(self, size: int) -> Tensor:
         if self._bytes is None or len(self._bytes) < size:
             self.close()
             self._fd = os.memfd_create("slime_like-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -82,29 +82,29 @@ class Region:
 
 
 def is_message(payload: bytes) -> bool:
-    """Whether ``payload`` is what ``Region.write`` returned."""
+    """Return whether ``payload`` is a message of ``Region.write``."""
     return payload.startswith(MAGIC)
 
 
 @contextmanager
 def received(payload: bytes) -> Generator[list[tuple[str, Tensor]]]:
-    """The tensors a sender on this machine described, in its memory: copy them before the block ends.
+    """Yield the tensors that a sender on this machine described, in its memory: copy them before the block ends.
 
-    Raises ``WeightSyncError`` where the memory is not what the message says, or a tensor is still in use at the end.
+    Raises ``WeightSyncError`` if the memory does not match the message, or a tensor is still in use at the end.
     """
     memory = None
     try:
-        found: Any = json.loads(payload[len(MAGIC) :])
-        memory = _open(int(found["pid"]), int(found["fd"]))
-        whole = _as_tensor(memory)
-        tensors = [(str(name), _tensor(whole, *rest)) for name, *rest in found["tensors"]]
+        message: Any = json.loads(payload[len(MAGIC) :])
+        memory = _open(int(message["pid"]), int(message["fd"]))
+        data = _as_tensor(memory)
+        tensors = [(str(name), _tensor(data, *layout)) for name, *layout in message["tensors"]]
     except (KeyError, TypeError, ValueError) as error:
         raise WeightSyncError(f"a message about shared tensors is garbled: {error}") from error
     yield tensors
     tensors.clear()
-    del whole
+    del data
     try:
-        memory.close()  # refused while a tensor lies in it
+        memory.close()  # fails while a tensor refers to it
     except BufferError as error:
         raise WeightSyncError("a parameter of the engine was not copied but points into the sender's memory") from error
 
@@ -122,13 +122,13 @@ def _open(pid: int, fd: int) -> mmap.mmap:
         state = os.fstat(opened)
         if not (stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and _cannot_shrink(opened)):
             raise WeightSyncError(f"{path} is not sealed memory of this user")
-        return mmap.mmap(opened, state.st_size, access=mmap.ACCESS_COPY)  # what is written here stays here
+        return mmap.mmap(opened, state.st_size, access=mmap.ACCESS_COPY)  # writes are private to this process
     finally:
         os.close(opened)
 
 
 def _cannot_shrink(fd: int) -> bool:
-    """Memory that shrank while it is read would end the reader by SIGBUS."""
+    """Return whether the memory is sealed against shrinking, which would end a reader by SIGBUS."""
     try:
         return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:  # not a memfd
@@ -136,12 +136,12 @@ def _cannot_shrink(fd: int) -> bool:
 
 
 def _as_tensor(memory: mmap.mmap) -> Tensor:
-    """Uint8; while it or a view of it lives, the mapping cannot be closed."""
+    """Return a uint8 tensor over the mapping, which cannot be closed while the tensor or a view of it lives."""
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
 
 def _tensor(memory: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tensor:
-    """A view of ``memory``; refused where it would reach beyond."""
+    """Return a view of ``memory``. Raises ``ValueError`` if it would exceed the memory."""
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if min(shape, default=0) < 0 or offset < 0 or offset + size > len(memory):
         raise ValueError(f"{dtype} {list(shape)} at {offset} of {len(memory)} bytes")
@@ -149,7 +149,7 @@ def _tensor(memory: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Te
 
 
 def _offsets(sizes: list[int]) -> tuple[list[int], int]:
-    """Where tensors of these bytes lie, and the end of the last."""
+    """Return the aligned offsets of tensors of these sizes in bytes, and the end of the last."""
     offsets: list[int] = []
     end = 0
     for size in sizes:

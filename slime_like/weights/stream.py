@@ -1,4 +1,4 @@
-"""Small facts about tensors on their way to an engine."""
+"""Metadata of tensors sent to an engine."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 
 
 def meta_of(name: str, tensor: Tensor) -> TensorMeta:
-    """Name, shape and dtype of one tensor."""
+    """Return name, shape and dtype of one tensor."""
     return TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

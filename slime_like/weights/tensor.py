@@ -1,4 +1,4 @@
-"""Colocated transport: buckets go to an engine of this machine through shared memory, to others in a request's body."""
+"""Colocated transport: buckets go to engines of this machine through shared memory, to others in a request body."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from slime_like.weights.stream import meta_of
 
 
 class TensorSender:
-    """Sends what this rank holds to every engine, one bucket on its way while the next is gathered.
+    """Sends this rank's tensors to every engine; one bucket is in flight while the next is gathered.
 
-    An engine on this machine copies from shared memory (``shared``). One elsewhere gets a plain pickle of
-    ``[(name, host tensor)]``: the only form SGLang's allow-listed unpickler takes from a process outside the engine's
-    own tree. Every tensor-parallel rank of an engine takes its slices.
+    An engine on this machine copies from shared memory (``shared``). One on another machine gets a plain pickle of
+    ``[(name, host tensor)]``: the only form that SGLang's allow-listed unpickler accepts from a process outside the engine's
+    process tree. Every tensor-parallel rank of an engine takes its slices.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class TensorSender:
         self._regions = Region(), Region()  # one is read while the other is written
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets of ``source``, in order; returns what was sent. Every rank of a stage must call this."""
+        """Send all buckets of ``source``, in order; return the tensors sent. Every rank of a stage must call this."""
         sent: list[TensorMeta] = []
         buckets = source.buckets(self._max_bytes)
         try:
@@ -46,7 +46,7 @@ class TensorSender:
         return sent
 
     async def _send(self, buckets: Iterator[Bucket], sent: list[TensorMeta]) -> None:
-        """``sent`` receives what was sent."""
+        """Send the buckets and append their tensors to ``sent``."""
         in_flight: list[asyncio.Task[None]] = []
         regions = cycle(self._regions)
         try:
@@ -61,24 +61,24 @@ class TensorSender:
                 await asyncio.sleep(0)
                 sent += [meta_of(name, tensor) for name, tensor in bucket.tensors]
             await asyncio.gather(*in_flight)
-        finally:  # what an engine is still reading must not be given to another use
+        finally:  # memory that an engine still reads must not be reused
             await asyncio.gather(*in_flight, return_exceptions=True)
 
     async def close(self) -> None:
-        """Give the shared memory back, and close the connections."""
+        """Release the shared memory and close the connections."""
         for region in self._regions:
             region.close()
         await asyncio.gather(*(receiver.close() for receiver in (*self._near, *self._far)))
 
     def _messages(self, bucket: Bucket, region: Region) -> list[tuple[Sequence[WeightReceiver], bytes]]:
-        """What which engines are told about ``bucket``."""
+        """Return (engines, message) pairs for ``bucket``."""
         near = [(self._near, region.write(bucket))] if self._near else []
         far = [(self._far, serialize(bucket))] if self._far else []
         return [*near, *far]
 
 
 def serialize(bucket: Bucket) -> bytes:
-    """A bucket as bytes: host copies, each with a storage of its own so that no view drags its base along."""
+    """Return a bucket as bytes: host copies, each with its own storage, so that a view does not include its base."""
     _name_storage_loader()
     host = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in bucket.tensors]
     return pickle.dumps(host, protocol=pickle.HIGHEST_PROTOCOL)
@@ -87,8 +87,8 @@ def serialize(bucket: Bucket) -> bytes:
 def _name_storage_loader() -> None:
     """Make pickles name torch's storage loader as torch does.
 
-    megatron.core.safe_globals puts a function of its own in that place, under a name that SGLang's unpickler rightly
-    refuses. The function stays; only the name written into a pickle is torch's. Goes when megatron-core leaves
+    megatron.core.safe_globals replaces it by another function, whose name SGLang's unpickler rightly refuses. The
+    function is unchanged; only the name written into a pickle is torch's. Can go when megatron-core leaves
     ``torch.storage._load_from_bytes`` alone.
     """
     loader: Any = torch.storage._load_from_bytes

@@ -65,7 +65,7 @@ def test_a_wrong_answer_gets_a_second_try(engine: Engine, models: Models, tmp_pa
     stops = tuple(range(1, 500, 4))
     often = replace(short, sampling=replace(short.sampling, stop_token_ids=stops))
     tried = engine.run(second_try.generate(prompt, engine.client, [1, 2], often))
-    assert all(s.num_turns == second_try.MOST_TURNS and s.status is Status.COMPLETED for s in tried)
+    assert all(s.num_turns == second_try.MAX_TURNS and s.status is Status.COMPLETED for s in tried)
     feedback = tokenize(tokenizer, [second_try.WRONG])[0]
     for sample in tried:
         told = [sample.token_ids[s.start : s.stop] for s in sample.spans if s.source is Source.TOOL]
@@ -75,4 +75,4 @@ def test_a_wrong_answer_gets_a_second_try(engine: Engine, models: Models, tmp_pa
     known = Prompt(0, prompt.token_ids, "", right, None)
     (won,) = engine.run(second_try.generate(known, engine.client, [1], often))
     assert won.reward is not None and won.reward.accuracy == 1.0
-    assert won.reward.score == second_try.WORTH ** (won.num_turns - 1)
+    assert won.reward.score == second_try.DISCOUNT ** (won.num_turns - 1)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.examples.arithmetic import MOST_CHARACTERS, calculate
+from slime_like.examples.arithmetic import MAX_CHARACTERS, calculate
 
 NUMBERS = st.integers(0, 9999).map(str)
 SUMS = st.recursive(
@@ -72,7 +72,7 @@ def test_fractions_and_leading_zeros(text: str, value: str) -> None:
         ("(" * 50 + "1" + ")" * 50, "deep"),
         ("9" * 40, "too large"),
         ("*".join(["99999999"] * 5), "too large"),
-        ("1+" * MOST_CHARACTERS + "1", "characters"),
+        ("1+" * MAX_CHARACTERS + "1", "characters"),
         ("__import__('os')", "no number or sign"),
         ("٣+٤", "no number or sign"),
     ],

@@ -64,10 +64,10 @@ def test_a_warm_start_made_by_hand_is_taken_for_ours(tmp_path: Path) -> None:
     folder = tmp_path / "quickstart_sft"
     folder.mkdir()
     (folder / "config.yaml").write_text("run:\n  prepare: slime_like.quickstart.prepare:prepare\n")
-    prepare_module._check_ours("model.hf_checkpoint", folder)
+    prepare_module._check_owned("model.hf_checkpoint", folder)
     (folder / "config.yaml").write_text("run:\n  prepare: null\n")
     with pytest.raises(ConfigError, match="did not make"):
-        prepare_module._check_ours("model.hf_checkpoint", folder)
+        prepare_module._check_owned("model.hf_checkpoint", folder)
 
 
 def test_what_a_removal_that_was_cut_short_leaves_is_still_ours(
@@ -82,7 +82,7 @@ def test_what_a_removal_that_was_cut_short_leaves_is_still_ours(
     monkeypatch.setattr(prepare_module.shutil, "rmtree", cut_short)
     with pytest.raises(KeyboardInterrupt):
         prepare_module._empty(tmp_path)
-    prepare_module._check_ours("model.hf_checkpoint", tmp_path)
+    prepare_module._check_owned("model.hf_checkpoint", tmp_path)
     monkeypatch.undo()
     prepare_module._empty(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [prepare_module.STAMP]
