@@ -1,4 +1,4 @@
-"""Agents as users have them: a stock client, and no idea that they are recorded."""
+"""Agents as users have them: a stock client that does not know it is recorded."""
 
 from __future__ import annotations
 
@@ -143,4 +143,4 @@ def blocks(base_url: str, api_key: str, prompt: Any, metadata: Mapping[str, Any]
 
 
 async def two_arguments(base_url: str, api_key: str) -> None:
-    """Of another shape."""
+    """Agent with a wrong signature."""

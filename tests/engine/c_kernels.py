@@ -21,7 +21,7 @@ def C() -> CKernels:
 
 
 def has_products() -> bool:
-    """Whether this CPU has what they are written for, and a compiler that works."""
+    """Return whether this CPU supports the kernels and a compiler works."""
     try:
         return HAS_COMPILER and C().has_products
     except (build.BuildError, OSError):  # test_cpu_build.py says so

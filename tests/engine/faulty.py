@@ -1,4 +1,4 @@
-"""A rollout manager on two real engines that can be hurt at a given answer."""
+"""A rollout manager on two real engines, with faults injected at a given answer."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class Pair:
         return manager
 
     def stop_managers(self) -> None:
-        """Those of a test that failed would restart engines under the next test's, and a stopped one would stay so."""
+        """Stop all managers: those of a failed test would restart engines under the next test."""
         for supervisor in self.supervisors:
             with contextlib.suppress(ProcessLookupError):
                 supervisor.hurt(signal.SIGCONT)

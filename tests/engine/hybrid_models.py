@@ -74,7 +74,7 @@ WITH_VISION = "qwen3_5_moe"
 
 
 def config(family: str) -> Any:
-    """Of a text model, or of a vision model around one."""
+    """Return the config of a text model, or of a vision model around one."""
     from transformers import AutoConfig
 
     if family != WITH_VISION:

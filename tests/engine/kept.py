@@ -1,4 +1,4 @@
-"""An engine that somebody else started, and that is not started again."""
+"""An engine started by another component, which cannot be restarted."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_a_head_that_is_too_large_is_left_out_and_the_layers_packed_all_the_same
     seed=st.integers(0, 99),
 )
 def test_products_in_c(rows: int, depth: int, columns: int, dtype: torch.dtype, has_bias: bool, seed: int) -> None:
-    """Of any shape: what float64 says, within the rounding of sums in float32 and of the result."""
+    """Results match float64 within the rounding of float32 sums and of the result, for any shape."""
     depth *= 2 if dtype is torch.bfloat16 else 1
     random = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(n, depth, generator=random).to(dtype) for n in (rows, columns))

@@ -31,7 +31,7 @@ SCALE, EPS = 0.2, 1e-6
 
 
 class Model:
-    """What ``DecodeStep`` reads of SGLang's: with norms of heads, or with a bias everywhere."""
+    """Attributes of an SGLang model that ``DecodeStep`` reads: with norms of heads, or with biases."""
 
     def __init__(self, dtype: torch.dtype, heads: tuple[int, int, int], width: int, biased: bool) -> None:
         count, kv_count, dim = heads

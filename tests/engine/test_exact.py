@@ -29,7 +29,7 @@ def engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the engine said of one model at one temperature: the same sequences, come to in different ways."""
+    """Scores by the engine for one model and temperature: the same sequences, computed in different ways."""
 
     question: Question
     sampled: list[tuple[int, F32]]  # per sequence: where its response starts, and the response's log-probabilities

@@ -1,4 +1,4 @@
-"""What an engine answers, against transformers on the same weights."""
+"""Answers of an engine, compared with transformers on the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in for SGLang's Triton kernels of hybrid models, against its definition in float64. No engine, no SGLang."""
+"""Replacements of SGLang's Triton kernels of hybrid models, compared with their definition in float64. No engine, no SGLang."""
 
 from __future__ import annotations
 

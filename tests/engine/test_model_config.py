@@ -1,4 +1,4 @@
-"""What an engine is told beside config.json, read from files alone."""
+"""Config overrides for an engine, computed from files alone."""
 
 from __future__ import annotations
 

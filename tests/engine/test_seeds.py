@@ -68,7 +68,7 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_among_others(
 
 def test_what_a_request_asks_for_holds_beside_others(models: Models, together: dict[str, dict[str, Any]]) -> None:
     def shares(kind: str) -> np.ndarray:
-        """Of each token's probability, in that of the most probable one."""
+        """Return each token's probability relative to the most probable one."""
         whole = torch.tensor([*PROMPT.tolist(), *tokens(together[kind])])
         with torch.no_grad():
             probs_TV = models.hf["A"](whole[None]).logits[0, len(PROMPT) - 1 : -1].softmax(-1)

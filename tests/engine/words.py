@@ -43,7 +43,7 @@ def write_words(folder: Path, named: Mapping[str, int] | None = None) -> Any:
 
 
 def context(tokenizer: Any, *, group_id: int = 3, tokens: int = 60, longest: int = 400) -> GenerateContext:
-    """What a rollout manager gives a generate function, at a temperature that logprobs must show."""
+    """Return a generate context as the rollout manager passes it, at a temperature that affects log-probabilities."""
     return GenerateContext(
         sampling=Sampling(temperature=0.7, max_new_tokens=tokens, stop_token_ids=(END,)),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),

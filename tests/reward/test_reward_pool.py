@@ -236,12 +236,12 @@ def test_a_part_that_is_late_costs_the_whole_sample() -> None:
 
 
 def counts(**changes: float) -> dict[str, float]:
-    """What the pool reports: zeros but for ``changes``."""
+    """Return the expected metrics of the pool: zeros except for ``changes``."""
     return dict.fromkeys((f"reward/{name}" for name in COUNTS), 0.0) | {f"reward/{k}": v for k, v in changes.items()}
 
 
 def alive(pid: str) -> bool:
-    """Whether a process runs; one that nobody has buried yet does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:  # ProcessLookupError where it is buried while it is read

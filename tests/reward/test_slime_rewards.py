@@ -20,7 +20,7 @@ RIGHT, WRONG = Reward(1.0, 1.0), Reward(0.0, 0.0)
 
 
 def score(name: str, text: str, label: str | None = "4", metadata: Mapping[str, Any] | None = None) -> Reward:
-    """What a worker of the pool answers."""
+    """Return the reward that a worker of the pool computes."""
     asked = group(text, label=label, metadata=metadata)
     found = answer(ScoreRequest(name, asked.prompt, asked.samples))
     assert not found.fault, found.fault

@@ -1,4 +1,4 @@
-"""A data source that never ends."""
+"""An infinite data source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime_like.types import Prompt
 
 
 class Counting:
-    """Prompts 0, 1, 2 ... of one to three tokens and ``extra`` more."""
+    """Yields prompts 0, 1, 2 ... of one to three tokens plus ``extra``."""
 
     def __init__(self, extra: int = 0) -> None:
         self._extra = extra

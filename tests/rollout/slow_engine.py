@@ -1,4 +1,4 @@
-"""An engine whose requests advance in an order that a test draws: what no real one can be made to do."""
+"""A fake engine whose requests advance in an order drawn by the test, which a real engine cannot reproduce."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slime_like.types import F32, I32
 
 
 def token(seed: int, position: int) -> int:
-    """What a seed draws at a position: the same wherever its request began."""
+    """Return the token that a seed draws at a position, independent of where its request began."""
     return (seed * 31 + position * 17) % 997
 
 
 @dataclass(eq=False)
 class Request:
-    """One sample on its way."""
+    """One sample in flight."""
 
     start: int
     seed: int
@@ -39,7 +39,7 @@ class Request:
 
 
 class SlowEngine:
-    """An ``EngineClient`` as far as a ``ResumableEngine`` and a ``EnginePool`` ask for it. It dies at one step in ``dies``, if at all."""
+    """Fake ``EngineClient`` for ``ResumableEngine`` and ``EnginePool``; dies with probability 1 / ``dies`` per step (0: never)."""
 
     def __init__(self, rng: random.Random, version: int, name: str = "engine", dies: int = 0) -> None:
         self.num_aborts = 0  # each has ended when it returns: nothing runs while it is on its way
@@ -115,7 +115,7 @@ class SlowEngine:
 
 
 class SlowSupervisor:
-    """``EngineSupervisor`` of slow engines that follow each other, each likely to live a little longer."""
+    """``EngineSupervisor`` of successive slow engines, each likely to live a little longer."""
 
     def __init__(self, rng: random.Random, version: int, name: str, dies: int) -> None:
         self._rng, self._name, self._dies = rng, name, dies

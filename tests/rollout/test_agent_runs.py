@@ -1,4 +1,4 @@
-"""How agents are run: what they may do without harm, and when they end the run."""
+"""Runs of agents: harmless faults, and those that end the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a run ends every wait for an engine, and a push admits no engine that it did not reach."""
+"""An error that ends the run ends every wait for an engine, and a push admits only engines that it reached."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Server:
 
 
 class FakeSupervisor:
-    """Of an engine that is never restarted."""
+    """Supervisor of an engine that is never restarted."""
 
     def __init__(self, url: str) -> None:
         self.client = EngineClient(url, admin_key="", name="engine 0")
@@ -75,7 +75,7 @@ def server() -> Iterator[Server]:
 
 
 def check(server: Server, *, held_s: float) -> tuple[bool, tuple[str, ...]]:
-    """What a check finds while the loop is held up once, from when the server has it; and what a user is told."""
+    """Block the loop once, from when the server has the check; return its result and the messages for the user."""
 
     async def scene() -> tuple[bool, tuple[str, ...]]:
         pool = EnginePool([FakeSupervisor(server.url)], HealthConfig(timeout_s=TIMEOUT_S), pushed=False)

@@ -18,7 +18,7 @@ PROMPT = Prompt(0, np.zeros(1, dtype=np.int32), "", None, None)
 
 
 def run(passes: Sequence[bool], how: RefillPolicy) -> tuple[CollectedGroups, list[tuple[int, int]]]:
-    """Fill a rollout where group i passes the filters as ``passes`` says, over and over; and what was asked."""
+    """Fill a rollout in which group i passes as ``passes`` says, cyclically; return it and the requests."""
     asked: list[tuple[int, int]] = []
 
     async def ask(before: int, count: int) -> list[SampleGroup]:
