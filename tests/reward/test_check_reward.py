@@ -34,7 +34,7 @@ def test_every_name_takes_the_prefix(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("maths", r"reward.name='maths' is unknown: did you mean 'math'\?, or a dotted path"),
+        ("maths", r"reward.name='maths' is unknown: did you mean 'math'\?, or a path such as"),
         ("boxed_maths", r"reward.name='boxed_maths' is unknown: did you mean 'boxed_math'\?"),
         ("no.such.module:f", r"reward.name='no.such.module:f': cannot import 'no.such.module'"),
         (f"{USERS}:lenght", r"has no 'lenght'; did you mean 'length'\?"),
