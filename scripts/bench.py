@@ -159,7 +159,7 @@ def commit() -> str:
 
 
 def machine(load: float) -> str:
-    """Where this ran, and what."""
+    """Return a line with machine and commit."""
     found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     flags = Path("/proc/cpuinfo").read_text()
     features = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in flags]

@@ -1,4 +1,4 @@
-"""How fast engines decode on this CPU: rollout.cpu_kernels off, torch and c, and transformers' generate beside them.
+"""Benchmark of decoding on this CPU: rollout.cpu_kernels off, torch and c, and transformers' generate beside them.
 
     python scripts/bench_decode.py --model tiny --batches 16 64 256 --rounds 5
     python scripts/bench_decode.py --model 20m --arms off c hf --steps 64

@@ -160,7 +160,7 @@ def machine(device: str) -> str:
 
 
 def commit() -> str:
-    """What git calls this version of the repository, with ``+`` where files differ from it."""
+    """Return the commit of the repository, with ``+`` if files differ from it."""
     try:
         command = ["git", "describe", "--always", "--dirty=+"]
         return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()

@@ -53,7 +53,7 @@ class GdnArm:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of one arm on one shape: seconds of the first call, MiB, and seconds of each round."""
+    """Timing of one arm on one shape: seconds of the first call, MiB, and seconds of each round."""
 
     cold: float
     peak: float
@@ -67,7 +67,7 @@ def ratio(base: Sequence[float], arm: Sequence[float]) -> float:
 
 
 class TransformersFallback:
-    """What transformers runs where fla is not installed. It ignores cu_seqlens, so that it is given one sequence only."""
+    """transformers' rule without fla. It ignores cu_seqlens, so that it is given one sequence only."""
 
     name = "hf"
 
@@ -232,7 +232,7 @@ def measure(arms: Sequence[GdnArm], shape: GdnShape, device: str, dtype: torch.d
 
 
 def kernels_seen(run: Callable[[], object], device: str, most: int = 4) -> list[str]:
-    """What took the most time in one call, by torch's profiler: the names of the kernels that really ran."""
+    """Return the names of the most expensive kernels of one call, by torch's profiler."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities) as seen:
         run()

@@ -1,4 +1,4 @@
-"""What one Gated DeltaNet layer costs each rank of the trainer: parameters, activations kept for backward, bytes, CPU time.
+"""Cost of one Gated DeltaNet layer on each rank of the trainer: parameters, activations kept for backward, bytes, CPU time.
 
     python scripts/bench_gdn_layer.py --tokens 2048 --layouts tp1 tp2 tp2-sp cp2 tp2-cp2 tp4 cp4
     python scripts/bench_gdn_layer.py --tokens 8192 --sequences 1 --layouts tp1 cp2 cp2-state cp4 cp4-state
@@ -49,7 +49,7 @@ STATE = "-state"  # model.gdn.cp_mode=state, elsewhere it is head
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one rank."""
+    """Measurement of one rank."""
 
     parameters: int  # bytes
     activations: int  # bytes

@@ -36,7 +36,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Of one run, each step after the warm-up: its metrics, and the length of every sequence trained on."""
+    """Steps of one run after the warm-up: its metrics, and the length of every sequence trained on."""
 
     metrics: Sequence[Mapping[str, float]]
     lengths: Sequence[Sequence[int]]

@@ -1,4 +1,4 @@
-"""What the wrapper round collectives costs, and a simulation of what asking for memory costs where that is slow.
+"""Cost of the wrapper around collectives, and a simulation of slow memory queries.
 
 python scripts/bench_guard.py cost        each op raw and wrapped, without communication (torch's fake backend), in us
 python scripts/bench_guard.py simulate    steps of an imagined trainer under every preset, a question taking 8 ms, by a clock
@@ -108,7 +108,7 @@ def wait(work: dist.Work | None) -> None:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Of one call, over ``CALLS``."""
+    """Return the time of one call, averaged over ``CALLS``."""
     start = time.perf_counter()
     for _ in range(CALLS):
         call()
@@ -125,7 +125,7 @@ ARMS = {
 
 
 def wrapped_calls(call: Callable[[], object]) -> int:
-    """How often ``call`` passes the wrapper, waiting included."""
+    """Return how often ``call`` passes the wrapper, including waits."""
     wrapper = install.install(GuardSpec(wrap=True), CPU, 0)
     assert wrapper is not None
     works: Any = dist.Work

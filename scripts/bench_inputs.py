@@ -1,4 +1,4 @@
-"""What both sides of the benchmark read: a random Qwen3, a tokenizer of characters and rows of prompts, in HF format.
+"""Inputs of both sides of the benchmark: a random Qwen3, a tokenizer of characters and rows of prompts, in HF format.
 
 The end token lies outside the model's vocabulary: it cannot be sampled, so that every response has exactly
 ``NEW_TOKENS`` tokens on either side, without a setting that costs one of them anything.
@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class BenchInputs:
-    """Where model and rows lie, and how many parameters the model has."""
+    """Paths of model and rows, and the model's number of parameters."""
 
     model: Path
     rows: Path

@@ -1,4 +1,4 @@
-"""What a checkpoint after every rollout costs training: none, written in line, written beside it (run.async_save).
+"""Cost of a checkpoint after every rollout: none, written in line, written beside it (run.async_save).
 
 python scripts/bench_save.py [--rounds 3] [--rollouts 3] [--tokens 512] [--threads 1]
 

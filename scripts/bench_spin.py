@@ -1,4 +1,4 @@
-"""How long an engine's threads should spin before they sleep: our recipe at several numbers of turns, alternating.
+"""Benchmark of the time that an engine's threads spin before they sleep: our recipe at several numbers of turns, alternating.
 
 Beside the rollout's time, which the rollout manager, HTTP and the prefill are in, what a decode step takes in SGLang's
 scheduler: from the throughput that the engine logs every ``INTERVAL`` steps.

@@ -1,4 +1,4 @@
-"""How long the quickstart takes from its command to its first rollout, beside a bare import of its libraries."""
+"""Time of the quickstart from its command to its first rollout, next to a bare import of its libraries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Round:
 
     @property
     def ratio(self) -> float:
-        """How many bare imports a start takes."""
+        """Time of a start in units of a bare import."""
         return self.first_rollout / self.bare
 
 
@@ -77,7 +77,7 @@ def _round(run_dir: Path) -> Round:
 
 
 def _warm_start(first: Round, rounds: Sequence[Round]) -> str:
-    """Where the model that the recipe starts from came from: making it takes a minute."""
+    """Describe the origin of the recipe's initial model: creating it takes a minute."""
     made = [str(index) for index, round_ in enumerate(rounds, 1) if round_.warm_started]
     if made:
         return f"The warm start was made in round {', '.join(made)}, which took that much longer."

@@ -1,4 +1,4 @@
-"""What a training step costs on a CPU under each of model.cpu_kernels: one Megatron rank, arms that take turns.
+"""Cost of a training step on a CPU under each of model.cpu_kernels: one Megatron rank, arms that take turns.
 
     python scripts/bench_step.py                                           # both tables of this machine
     python scripts/bench_step.py --cases tiny,float32,1 --rounds 1         # one case, quickly
@@ -99,7 +99,7 @@ def steps(cases: Sequence[Case], rounds: int, sequences: int) -> Iterator[str]:
 
 
 def check(case: Case, norms: Mapping[str, float]) -> None:
-    """Whether both arms took the same first step, as far as the dtype tells."""
+    """Return True if both arms took the same first step, within the dtype's precision."""
     limit = AGREE[case.dtype]
     if not abs(norms["torch"] - norms["c"]) <= limit * norms["torch"]:
         raise SystemExit(f"{case}: gradient norms of the first step are {norms}, which differ by more than {limit:g}")

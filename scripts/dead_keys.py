@@ -96,7 +96,7 @@ def keys_read(source: str) -> set[str]:
 
 
 def dead_keys(package: Path, keys: Collection[str]) -> list[str]:
-    """Those of ``keys`` that no file of ``package`` outside its ``config`` reads."""
+    """Return the ``keys`` that no file of ``package`` outside its ``config`` reads."""
     read: set[str] = set()
     for path in package.rglob("*.py"):
         if "config" not in path.relative_to(package).parts:

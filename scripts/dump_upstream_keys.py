@@ -104,7 +104,7 @@ def render(distribution: str, table: Table) -> str:
 
 
 def files() -> dict[Path, str]:
-    """What each file should hold."""
+    """Return the expected content of each file."""
     return {
         OUT / "sglang_server_args.json": render("sglang", sglang_server_args()),
         OUT / "megatron_transformer_config.json": render("megatron-core", megatron_transformer_config()),

@@ -27,7 +27,7 @@ class UnusableRow(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Where a data set lies on the Hugging Face hub, and how a row of it is read."""
+    """Location of a data set on the Hugging Face hub, and the format of its rows."""
 
     repository: str
     config: str | None

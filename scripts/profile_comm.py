@@ -1,4 +1,4 @@
-"""What every collective takes of memory, first use and later calls apart, and a guard policy made from it.
+"""Memory taken by every collective at first use and in later calls, and a guard policy made from it.
 
 python scripts/profile_comm.py [--steps N] [--out DIR] [--name NAME] ARGUMENTS OF train.py    the run itself, N rollouts
 python scripts/profile_comm.py --sweep RANKS [--out DIR] [--name NAME]                        ops by themselves

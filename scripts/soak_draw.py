@@ -1,4 +1,4 @@
-"""What strikes in the next part of a soak of faults: of all kinds those that were tried least, then by lot."""
+"""Random choice of the faults in the next part of a soak, least tried kinds first."""
 
 from __future__ import annotations
 

@@ -110,12 +110,12 @@ class SoakPart:
 
     @property
     def clean(self) -> bool:
-        """Whether it ended as its fault must, with the crash bundle that belongs to it."""
+        """True if the part ended as its fault requires, with the expected crash bundle."""
         return not self.hung and self.code == CODES.get(self.end, 1) and self.explained
 
     @property
     def explained(self) -> bool:
-        """Whether it left a crash bundle that names the victim where one is due, and none elsewhere."""
+        """True if a crash bundle naming the victim exists exactly when one is expected."""
         if self.end not in VICTIMS:
             return not self.causes
         return len(self.causes) == 1 and VICTIMS[self.end] in self.causes[0]
@@ -169,12 +169,12 @@ class FaultSoak:
 
     @property
     def finished(self) -> bool:
-        """Whether the disturbed run is at its end."""
+        """True if the disturbed run is complete."""
         return (self.run / "hf" / "config.json").exists()
 
     @property
     def good(self) -> bool:
-        """Whether every part ended as it must, nothing was left, and the samples so far are those of the undisturbed run."""
+        """True if every part ended as required, left nothing behind, and the samples so far equal the undisturbed run's."""
         return all(part.clean and not part.leftovers for part in self.parts) and not self._differences()
 
     def reference(self) -> None:

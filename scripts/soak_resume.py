@@ -99,7 +99,7 @@ class ResumeSoak:
 
     @property
     def good(self) -> bool:
-        """Whether every kill was one and every run the same."""
+        """True if every kill succeeded and every run has the same result."""
         return all(kill.died for kill in self.kills) and not any(v.differences or v.drift for v in self.verdicts)
 
     def reference(self) -> None:

@@ -1,4 +1,4 @@
-"""What ranks do for test_reload: groups that overlap, destroyed and made again many times, alone and under megatron."""
+"""Rank functions of test_reload: groups that overlap, destroyed and made again many times, alone and under megatron."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def cycles(world: World) -> dict[str, Any]:
 
 
 def refusals(groups: list[Any]) -> dict[str, str]:
-    """What cannot be done, and what it says."""
+    """Return the messages of refused operations."""
     out: dict[str, str] = {}
     work = dist.irecv(torch.zeros(2), (dist.get_rank() - 1) % dist.get_world_size())
     out["in flight"] = _error(install.release)

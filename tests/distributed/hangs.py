@@ -1,4 +1,4 @@
-"""What ranks do for test_forensics: one of three fails the others, each in a world of its own."""
+"""Rank functions of test_forensics: one of three fails the others, each in a world of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the wrapper does in one process, without communication: errors that are not the backend's, works nobody waits for."""
+"""The wrapper in one process, without communication: errors that are not the backend's, works nobody waits for."""
 
 from __future__ import annotations
 

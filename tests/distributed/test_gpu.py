@@ -1,4 +1,4 @@
-"""What only a GPU can show: what a question costs there, what the first and later calls of an op take, what a clear gives."""
+"""Tests that need a GPU: cost of a memory query, what the first and later calls of an op take, what a clear gives."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SWEPT = (
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MeasuredOp]:
-    """What each op of ``scripts/profile_comm.py --sweep`` took over NCCL in a world of one, which sends nothing to itself."""
+    """Memory taken by each op of ``scripts/profile_comm.py --sweep`` over NCCL in a world of one, which sends nothing to itself."""
     folder = tmp_path_factory.mktemp("swept")
     torch.cuda.set_device(DEVICE)
     install.install(GuardSpec(wrap=True, profile=str(folder)), DEVICE, 0)

@@ -104,7 +104,7 @@ CALLS: dict[str, Callable[[], object]] = {
 
 
 def outcome(call: Callable[[], object]) -> str:
-    """What it returns or raises."""
+    """Return the result of a call, or its error."""
     try:
         found = call()
     except Exception as error:  # noqa: BLE001 (whatever it is, both ways must raise it)
@@ -125,7 +125,7 @@ def wrapped(*, in_c: bool, spec: GuardSpec = NEVER) -> Generator[Wrapper]:
 
 
 def lived(names: list[str], *, in_c: bool) -> tuple[Any, ...]:
-    """What is returned, counted and recorded; times only as whether there are any, and in which order."""
+    """Return results, counts and records; of times only their presence and order."""
     with wrapped(in_c=in_c) as w:
         outcomes = [outcome(CALLS[name]) for name in names]
         w.settle()

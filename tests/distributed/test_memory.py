@@ -1,4 +1,4 @@
-"""What the host's memory has free: the machine's, or what the tightest of its control groups leaves."""
+"""Free memory of the host: the machine's, or what the tightest of its control groups leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When ``auto`` asks for free memory, over courses of memory and costs of questions."""
+"""Times at which ``auto`` queries free memory, over courses of memory and query costs."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def counter(policy: MemoryPolicy, op: str = "all_reduce") -> Counter:
 
 
 def call(guard: Guard, one: Counter, now: int = 1) -> None:
-    """What the wrapper does before an op."""
+    """Run the wrapper's check before an op."""
     one.calls += 1
     if now >= one.due:
         guard.check(one, now)

@@ -1,4 +1,4 @@
-"""What ops take of memory, as a table and as a policy that the config loader reads."""
+"""Memory taken by ops, as a table and as a policy that the config loader reads."""
 
 from __future__ import annotations
 

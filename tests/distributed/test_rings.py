@@ -23,7 +23,7 @@ from slime_like.distributed.wrapper.errors import memory_soon
 
 
 def dead_ring(folder: Path) -> None:
-    """What a rank that was killed leaves."""
+    """Create the files of a killed rank."""
     code = "import sys, pathlib; from slime_like.distributed.forensics.ring import Ring; Ring(pathlib.Path(sys.argv[1]), 'a_rank0', 8)"
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
 
@@ -52,7 +52,7 @@ def test_a_ring_that_is_removed_while_it_is_read_is_left_out(tmp_path: Path, mon
 
 
 def test_a_folder_that_ranks_are_about_to_fill_is_not_swept(tmp_path: Path) -> None:
-    """Of two ranks that start, one could take what the other has just made for what was there before."""
+    """Of two starting ranks, one could mistake the other's new files for old ones."""
     own, other = tmp_path / f"{PREFIX}own", tmp_path / f"{PREFIX}other"
     for folder in (own, other):
         dead_ring(folder)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(module is None, reason="no C compiler, or no hea
 
 
 class Thing:
-    """What can be referred to weakly."""
+    """An object that supports weak references."""
 
 
 # Addresses as works have them: near each other, and so many that the table grows and its places are fought for.

@@ -1,4 +1,4 @@
-"""What ranks do for test_wrapper: the same training wrapped and not, and a trace of torch's own beside the counters."""
+"""Rank functions of test_wrapper: the same training wrapped and not, and a trace of torch's own beside the counters."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ OPERATORS = "all groups"
 
 @contextlib.contextmanager
 def traced() -> Generator[Counts]:
-    """What torch itself tells of the calls inside, not through the wrapper: by its hooks of each group, which are told what
+    """Count the calls inside independently of the wrapper: by its hooks of each group, which are told what
     kind of op it is, and by its profiler, which sees operators by name."""
     found: Tally[tuple[str, str]] = Tally()
     out: Counts = {}

@@ -136,13 +136,13 @@ def answer(case: Case, result: tuple[Tensor, Tensor], weights: tuple[Tensor, Ten
 
 
 def oracle(case: Case) -> Answer:
-    """What is right."""
+    """Return the reference result."""
     fresh = case.to(torch.float64)
     return answer(fresh, recurrence(fresh))
 
 
 def of_backend(backend: GDNBackend, case: Case) -> Answer:
-    """What a backend says of ``case``, in its dtype and on its device."""
+    """Return a backend's result for ``case``, in its dtype and on its device."""
     out, final = backend.chunk_rule(
         case.q,
         case.k,
@@ -223,7 +223,7 @@ def make_conv(
 
 
 def convolve(backend: GDNBackend, case: ConvCase, *, silu: bool = True) -> Tensor:
-    """What a backend says of ``case``."""
+    """Return a backend's result for ``case``."""
     bounds = torch.tensor(case.cu_seqlens, dtype=torch.int32)
     return backend.causal_conv(
         case.x,

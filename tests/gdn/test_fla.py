@@ -49,7 +49,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def install(folder: Path) -> Path:
-    """Where setup.sh has not been run on this environment."""
+    """Return the reason to skip if setup.sh has not been run on this environment."""
     uv = Path(sys.executable).with_name("uv")
     command = [uv, "pip", "install", "--quiet", "--no-deps", "--require-hashes", "-r", LOCK, "--target", folder]
     subprocess.run(command, check=True, timeout=SECONDS)

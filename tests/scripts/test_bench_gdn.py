@@ -1,4 +1,4 @@
-"""What the benchmark of Gated DeltaNet's kernels makes of its measurements; the measurements themselves are not repeated."""
+"""Evaluation of measurements in the benchmark of Gated DeltaNet's kernels; the measurements themselves are not repeated."""
 
 from __future__ import annotations
 

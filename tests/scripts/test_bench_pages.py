@@ -1,4 +1,4 @@
-"""What the benchmarks' pages say of themselves: how they were made, of which commit, and from which lines of a log."""
+"""Headers of the benchmarks' pages: how they were made, of which commit, and from which lines of a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the soak of faults takes for a clean end of a part; the soak itself is not repeated."""
+"""Criteria of the fault soak for a clean end of a part; the soak itself is not repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do for test_algorithms: one step of every algorithm at the same weights, in one layout, and the losses that
+"""Rank functions of test_algorithms: one step of every algorithm at the same weights, in one layout, and the losses that
 must come out."""
 
 from __future__ import annotations

@@ -45,13 +45,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where jobs write; a job's folder has its name."""
+    """Folder that jobs write to; a job's folder has its name."""
     return tmp_path_factory.mktemp("jobs")
 
 
 @pytest.fixture(scope="session")
 def results(request: pytest.FixtureRequest, models: dict[str, Path], scratch: Path) -> Results:
-    """What every rank of every job of the collected modules returned."""
+    """Results of every rank of every job of the collected modules."""
     by_size: dict[int, list[Job]] = {}
     modules = {item.module for item in request.session.items if isinstance(item, pytest.Function)}
     trainers = [module for module in modules if getattr(module, "__name__", "").startswith("tests.train.")]

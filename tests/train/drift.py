@@ -1,4 +1,4 @@
-"""What ranks do for test_drift: train on samples as an engine would report them, then on samples with a fault in them."""
+"""Rank functions of test_drift: train on samples as an engine would report them, then on samples with a fault in them."""
 
 from __future__ import annotations
 

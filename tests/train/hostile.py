@@ -51,7 +51,7 @@ def _outside(folder: Path, touch: Touch) -> None:
 
 
 def _common(folder: Path, touch: Touch) -> None:
-    """What earlier versions of megatron-core had in place of that object."""
+    """Return the object of earlier versions of megatron-core."""
     torch.save({"args": touch}, folder / "common.pt")
 
 

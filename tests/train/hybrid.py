@@ -1,4 +1,4 @@
-"""What ranks do for test_hybrid beside the comparison with transformers: save, load elsewhere, train in 16 bits."""
+"""Rank functions of test_hybrid in addition to the comparison with transformers: save, load elsewhere, train in 16 bits."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def overlap(world: World, shared: Shared, kind: str, layout: Layout, fault: bool
 
 
 def upstream(world: World, shared: Shared, kind: str) -> dict[str, str]:
-    """What megatron-core does without each of our touch-ups."""
+    """Return megatron-core's behaviour without each of our patches."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.ssm.gated_delta_net import common
 

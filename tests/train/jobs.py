@@ -38,7 +38,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all jobs may read, and a folder of the job's own to write to."""
+    """Inputs shared by all jobs, and a folder for the job's output."""
 
     models: dict[str, Path]  # tied, untied
     references: dict[str, Any]  # the same names -> parity.Reference
@@ -47,7 +47,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What a rank's job raised."""
+    """An error raised by a rank's job."""
 
     text: str
 

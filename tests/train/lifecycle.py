@@ -1,4 +1,4 @@
-"""What ranks do for test_checkpoint and test_training: train, save, load elsewhere, export, report."""
+"""Rank functions of test_checkpoint and test_training: train, save, load elsewhere, export, report."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def idle_ranks(world: World, shared: Shared, layout: Layout) -> dict[str, float]
 
 
 def bad_rows(world: World, shared: Shared, layout: Layout) -> dict[str, str]:
-    """What a step says to a foreign token id, and to an advantage that is not a number; and whether weights moved."""
+    """Return a step's errors on a foreign token id and a NaN advantage, and whether weights changed."""
     actor = make_actor(world, shared.models["tied"], layout)
     rows, before = batch(1), digest(actor)
     out: dict[str, str] = {}
@@ -341,7 +341,7 @@ def _from_reporter(score: np.ndarray | None) -> np.ndarray:
 
 
 def reference_swap(world: World, shared: Shared, layout: Layout) -> dict[str, bool]:
-    """Whether the reference's scores stay those of the first weights, and the policy comes back bit for bit."""
+    """Return whether the reference keeps the first weights' scores, and the policy is restored bit for bit."""
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(kl_loss_coef=0.1))
     rows = batch(5)[0]
     first = actor.score(rows)

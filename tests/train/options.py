@@ -1,4 +1,4 @@
-"""What ranks do for test_options: recompute, overlap, bfloat16, schedules, AdamW and its offload, each beside a reference."""
+"""Rank functions of test_options: recompute, overlap, bfloat16, schedules, AdamW and its offload, each beside a reference."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def near(
 
 
 def bfloat16(world: World, shared: Shared, layout: Layout, kind: str = "tied") -> dict[str, Any]:
-    """What of a bfloat16 model is kept in float32, and a resume of it."""
+    """Return the float32 state of a bfloat16 model, before and after a resume."""
     from slime_like.train.megatron.model.model import named_weights
 
     out: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What test_parity compares: an HF reference computed in one process, and what each rank of a layout gets."""
+"""Comparison of test_parity: an HF reference computed in one process, and what each rank of a layout gets."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Comparison:
 
 
 def comparison(results: Results, name: str) -> Comparison:
-    """What a job of ``compare`` found: exactly one of its ranks reports."""
+    """Return the result of a job of ``compare``: exactly one of its ranks reports."""
     (found,) = [result for result in results[name] if result is not None]
     assert isinstance(found, Comparison)
     return found

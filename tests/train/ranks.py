@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Who a rank is and where the ranks meet."""
+    """A rank's number, the world size and the rendezvous."""
 
     rank: int
     size: int

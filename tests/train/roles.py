@@ -1,4 +1,4 @@
-"""What ranks do for test_roles: an actor with a critic or a teacher, in one world, for a rollout or two."""
+"""Rank functions of test_roles: an actor with a critic or a teacher, in one world, for a rollout or two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do for test_saving: save while training, on disks that die or are full; and read what is left."""
+"""Rank functions of test_saving: save while training, on disks that die or are full; and read what is left."""
 
 from __future__ import annotations
 

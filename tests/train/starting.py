@@ -1,4 +1,4 @@
-"""What ranks do for test_starting: weights out of Megatron folders, and out of the trainer without a run."""
+"""Rank functions of test_starting: weights out of Megatron folders, and out of the trainer without a run."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def own_weights(world: World, shared: Shared, saved_by: str) -> dict[str, Any]:
 
 
 def bad_starts(world: World, shared: Shared, gpt: str) -> dict[str, str]:
-    """What a trainer says to a folder of another model, one cut short and one that is none; they stay as they are."""
+    """Return a trainer's errors on a foreign, a truncated and a non-checkpoint folder, which stay unchanged."""
     source = shared.scratch.with_name(gpt)
     cut = shared.scratch / "cut"
     shutil.copytree(source, cut)
@@ -144,7 +144,7 @@ def bad_starts(world: World, shared: Shared, gpt: str) -> dict[str, str]:
 
 
 def export_each(world: World, shared: Shared, sources: Sequence[str], kind: str = "tied") -> dict[str, Path]:
-    """What the export script makes, in a process group of one, of checkpoints that other layouts have saved."""
+    """Export checkpoints of other layouts with the export script, in a process group of one."""
     from slime_like.checkpoint.files import megatron_folder
     from slime_like.train.megatron.weights.convert import export_checkpoint as export
 

@@ -1,4 +1,4 @@
-"""What ranks do for the tests of TransformerEngine's attention: its input anywhere, its numbers where it is installed."""
+"""Rank functions for the tests of TransformerEngine's attention: its input anywhere, its numbers where it is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HALF: dict[str, Any] = {"dtype": "bfloat16", "algo": parity.ALGO, "temperature":
 
 
 def on_cpu(world: World, shared: Shared, sizes: tuple[int, ...], lengths: tuple[int, ...]) -> dict[str, Any]:
-    """What TransformerEngine would be given per (cp, rank), and what its attention says where it is missing."""
+    """Return TransformerEngine's inputs per (cp, rank), and the error without TransformerEngine."""
     from slime_like.train.megatron.model.forward import make_micro
     from slime_like.train.megatron.model.model import _core_attention
     from slime_like.train.megatron.platform.groups import RankInfo

@@ -1,4 +1,4 @@
-"""What leaves the trainer loads in transformers and says the same; buckets hold the whole manifest in order."""
+"""Exported weights load in transformers with the same outputs; buckets hold the full manifest in order."""
 
 from __future__ import annotations
 

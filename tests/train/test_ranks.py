@@ -33,7 +33,7 @@ def forked(world: World, seconds: float) -> list[str]:
 
 
 def one_thread(world: World) -> str:
-    """What is said while another thread runs, and after it was joined."""
+    """Return the messages while another thread runs, and after it was joined."""
     import threading
 
     from tests.train.ranks import _await_one_thread

@@ -56,7 +56,7 @@ EXPECTED = {
 
 
 def reported(results: Results, name: str) -> Trained:
-    """What the ranks found, with the metrics of all of them: each metric is reported by one rank of its role."""
+    """Return the ranks' results with the metrics of all: each metric is reported by one rank of its role."""
     ranks: list[Trained] = results[name]
     metrics: list[dict[str, float]] = []
     for per_rank in zip(*(rank.metrics for rank in ranks), strict=True):

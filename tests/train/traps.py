@@ -22,7 +22,7 @@ from tests.train.ranks import World
 
 
 def stock(module: str, name: str) -> Any:
-    """What a patch took the place of."""
+    """Return the original that a patch replaced."""
     from slime_like.train.megatron.platform import patches
 
     return patches.STOCK[module, name]
@@ -38,7 +38,7 @@ def outcome(function: Callable[[], Any]) -> str:
 
 
 def resume_with_torch_adamw(world: World, shared: Shared) -> dict[str, str]:
-    """What becomes of a run that is saved and resumed, with our AdamW and with the one megatron falls back to."""
+    """Save and resume a run, with our AdamW and with megatron's fallback."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -70,7 +70,7 @@ def _resume(world: World, shared: Shared, name: str) -> None:
 
 
 def host_touch_ups(world: World, shared: Shared) -> dict[str, str]:
-    """What the code that each touch-up replaces does on this machine."""
+    """Return the behaviour of the code that each patch replaces, on this machine."""
     from megatron.core.tensor_parallel import random
 
     parameter = torch.nn.Parameter(torch.ones(3))

@@ -1,4 +1,4 @@
-"""What tests of every family ask of its weights: shards that make the whole, folders that say the same, variants refused."""
+"""Checks of a family's weights: shards that make the whole, folders that say the same, variants refused."""
 
 from __future__ import annotations
 

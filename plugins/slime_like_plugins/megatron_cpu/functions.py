@@ -1,4 +1,4 @@
-"""The C kernels under autograd: what is kept for the way back is the input and one number per row or head."""
+"""Autograd functions over the C kernels. Backward keeps the input and one number per row or head."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class SplitRotateFunction(torch.autograd.Function):
         mixed, q_weight, k_weight, cos_sin_ND, inverse = ctx.saved_tensors
         norms = None if q_weight is None else (q_weight, k_weight)
         grad_queries, grad_keys, grad_values = (grad.contiguous() for grad in grads)
-        given = (grad_queries, grad_keys, grad_values)
-        grad_mixed, grad_norms = ctx.kernels.split_rotate_back(mixed, norms, cos_sin_ND, inverse, given, ctx.heads)
+        outputs = (grad_queries, grad_keys, grad_values)
+        grad_mixed, grad_norms = ctx.kernels.split_rotate_back(mixed, norms, cos_sin_ND, inverse, outputs, ctx.heads)
         of_norms = (None, None) if norms is None else grad_norms.to(mixed.dtype).unbind(0)
         return grad_mixed, *of_norms, None, None, None, None
 

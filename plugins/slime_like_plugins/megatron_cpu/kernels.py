@@ -37,7 +37,7 @@ _SIGNATURES = {
 
 @dataclass(frozen=True, slots=True)
 class QkvHeads:
-    """How the output of the query, key and value projection is laid out: G groups of R queries, a key and a value."""
+    """Layout of the output of the query, key and value projection: G groups of R queries, a key and a value."""
 
     groups: int
     queries: int
@@ -45,7 +45,7 @@ class QkvHeads:
 
     @property
     def width(self) -> int:
-        """Numbers per token."""
+        """Elements per token."""
         return self.groups * (self.queries + 2) * self.dim
 
 
@@ -127,9 +127,9 @@ class TrainKernels:
         _check(torch.float32, *zip((*grads, inverse), shapes, strict=True))
         grad_mixed = torch.empty_like(mixed)
         shares = mixed.new_zeros((_threads(), 2, d), dtype=torch.float32)
-        room = mixed.new_empty((_threads(), d), dtype=torch.float32)
-        given = (mixed, *(norms or (None, None)), cos_sin_ND, inverse, *grads)
-        self._call("split_rotate_back", mixed.dtype, (*given, grad_mixed, shares, room), n, g, r, d)
+        scratch = mixed.new_empty((_threads(), d), dtype=torch.float32)
+        arrays = (mixed, *(norms or (None, None)), cos_sin_ND, inverse, *grads)
+        self._call("split_rotate_back", mixed.dtype, (*arrays, grad_mixed, shares, scratch), n, g, r, d)
         return grad_mixed, shares.sum(0)
 
     def attention(
@@ -180,7 +180,7 @@ class TrainKernels:
         self,
         logits_NV: Tensor,
         target_N: Tensor,
-        found: tuple[Tensor, Tensor | None],
+        scores: tuple[Tensor, Tensor | None],
         grads: tuple[Tensor, Tensor | None],
         temperature: float,
         out_NV: Tensor,
@@ -191,10 +191,10 @@ class TrainKernels:
         """
         n, v = _check_logits(logits_NV, target_N)
         _check(logits_NV.dtype, (out_NV, (n, v)))
-        assert grads[1] is None or found[1] is not None, "a gradient of entropies that nothing computed"
-        _check(torch.float32, *((column, (n,)) for column in (*found, *grads) if column is not None))
-        given = (logits_NV, target_N, *found, *grads, out_NV)
-        self._call("log_probs_back", logits_NV.dtype, given, n, v, 1 / temperature)
+        assert grads[1] is None or scores[1] is not None, "a gradient of entropies that nothing computed"
+        _check(torch.float32, *((column, (n,)) for column in (*scores, *grads) if column is not None))
+        arrays = (logits_NV, target_N, *scores, *grads, out_NV)
+        self._call("log_probs_back", logits_NV.dtype, arrays, n, v, 1 / temperature)
 
     def _call(self, name: str, dtype: torch.dtype, tensors: tuple[Tensor | None, ...], *numbers: float) -> None:
         pointers = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
@@ -202,13 +202,13 @@ class TrainKernels:
 
 
 def make_kernels() -> TrainKernels:
-    """Compile, unless it was done before. Raises ``BuildError`` or OSError where that cannot be."""
+    """Compile the kernels unless they are cached. Raises ``BuildError`` or OSError."""
     return TrainKernels(build(SOURCE).path)
 
 
 @cache
 def kernels() -> TrainKernels:
-    """Those of this process. Raises as ``make_kernels`` does."""
+    """Return the kernels of this process. Raises like ``make_kernels``."""
     return make_kernels()
 
 
@@ -249,6 +249,6 @@ def _check_attention(columns: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor)
 
 
 def _scratch(like: Tensor, sizes: tuple[int, ...], copies: int) -> Tensor:
-    """What each thread of attention works in: a KV head's keys, and rows of weights and results."""
-    _, room, _, _, d = sizes
-    return like.new_empty((_threads(), copies * (d * room + QUERIES * (room + d))))
+    """Return the size of each attention thread's scratch: a KV head's keys, and rows of weights and results."""
+    _, num_rows, _, _, d = sizes
+    return like.new_empty((_threads(), copies * (d * num_rows + QUERIES * (num_rows + d))))

@@ -27,7 +27,7 @@ LONGEST = 1024  # tokens of a sequence: measured up to here, faster than torch b
 
 
 class FusedRMSNorm(RMSNorm):
-    """The norm and its way back in one pass each; zero-centred ones as they are."""
+    """RMS norm with one pass each for forward and backward; zero-centred norms run on torch."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""
@@ -37,7 +37,7 @@ class FusedRMSNorm(RMSNorm):
 
 
 class FusedStack(Stack):
-    """The decoder, its final norm included."""
+    """The decoder with its final norm."""
 
     norm = FusedRMSNorm
 
@@ -65,7 +65,7 @@ class FusedMLP(MLP):
 
 
 class FusedCoreAttention(PackedAttention):
-    """Sequences that fit into a core's cache where they stand, without batches or padding; longer ones as torch has it."""
+    """Attention on unpadded sequences that fit into a core's cache; longer ones run on torch."""
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         short = packed.batches is not None and packed.max_seqlen_q <= LONGEST
@@ -95,7 +95,7 @@ class FusedAttention(SelfAttention):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """megatron's, with the rotation moved into ``get_query_key_value_tensors``."""
+        """Run megatron's forward with the rotation moved into ``get_query_key_value_tensors``."""
         if isinstance(packed_seq_params, PackedRows) and self._fits(packed_seq_params, rotary_pos_emb):
             self._cos_sin = packed_seq_params.cos_sin_of(rotary_pos_emb)
             rotary_pos_emb = None
@@ -142,7 +142,7 @@ def _weight(norm: Any) -> Tensor | None:
 
 
 def with_c_kernels(parts: LayerParts) -> LayerParts:
-    """``parts`` over the C kernels, compiled now unless that was done before. Raises ``ConfigError`` where it cannot be."""
+    """Return ``parts`` over the C kernels, compiled unless cached. Raises ``ConfigError`` if they cannot be compiled."""
     try:
         kernels()
     except (BuildError, OSError) as error:

@@ -30,35 +30,35 @@ class ScoresFunction(torch.autograd.Function):
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        found: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
         logits_nV = None
         for hidden_nH, target_n in zip(hidden_NH.split(chunk), target_N.split(chunk), strict=True):
             logits_nV = hidden_nH @ weight_VH[:real].T
-            found.append(kernels().log_probs(logits_nV, target_n, temperature, entropy=entropy))
-        logprob_N, lse_N = torch.cat([columns[0] for columns in found]), torch.cat([columns[1] for columns in found])
-        entropy_N = torch.cat([columns[2] for columns in found if columns[2] is not None]) if entropy else None
-        kept = logits_nV if len(found) == 1 else None
-        ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N, entropy_N, kept)
+            parts.append(kernels().log_probs(logits_nV, target_n, temperature, entropy=entropy))
+        logprob_N, lse_N = torch.cat([columns[0] for columns in parts]), torch.cat([columns[1] for columns in parts])
+        entropy_N = torch.cat([columns[2] for columns in parts if columns[2] is not None]) if entropy else None
+        saved_logits = logits_nV if len(parts) == 1 else None
+        ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N, entropy_N, saved_logits)
         ctx.real, ctx.temperature, ctx.chunk = real, temperature, chunk
         return logprob_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        hidden_NH, weight_VH, target_N, lse_N, entropy_N, kept = ctx.saved_tensors
+        hidden_NH, weight_VH, target_N, lse_N, entropy_N, saved_logits = ctx.saved_tensors
         size: int = ctx.chunk
-        given = torch.zeros_like(lse_N) if grads[0] is None else grads[0].contiguous()
+        grad_logprob_N = torch.zeros_like(lse_N) if grads[0] is None else grads[0].contiguous()
         of_entropy = None if grads[1] is None else grads[1].contiguous()
         real_VH, grad_hidden_NH, shares = weight_VH[: ctx.real], torch.empty_like(hidden_NH), None
         for start in range(0, len(hidden_NH), size):
             rows = slice(start, start + size)
             pick = lambda column, rows=rows: None if column is None else column[rows]  # noqa: E731
-            logits_nV = hidden_NH[rows] @ real_VH.T if kept is None else kept
-            out_nV = logits_nV if kept is None else torch.empty_like(kept)
-            found, of_scores = (lse_N[rows], pick(entropy_N)), (given[rows], pick(of_entropy))
-            kernels().log_probs_back(logits_nV, target_N[rows], found, of_scores, ctx.temperature, out_nV)
+            logits_nV = hidden_NH[rows] @ real_VH.T if saved_logits is None else saved_logits
+            out_nV = logits_nV if saved_logits is None else torch.empty_like(saved_logits)
+            stats, of_scores = (lse_N[rows], pick(entropy_N)), (grad_logprob_N[rows], pick(of_entropy))
+            kernels().log_probs_back(logits_nV, target_N[rows], stats, of_scores, ctx.temperature, out_nV)
             torch.mm(out_nV, real_VH, out=grad_hidden_NH[rows])
             share_VH = out_nV.T @ hidden_NH[rows]
-            if kept is None:  # several shares: their sum in float32
+            if saved_logits is None:  # several shares: their sum in float32
                 share_VH = share_VH.float() if shares is None else shares.add_(share_VH)
             shares = share_VH
         assert shares is not None
@@ -66,7 +66,7 @@ class ScoresFunction(torch.autograd.Function):
 
 
 def _padded(share_VH: Tensor, size: int) -> Tensor:
-    """With zeros for the vocabulary's padding."""
+    """Append zeros for the vocabulary's padding."""
     return share_VH if len(share_VH) == size else torch.nn.functional.pad(share_VH, (0, 0, 0, size - len(share_VH)))
 
 

@@ -1,4 +1,4 @@
-"""The seam between the Gated DeltaNet layer and its kernels: one class per backend, chosen by ``select``."""
+"""Interface between the Gated DeltaNet layer and its kernels: one class per backend, chosen by ``select``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GDNBackend(Protocol):
 
     ``cu_seqlens`` [N+1] are the starts of the sequences and their common end, on the device of the data, and
     ``cu_seqlens_cpu`` the same numbers on the host, so that no call waits for the device. Sequences may be empty; rows
-    from ``cu_seqlens[-1]`` on are padding: their outputs and gradients are 0, whatever they hold.
+    from ``cu_seqlens[-1]`` on are padding: their outputs and gradients are 0 for any content.
     """
 
     name: str
@@ -79,5 +79,5 @@ class GDNBackend(Protocol):
         ...
 
     def kernels(self) -> str:
-        """Which kernels really run, with versions: for the log."""
+        """Return the kernels that actually run, with versions, for the log."""
         ...

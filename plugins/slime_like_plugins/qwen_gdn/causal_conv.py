@@ -16,7 +16,7 @@ from slime_like_plugins.qwen_gdn.packing import lengths
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Each sequence with W-1 rows of its own before it, so that no window reaches into the sequence before."""
+    """Sequences, each preceded by W-1 separate rows, so that no window reaches into the previous sequence."""
 
     num_places: int  # R, total of the rows
     row: Tensor  # I64 [tokens] place of each token
@@ -43,17 +43,17 @@ def causal_conv(
 
 @functools.lru_cache(maxsize=16)
 def _grid(lengths_N: tuple[int, ...], width: int, device: torch.device) -> _Grid:
-    before = width - 1
+    history = width - 1
     row, halo, place = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)], 0
     for length in lengths_N:
-        halo.append(torch.arange(place, place + before))
-        row.append(torch.arange(place + before, place + before + length))
-        place += before + length
+        halo.append(torch.arange(place, place + history))
+        row.append(torch.arange(place + history, place + history + length))
+        place += history + length
     return _Grid(place, torch.cat(row).to(device), torch.cat(halo).to(device))
 
 
 class _CausalConv(torch.autograd.Function):
-    """``W`` shifted multiply-adds over the grid; the sums before the activation are kept."""
+    """``W`` shifted multiply-adds over the grid; saves the sums before the activation."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, halo: Tensor | None, grid: _Grid, silu: bool) -> Tensor:

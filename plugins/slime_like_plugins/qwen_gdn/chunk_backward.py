@@ -22,7 +22,7 @@ from slime_like_plugins.qwen_gdn.packing import ChunkOrder
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Of the chunks' inputs."""
+    """Gradients of the chunks' inputs."""
 
     keys: Tensor  # [M, H, 2C, K] of the keys of length 1 and the scaled queries
     v: Tensor  # [M, HV, C, V]
@@ -33,7 +33,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """What a block's walk from its last step to its first gives."""
+    """Results of a block's reverse recurrence."""
 
     dy: Tensor  # [m, HV, C, V]
     drive: Tensor  # [m, HV, 2C, V] -exp(gamma) dv, below it exp(gamma) do
@@ -97,7 +97,7 @@ def _walk(x: ChunkInputs, block: ChunkBlock, dout: Tensor, dstate: Tensor, steps
 
 
 def _gradients(x: ChunkInputs, block: ChunkBlock, scan: _Scan, dout: Tensor, grads: Gradients, within: slice) -> None:
-    """Everything that needs no order in time, for a whole block at once; fills ``grads`` there."""
+    """Fill ``grads`` with all terms that are independent of time order, for an entire block in one batch."""
     m, heads, chunk, _ = dout.shape
     keys = grouped(x.keys[within], x)
     beta, to_end = x.beta[within], x.to_end[within]

@@ -27,7 +27,7 @@ MATRICES = 64  # (chunk, head) pairs per block
 
 @dataclass(frozen=True, slots=True)
 class ChunkInputs:
-    """What a call is given, cut into M chunks, in the dtype it is computed in."""
+    """Inputs of a call, cut into M chunks, in the compute dtype."""
 
     keys: Tensor  # [M, H, 2C, K] keys of length 1, below them queries of length scale
     rstd: Tensor  # [M, H, 2C] what made their length 1
@@ -51,7 +51,7 @@ class ChunkInputs:
 
 @dataclass(frozen=True, slots=True)
 class ChunkBlock:
-    """What backward needs of a block of m chunks."""
+    """Tensors of a block of m chunks that backward needs."""
 
     gram: Tensor  # [m, H, 2C, C] keys and queries against keys
     pair_decay: Tensor  # [m, HV, C, C] exp(gamma_i - gamma_j) where i >= j, else 0
@@ -69,7 +69,7 @@ class ChunkBlock:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What forward gives."""
+    """Results of forward."""
 
     out: Tensor  # [M, HV, C, V]
     final: Tensor  # [N, HV, K, V] in the order's order of sequences
@@ -116,9 +116,9 @@ def forward(x: ChunkInputs, state: Tensor, order: ChunkOrder, *, keep: bool) -> 
         )
         _scan(x, block, state, steps, order)
         queries = scaled(x.keys[within, :, order.chunk :], x.decay[within])
-        mine = out[within].flatten(0, 1)
-        torch.bmm(queries, block.states.flatten(0, 1), out=mine)
-        mine.baddbmm_(masked_scores(x, block), block.written.flatten(0, 1))
+        block_out = out[within].flatten(0, 1)
+        torch.bmm(queries, block.states.flatten(0, 1), out=block_out)
+        block_out.baddbmm_(masked_scores(x, block), block.written.flatten(0, 1))
         if keep:
             blocks.append(block)
     return Result(out, state, tuple(blocks))
@@ -176,7 +176,7 @@ def _scan(x: ChunkInputs, block: ChunkBlock, state: Tensor, steps: range, order:
         now, following = states[i], sizes[i + 1] if i + 1 < len(sizes) else 0
         torch.baddbmm(values[i], reads[i], now, alpha=-1, out=deltas[i])
         torch.bmm(solves[i], deltas[i], out=written[i])
-        after = states[i + 1] if following == size else flat[:size]  # sequences end here, or the block does
-        torch.mul(now, ends[i], out=after).baddbmm_(writes[i], written[i])
+        next_state = states[i + 1] if following == size else flat[:size]  # sequences end here, or the block does
+        torch.mul(now, ends[i], out=next_state).baddbmm_(writes[i], written[i])
         if 0 < following < size:
             states[i + 1].copy_(flat[:following])

@@ -36,9 +36,9 @@ class FlaGDN:
         self._rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
         self._conv: Any = import_module("fla.modules.causal_conv1d").causal_conv1d
         self._shared: Any = import_module("fla.ops.cp").build_cp_context
-        if (other := active_dispatch("gated_delta_rule")) is not None:
+        if (dispatched := active_dispatch("gated_delta_rule")) is not None:
             raise ConfigError(
-                f"model.gdn.backend=fla, but fla would hand its calls to {other}: unset the variables FLA_* that ask for it"
+                f"model.gdn.backend=fla, but fla would hand its calls to {dispatched}: unset the variables FLA_* that ask for it"
             )
 
     def chunk_rule(  # noqa: PLR0913
@@ -71,7 +71,7 @@ class FlaGDN:
         return padded(out, rows), final
 
     def _options(self, cu_seqlens_cpu: Tensor) -> dict[str, Any]:
-        """What this package's rule takes besides what both take."""
+        """Return the arguments of this package's rule in addition to the common ones."""
         return {"cu_seqlens_cpu": cu_seqlens_cpu}
 
     def causal_conv(
@@ -125,8 +125,10 @@ def active_dispatch(operation: str) -> str | None:
 
 def handed_over() -> list[str]:
     """Functions that fla's dispatcher has handed to another backend in this process, as ``operation.function -> backend``."""
-    found = {entry for registry in _registries().values() for entry in registry._logged if not entry.endswith(":fail")}
-    return sorted("{}.{} -> {}".format(*entry.split(":")) for entry in found)
+    dispatched = {
+        entry for registry in _registries().values() for entry in registry._logged if not entry.endswith(":fail")
+    }
+    return sorted("{}.{} -> {}".format(*entry.split(":")) for entry in dispatched)
 
 
 def _registries() -> dict[str, Any]:

@@ -36,8 +36,8 @@ class HeadWise:
         """This rank's L tokens and all of its heads -> [L, HV, V]."""
         cu_seqlens, cu_seqlens_cpu = packed.sequence_cu, packed.cu_seqlens_q
         assert cu_seqlens is not None and cu_seqlens_cpu is not None
-        mine = self._to_heads(inputs, packed)
-        out = delta_rule(self.backend, mine, self.heads, cu_seqlens, cu_seqlens_cpu)
+        local_heads = self._to_heads(inputs, packed)
+        out = delta_rule(self.backend, local_heads, self.heads, cu_seqlens, cu_seqlens_cpu)
         return self._to_tokens(out, packed)
 
     def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:

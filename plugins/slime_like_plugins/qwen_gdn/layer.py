@@ -78,7 +78,7 @@ class GatedDeltaNetLayer(GatedDeltaNet):
         return self.mixing.leave(result, packed_seq_params), bias
 
     def kernels(self) -> str:
-        """Which kernels this layer has called, or will call."""
+        """Return the kernels that this layer has called, or will call."""
         return f"Gated DeltaNet ran on {self.backend.name}: {self.backend.kernels()}{self.remark}"
 
     def _conv_weight(self) -> Tensor:
@@ -88,19 +88,19 @@ class GatedDeltaNetLayer(GatedDeltaNet):
 
 
 def _heads(config: TransformerConfig, tp: int) -> MixingHeads:
-    """Those of one of ``tp`` ranks."""
+    """Return the heads of one of ``tp`` ranks."""
     sizes: Any = config  # megatron declares them optional
-    whole = MixingHeads(
+    all_heads = MixingHeads(
         sizes.linear_num_key_heads,
         sizes.linear_num_value_heads,
         sizes.linear_key_head_dim,
         sizes.linear_value_head_dim,
     )
-    return whole.shared_by(tp)
+    return all_heads.shared_by(tp)
 
 
 def _in_f32(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The same parameter in float32, with megatron's marks."""
+    """Return the parameter in float32, with megatron's attributes."""
     wide = torch.nn.Parameter(parameter.detach().float())
     for name in ("tensor_model_parallel", "partition_dim"):
         setattr(wide, name, getattr(parameter, name))

@@ -1,4 +1,4 @@
-"""What a Gated DeltaNet layer computes between its two projections, and the seam at which context parallelism enters.
+"""Computation of a Gated DeltaNet layer between its two projections, and the interface for context parallelism.
 
 ``g = -exp(A_log) * softplus(alpha + dt_bias)``, ``beta = sigmoid(beta)``, a short causal convolution over query, key and
 value channels, then the gated delta rule (https://arxiv.org/abs/2412.06464).
@@ -32,13 +32,13 @@ class MixingHeads:
         return self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim
 
     def shared_by(self, ranks: int) -> MixingHeads:
-        """Those of one of ``ranks`` that share these."""
+        """Return the heads of one of ``ranks`` that share these."""
         return MixingHeads(self.keys // ranks, self.values // ranks, self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
-    """Of T tokens in the order of their sequences, or of the L that a context parallel rank holds.
+    """Inputs of T tokens in the order of their sequences, or of the L tokens of a context parallel rank.
 
     ``qkv`` [T, C], ``beta`` and ``alpha`` [T, HV] as the projection leaves them; the others are parameters.
     """
@@ -88,12 +88,12 @@ def decay_and_strength(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
 
 
 def at_least_f32(x: Tensor) -> Tensor:
-    """In float32, or in float64 where it is that."""
+    """Convert to float32, unless it is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rule_inputs(convolved_TC: Tensor, inputs: DeltaInputs, heads: MixingHeads) -> RuleInputs:
-    """Convolved channels of T tokens, by head."""
+    """Split convolved channels of T tokens by head."""
     q, k, v = convolved_TC.split(heads.channels, -1)
     g, beta = decay_and_strength(inputs)
     return RuleInputs(

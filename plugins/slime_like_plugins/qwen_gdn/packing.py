@@ -46,20 +46,20 @@ class ChunkOrder:
         rows = chunks.transpose(1, 2).flatten(0, 1)
         if self.place is None:
             return rows
-        found = rows.new_empty(self.num_rows, *rows.shape[1:])
-        torch.index_select(rows, 0, self.place, out=found[: self.num_tokens])
-        found[self.num_tokens :] = 0
-        return found
+        unpacked = rows.new_empty(self.num_rows, *rows.shape[1:])
+        torch.index_select(rows, 0, self.place, out=unpacked[: self.num_tokens])
+        unpacked[self.num_tokens :] = 0
+        return unpacked
 
     def within(self, steps: range) -> slice:
         """The chunks of a run of steps."""
         return slice(self.starts[steps.start], self.starts[steps.stop])
 
-    def blocks(self, heads: int, most: int) -> Iterator[range]:
+    def blocks(self, heads: int, max_matrices: int) -> Iterator[range]:
         """Runs of steps of about ``most`` (chunk, head) matrices: what is computed together stays in the cache."""
         first, matrices = 0, 0
         for step, count in enumerate(self.counts):
-            if matrices and matrices + count * heads > most:
+            if matrices and matrices + count * heads > max_matrices:
                 yield range(first, step)
                 first, matrices = step, 0
             matrices += count * heads
@@ -72,10 +72,10 @@ def lengths(cu_seqlens_cpu: Tensor, num_rows: int) -> tuple[int, ...]:
     if cu_seqlens_cpu.device.type != "cpu" or cu_seqlens_cpu.dim() != 1 or cu_seqlens_cpu.numel() < 1:
         raise ValueError(f"cu_seqlens_cpu must be a vector [N+1] on the host, not {cu_seqlens_cpu!r}")
     bounds: list[int] = cu_seqlens_cpu.tolist()
-    found = tuple(stop - start for start, stop in pairwise(bounds))
-    if bounds[0] != 0 or min(found, default=0) < 0 or bounds[-1] > num_rows:
+    sizes = tuple(stop - start for start, stop in pairwise(bounds))
+    if bounds[0] != 0 or min(sizes, default=0) < 0 or bounds[-1] > num_rows:
         raise ValueError(f"cu_seqlens={bounds} must start at 0, never fall and end at most at the {num_rows} rows")
-    return found
+    return sizes
 
 
 def num_tokens(cu_seqlens_cpu: Tensor, num_rows: int) -> int:

@@ -1,4 +1,4 @@
-"""Which backend a rank runs: validated before its package is imported, never another one than was asked for."""
+"""Choice of a rank's backend: validated before its package is imported, without fallback to another one."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def resolve(config: GDNConfig, device: str, dtype: str = "auto", shape: GDNShape
 @functools.cache
 def _backend(name: str, auto_cp: bool) -> GDNBackend:
     try:
-        made = resolve_name("model.gdn.backend", name, GDN_BACKENDS)
-        return cast("GDNBackend", made(GDNConfig(backend=name, auto_cp=auto_cp)))
+        backend = resolve_name("model.gdn.backend", name, GDN_BACKENDS)
+        return cast("GDNBackend", backend(GDNConfig(backend=name, auto_cp=auto_cp)))
     except (ImportError, ValueError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -1,4 +1,4 @@
-"""The entry of table ``MIXERS``: a Gated DeltaNet layer with the kernels that the config asks for."""
+"""Entry of table ``MIXERS``: a Gated DeltaNet layer with the kernels of the config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime_like_plugins.qwen_gdn.state_passing import StatePassing
 
 
 def layer_spec(config: TransformerConfig, model: ModelConfig, rank_info: RankInfo) -> ModuleSpec:
-    """A layer of the hybrid stack. Raises ``ConfigError`` where the backend cannot run here."""
+    """Return a layer of the hybrid stack. Raises ``ConfigError`` if the backend cannot run here."""
     sizes: Any = config  # megatron declares them optional
     shape = GDNShape(
         key_heads=sizes.linear_num_key_heads,
@@ -27,9 +27,9 @@ def layer_spec(config: TransformerConfig, model: ModelConfig, rank_info: RankInf
         conv_width=sizes.linear_conv_kernel_dim,
     )
     tp, cp = rank_info.layout.tp, rank_info.layout.cp
-    mode, why = gdn_cp_mode(model.gdn.cp_mode, shape.key_heads, shape.value_heads, tp=tp, cp=cp)
+    mode, reason = gdn_cp_mode(model.gdn.cp_mode, shape.key_heads, shape.value_heads, tp=tp, cp=cp)
     backend = select.resolve(model.gdn, rank_info.device.type, model.dtype, shape)
     if cp == 1:  # nothing was to be chosen
         return layer.layer_spec(backend)
-    remark = f"; model.gdn.cp_mode={mode}{f' ({why})' if why else ''}"
+    remark = f"; model.gdn.cp_mode={mode}{f' ({reason})' if reason else ''}"
     return layer.layer_spec(backend, StatePassing if mode == "state" else HeadWise, remark)

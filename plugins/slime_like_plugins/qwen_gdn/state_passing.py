@@ -42,15 +42,15 @@ class StatePassing:
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
         """This rank's L tokens and all of its heads -> [L, HV, V]."""
-        here = self._range(packed, inputs.qkv.device)
+        local_range = self._range(packed, inputs.qkv.device)
         if not self.moves_hidden:
-            stream = here.to_stream(torch.cat((inputs.qkv, inputs.beta, inputs.alpha), -1))
+            stream = local_range.to_stream(torch.cat((inputs.qkv, inputs.beta, inputs.alpha), -1))
             qkv, beta, alpha = stream.split((sum(self.heads.channels), self.heads.values, self.heads.values), -1)
             inputs = replace(inputs, qkv=qkv, beta=beta, alpha=alpha)
-        mixed = causal_conv(self.backend, inputs.qkv, inputs.conv_weight, here, "silu")
+        mixed = causal_conv(self.backend, inputs.qkv, inputs.conv_weight, local_range, "silu")
         rule = rule_inputs(mixed, inputs, self.heads)
-        out = gated_delta_rule(self.backend, rule.q, rule.k, rule.v, rule.g, rule.beta, here)[0]
-        return out if self.moves_hidden else here.to_rows(out)
+        out = gated_delta_rule(self.backend, rule.q, rule.k, rule.v, rule.g, rule.beta, local_range)[0]
+        return out if self.moves_hidden else local_range.to_rows(out)
 
     def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
         """See ``Mixing.enter``."""
@@ -65,53 +65,53 @@ class StatePassing:
         return range_of(tuple(packed.cu_seqlens_q.tolist()), self.group, device, self.backend)
 
 
-def causal_conv(backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, here: Range, activation: str) -> Tensor:
+def causal_conv(backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, local_range: Range, activation: str) -> Tensor:
     """The convolution of the whole stream, at this range: [L, D] -> [L, D]."""
-    part, reach = here.part, weight_DW.shape[1] - 1
+    part, reach = local_range.part, weight_DW.shape[1] - 1
     if not part.is_cut or reach == 0:
-        return _convolved(backend, x_LD, weight_DW, here.pieces, activation)
-    tails = here.gather(x_LD[-reach:])
-    earlier = tails[: here.rank].flatten(0, 1)  # where ranges are shorter than the reach, tails are whole ranges
-    seen = min(reach, part.history)
+        return _convolved(backend, x_LD, weight_DW, local_range.pieces, activation)
+    tails = local_range.gather(x_LD[-reach:])
+    earlier = tails[: local_range.rank].flatten(0, 1)  # where ranges are shorter than the reach, tails are whole ranges
+    num_earlier = min(reach, part.history)
     halo = x_LD.new_zeros(len(part.cu_seqlens) - 1, reach, x_LD.shape[1])
-    if seen:
-        halo[0, reach - seen :] = earlier[len(earlier) - seen :]
-    out = _convolved(backend, x_LD, weight_DW, here.pieces, activation, halo)
+    if num_earlier:
+        halo[0, reach - num_earlier :] = earlier[len(earlier) - num_earlier :]
+    out = _convolved(backend, x_LD, weight_DW, local_range.pieces, activation, halo)
     return _Joined.apply(out, tails)
 
 
 def gated_delta_rule(
-    backend: GDNBackend, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, here: Range
+    backend: GDNBackend, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, local_range: Range
 ) -> Tensor:
     """The recurrence over the whole stream, at this range.
 
     q, k [1, L, H, K], v [1, L, Hv, V], g (log of the decay) and beta [1, L, Hv] -> [1, L, Hv, V].
     """
-    part, columns = here.part, (q, k, v, g, beta)
+    part, columns = local_range.part, (q, k, v, g, beta)
     edges = part.cu_seqlens.tolist()
     if not part.is_cut:
-        return _run(backend, columns, here.pieces)[0]
-    if here.rule is not None:
-        return here.rule(*columns)
+        return _run(backend, columns, local_range.pieces)[0]
+    if local_range.rule is not None:
+        return local_range.rule(*columns)
     last = edges[-2]
-    out, state = _run(backend, tuple(x[:, last:] for x in columns), here.last, final=True)
+    out, state = _run(backend, tuple(x[:, last:] for x in columns), local_range.last, final=True)
     if last:  # the pieces before it need no final state
-        out = torch.cat((_run(backend, tuple(x[:, :last] for x in columns), here.earlier)[0], out), 1)
+        out = torch.cat((_run(backend, tuple(x[:, :last] for x in columns), local_range.earlier)[0], out), 1)
     assert state is not None
     size = k.shape[-1]
     product = state.new_zeros(*state.shape[:-1], size)
     rows: Tensor | None = None
     if part.chain:
-        rows, product = _products(backend, tuple(x[:, : edges[1]] for x in columns), here.first, state.dtype)
-    ends = here.gather(torch.cat((state, product), -1)[0])  # [cp, Hv, K, V + K]
+        rows, product = _products(backend, tuple(x[:, : edges[1]] for x in columns), local_range.first, state.dtype)
+    ends = local_range.gather(torch.cat((state, product), -1)[0])  # [cp, Hv, K, V + K]
     out = _Joined.apply(out, ends)
     if rows is None:
         return out
     begun = ends[part.chain[0], ..., :-size]
     for rank in part.chain[1:]:
         begun = ends[rank, ..., :-size] + ends[rank, ..., -size:] @ begun
-    rest = torch.einsum("bthk,hkv->bthv", rows.to(begun.dtype), begun)
-    return torch.cat((out[:, : edges[1]] + rest.to(out.dtype), out[:, edges[1] :]), 1)
+    carried = torch.einsum("bthk,hkv->bthv", rows.to(begun.dtype), begun)
+    return torch.cat((out[:, : edges[1]] + carried.to(out.dtype), out[:, edges[1] :]), 1)
 
 
 def _products(

@@ -47,8 +47,8 @@ class TorchGDN:
         order = chunk_order(cu_seqlens_cpu, q.shape[1], chunk_size(cu_seqlens_cpu), q.device)
         tensors = (q[0], k[0], v[0], g[0], beta[0], initial_state)
         needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        found: Any = _ChunkRule.apply(*tensors, _Call(order, needs_grad))
-        return found[0].unsqueeze(0), found[1] if output_final_state else None
+        results: Any = _ChunkRule.apply(*tensors, _Call(order, needs_grad))
+        return results[0].unsqueeze(0), results[1] if output_final_state else None
 
     def causal_conv(
         self,
@@ -73,14 +73,14 @@ class TorchGDN:
 
 
 def chunk_size(cu_seqlens_cpu: Tensor) -> int:
-    """Tokens of a chunk, for sequences of these bounds."""
+    """Return the tokens per chunk for sequences with these bounds."""
     longest = int(cu_seqlens_cpu.diff().max()) if cu_seqlens_cpu.numel() > 1 else 0
-    return next((chunk for most, chunk in SHORTER if longest <= most), CHUNK)
+    return next((chunk for max_len, chunk in SHORTER if longest <= max_len), CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What is no tensor; ``keep``: a backward will follow."""
+    """Arguments other than tensors; ``keep``: a backward follows."""
 
     order: ChunkOrder
     keep: bool
@@ -109,8 +109,8 @@ class _ChunkRule(torch.autograd.Function):
         state = x.v.new_zeros(shape) if initial is None else initial.index_select(0, sequences).to(x.v.dtype)
         result = forward(x, state, order, keep=call.keep)
         if call.keep:
-            kept = [tensor for block in result.blocks for tensor in block.tensors()]
-            ctx.save_for_backward(*x.tensors(), sequences, *kept)
+            saved = [tensor for block in result.blocks for tensor in block.tensors()]
+            ctx.save_for_backward(*x.tensors(), sequences, *saved)
             ctx.order, ctx.scale = order, scale
             ctx.dtypes = [None if t is None else t.dtype for t in (q, k, v, g, beta, initial)]
         final = torch.empty_like(result.final).index_copy_(0, sequences, result.final)
@@ -121,24 +121,26 @@ class _ChunkRule(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved, order = list(ctx.saved_tensors), ctx.order
         x = ChunkInputs(*saved[: ChunkInputs.NUM_TENSORS])
-        sequences, kept = saved[ChunkInputs.NUM_TENSORS], saved[ChunkInputs.NUM_TENSORS + 1 :]
+        sequences, block_tensors = saved[ChunkInputs.NUM_TENSORS], saved[ChunkInputs.NUM_TENSORS + 1 :]
         size = ChunkBlock.NUM_TENSORS
-        blocks = tuple(ChunkBlock(*kept[first : first + size]) for first in range(0, len(kept), size))
+        blocks = tuple(ChunkBlock(*block_tensors[first : first + size]) for first in range(0, len(block_tensors), size))
         dout = order.pack(grads[0]).to(x.v.dtype).contiguous()
-        found = backward(x, blocks, dout, grads[1].index_select(0, sequences).to(x.v.dtype), order)
-        dkeys = project(x.keys, found.keys, x.rstd, ctx.scale)
-        dg = found.gamma.flip(-1).cumsum(-1).flip(-1)
+        input_grads = backward(x, blocks, dout, grads[1].index_select(0, sequences).to(x.v.dtype), order)
+        dkeys = project(x.keys, input_grads.keys, x.rstd, ctx.scale)
+        dg = input_grads.gamma.flip(-1).cumsum(-1).flip(-1)
         rows = (
             dkeys[:, :, order.chunk :],
             dkeys[:, :, : order.chunk],
-            found.v,
+            input_grads.v,
             dg.unsqueeze(-1),
-            found.beta.unsqueeze(-1),
+            input_grads.beta.unsqueeze(-1),
         )
         dq, dk, dv, dg, dbeta = (order.unpack(part).to(dtype) for part, dtype in zip(rows, ctx.dtypes, strict=False))
         dinitial = None
         if ctx.dtypes[5] is not None:
-            dinitial = torch.empty_like(found.state).index_copy_(0, sequences, found.state).to(ctx.dtypes[5])
+            dinitial = (
+                torch.empty_like(input_grads.state).index_copy_(0, sequences, input_grads.state).to(ctx.dtypes[5])
+            )
         return dq, dk, dv, dg.squeeze(-1), dbeta.squeeze(-1), dinitial, None
 
 

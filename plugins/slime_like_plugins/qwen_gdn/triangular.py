@@ -1,4 +1,4 @@
-"""Inverse of unit lower triangular matrices, many small ones at once."""
+"""Batched inverse of small unit lower triangular matrices."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 
 def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     """[m, C, C] -> its blocks of ``size`` on the diagonal, [m * C / size, size, size]."""
-    m, whole, _ = matrix.shape
-    count = whole // size
+    m, width, _ = matrix.shape
+    count = width // size
     return matrix.view(m, count, size, count, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)

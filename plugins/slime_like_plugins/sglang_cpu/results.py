@@ -1,4 +1,4 @@
-"""What happens to sampled tokens, shortened for requests that ask for tokens and log-probabilities alone.
+"""Short path for results of requests that need only tokens and log-probabilities.
 
 SGLang passes every token of every request through a dozen functions, which for a small model cost half as much as its
 forward. Here a token that neither ends its request nor is due to be sent is appended, and that is all. Requests that
@@ -30,7 +30,7 @@ OFF = (
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What a token must be compared with to say that it does not end its request."""
+    """Conditions under which a token ends its request."""
 
     tokens: frozenset[int]
     length: int
@@ -38,13 +38,13 @@ class Ends:
 
 
 def plain_request(request: Any) -> Ends | None:
-    """When a request ends that asks for nothing but tokens and log-probabilities; ``None`` for any other.
+    """Return the end conditions of a request for only tokens and log-probabilities; ``None`` for any other.
 
     Settled once: none of it changes.
     """
-    known: Ends | bool | None = getattr(request, PLAIN, False)
-    if not isinstance(known, bool):
-        return known
+    cached: Ends | bool | None = getattr(request, PLAIN, False)
+    if not isinstance(cached, bool):
+        return cached
     sampling = request.sampling_params
     plain = (
         all(getattr(request, name) is None for name in ABSENT)
@@ -55,13 +55,13 @@ def plain_request(request: Any) -> Ends | None:
         and request.vocab_size is not None
     )
     tokens = frozenset(sampling.stop_token_ids or ()) | frozenset(request.eos_token_ids or ())
-    found = Ends(tokens, sampling.max_new_tokens, int(request.vocab_size or 0)) if plain else None
-    setattr(request, PLAIN, found)
-    return found
+    ends = Ends(tokens, sampling.max_new_tokens, int(request.vocab_size or 0)) if plain else None
+    setattr(request, PLAIN, ends)
+    return ends
 
 
 def plain_batch(processor: Any, batch: Any, result: Any) -> bool:
-    """Whether this engine and this step are of the simplest kind, and all requests plain."""
+    """Return True if engine and step have no special features and all requests are plain."""
     output = result.logits_output
     return (
         os.environ.get(OPTION) != "off"
@@ -83,7 +83,7 @@ def plain_batch(processor: Any, batch: Any, result: Any) -> bool:
 
 
 def process_decode(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
-    """Around ``SchedulerBatchResultProcessor.process_batch_result_decode``. Goes when SGLang has a short path itself."""
+    """Around ``SchedulerBatchResultProcessor.process_batch_result_decode``. Remove when SGLang has a short path."""
     if not plain_batch(processor, batch, result):
         original(processor, batch, result)
         return
