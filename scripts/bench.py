@@ -45,17 +45,17 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(
             visible(f"load average {load:.1f}: other processes run, and threads that spin (TRL's) suffer most of it\n")
         )
-    where, command, sizes = machine(load), f"python scripts/bench.py {' '.join(argv)}", args.sizes.split(",")
+    machine_line, command, sizes = machine(load), f"python scripts/bench.py {' '.join(argv)}", args.sizes.split(",")
     if args.what == "startup":
-        page, text = "startup.md", bench_startup.report(bench_startup.measure(args.rounds, work), where, command)
+        page, text = "startup.md", bench_startup.report(bench_startup.measure(args.rounds, work), machine_line, command)
     elif args.what == "spin":
         turns = [int(count) for count in args.turns.split(",")]
         tables = bench_spin.measure(sizes, turns, args.rounds, args.steps or SPIN_STEPS, work)
-        page, text = None, "\n".join([where, "", f"Command: `{command}`.", "", tables])
+        page, text = None, "\n".join([machine_line, "", f"Command: `{command}`.", "", tables])
     else:
         python = bench_arms.trl_python(Path(args.trl_env).resolve())
         tables = [compare(size, args, work, python) for size in sizes]
-        page, text = "bench_trl.md", _page(tables, where, command)
+        page, text = "bench_trl.md", _page(tables, machine_line, command)
     sys.stdout.write(visible(text))
     if args.write and page is not None:
         write(PAGES / page, text)
@@ -124,11 +124,11 @@ def table(size: str, parameters: int, steps: int, rounds: int, records: dict[tup
     return "\n".join([*lines, ""])
 
 
-def _page(tables: list[str], where: str, command: str) -> str:
+def _page(tables: list[str], machine_line: str, command: str) -> str:
     head = [
         "# Against TRL's GRPOTrainer, measured",
         "",
-        where,
+        machine_line,
         "",
         f"Command: `{command}`. Both sides in one run, alternating, on the same random model "
         f"and rows: {PROMPTS} prompts x {SAMPLES} samples x exactly {NEW_TOKENS} tokens (the end token lies outside the "
@@ -145,13 +145,13 @@ def _page(tables: list[str], where: str, command: str) -> str:
 def commit() -> str:
     """The commit that is measured, and whether files differ from it, other than pages."""
     try:
-        asked = [
+        options = [
             ["rev-parse", "--short", "HEAD"],
             ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs"],
         ]
         head, changed = (
             subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
-            for words in asked
+            for words in options
         )
     except (OSError, subprocess.CalledProcessError):
         return "Commit unknown (no git checkout)."
@@ -160,13 +160,13 @@ def commit() -> str:
 
 def machine(load: float) -> str:
     """Return a line with machine and commit."""
-    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     flags = Path("/proc/cpuinfo").read_text()
     features = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in flags]
     names = ("torch", "sglang", "megatron-core", "ray", "transformers")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return (
-        f"Machine: {cpu_count()} cores of {found[1] if found else 'unknown'} ({', '.join(features) or 'no avx512'}), "
+        f"Machine: {cpu_count()} cores of {match[1] if match else 'unknown'} ({', '.join(features) or 'no avx512'}), "
         f"{memory_bytes() / 2**30:.0f} GiB; load average {load:.1f} before the run. {versions}. {commit()}"
     )
 

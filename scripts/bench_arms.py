@@ -48,9 +48,9 @@ class ArmRecord:
 
     def add(self, steps: Sequence[float], parts: dict[str, list[float]], rewards: Sequence[float]) -> None:
         """One more run, its warm-up steps cut."""
-        kept = list(steps[WARM_UP:])
-        self.step_s += kept
-        self.runs.append(statistics.median(kept))
+        measured = list(steps[WARM_UP:])
+        self.step_s += measured
+        self.runs.append(statistics.median(measured))
         for name, values in parts.items():
             self.parts_s.setdefault(name, []).extend(values[WARM_UP:])
         third = max(1, len(rewards) // 3)
@@ -145,7 +145,7 @@ def check_ours(rows: Sequence[dict[str, Any]], steps: int) -> None:
 def trl(record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Path, python: Path) -> None:
     """TRL's GRPOTrainer in its own environment, with all cores."""
     out = work / f"trl-{dtype}-{len(record.runs)}.json"
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": inputs.model,
         "rows": inputs.rows,
         "out": out,
@@ -161,16 +161,18 @@ def trl(record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Pa
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
     environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [str(python), "scripts/bench_trl_arm.py"]
-    command += [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
     record.peak_mib = max(record.peak_mib, run_tree(command, environment, work / "trl.log"))
-    found = json.loads(out.read_text())
-    if len(found["ends"]) != steps or set(found["tokens"]) != {TOKENS}:
-        raise SystemExit(f"TRL's arm did other work: {len(found['ends'])} steps of {steps}, tokens {found['tokens']}")
-    took = [after - before for before, after in pairwise(found["ends"])]
-    rollout = found["rollout_s"][1:]
+    results = json.loads(out.read_text())
+    if len(results["ends"]) != steps or set(results["tokens"]) != {TOKENS}:
+        raise SystemExit(
+            f"TRL's arm did other work: {len(results['ends'])} steps of {steps}, tokens {results['tokens']}"
+        )
+    took = [after - before for before, after in pairwise(results["ends"])]
+    rollout = results["rollout_s"][1:]
     parts = {"rollout": rollout, "rest": [whole - part for whole, part in zip(took, rollout, strict=True)]}
-    record.versions = found["versions"]
-    record.add(took, parts, found["rewards"])
+    record.versions = results["versions"]
+    record.add(took, parts, results["rewards"])
 
 
 def trl_python(folder: Path) -> Path:

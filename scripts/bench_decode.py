@@ -149,33 +149,33 @@ def hf_arm(model: Qwen3ForCausalLM) -> Callable[[np.ndarray, int], None]:
 def arms(options: argparse.Namespace, shape: DecodeShape, folder: Path) -> Generator[dict[str, Callable[..., None]]]:
     """All arms, ready."""
     model = make_model(shape, folder / "model")
-    found: dict[str, Callable[..., None]] = {}
+    runners: dict[str, Callable[..., None]] = {}
     engines: list[EngineArm] = []
     try:
         for name in options.arms:
             if name == "hf":
-                found[name] = hf_arm(model)
+                runners[name] = hf_arm(model)
                 continue
             engines.append(EngineArm(name, folder / "model", shape, max(options.batches), options.threads))
-            found[name] = engines[-1]
+            runners[name] = engines[-1]
         for engine in engines:
             engine.server.wait_ready()
             print(visible(f"{engine.name}: {engine.server.decodes_with()}"))
-        yield found
+        yield runners
     finally:
         for engine in engines:
             engine.server.stop()
 
 
-def measure(found: dict[str, Callable[..., None]], options: argparse.Namespace, shape: DecodeShape) -> None:
+def measure(runners: dict[str, Callable[..., None]], options: argparse.Namespace, shape: DecodeShape) -> None:
     """Rounds of all arms in turn, per batch size; prints four rows each."""
-    print(visible("| batch | time | " + " | ".join(f"{name} tok/s (ms)" for name in found) + " | ratios to hf |"))
+    print(visible("| batch | time | " + " | ".join(f"{name} tok/s (ms)" for name in runners) + " | ratios to hf |"))
     for batch in options.batches:
-        seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in found} for kind in KINDS}
+        seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in runners} for kind in KINDS}
         for number in range(options.rounds + 1):
             generator = np.random.default_rng([batch, number])
             prompts = generator.integers(2, shape.vocab, (batch // SAMPLES_PER_PROMPT, PROMPT)).astype(np.int32)
-            for name, arm in found.items():
+            for name, arm in runners.items():
                 first, whole = timed(arm, prompts, 1), timed(arm, prompts, options.steps)
                 if number:  # the first round warms up
                     scale = options.steps / (options.steps - 1)
@@ -189,9 +189,9 @@ def measure(found: dict[str, Callable[..., None]], options: argparse.Namespace, 
 def timed(arm: Callable[..., None], prompts: np.ndarray, steps: int) -> tuple[float, float]:
     """Wall and CPU seconds of one call."""
     spent = arm.cpu_seconds if isinstance(arm, EngineArm) else time.process_time
-    before, start = spent(), time.perf_counter()
+    spent_before, start = spent(), time.perf_counter()
     arm(prompts, steps)
-    return time.perf_counter() - start, spent() - before
+    return time.perf_counter() - start, spent() - spent_before
 
 
 def print_row(batch: int, kind: str, median: dict[str, float], steps: int) -> None:
@@ -218,8 +218,8 @@ def main() -> None:
         visible(f"{' '.join(sys.argv)}\nPython {platform.python_version()}, {packages}, load {os.getloadavg()[0]:.1f}")
     )
     shape = SHAPES[options.model]
-    with tempfile.TemporaryDirectory() as folder, arms(options, shape, Path(folder)) as found:
-        measure(found, options, shape)
+    with tempfile.TemporaryDirectory() as folder, arms(options, shape, Path(folder)) as runners:
+        measure(runners, options, shape)
 
 
 if __name__ == "__main__":

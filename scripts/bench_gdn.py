@@ -61,12 +61,12 @@ def parity(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], 
         for arm in arms:
             if len(lengths) > 1 and not arm.packs:
                 continue
-            mine = case.to(getattr(torch, options.dtype), options.device, wide=recurrence.LAYER_F32)
-            found = recurrence.errors(recurrence.of_backend(arm.rule, mine), right)
-            assert len(found) == len(PARTS)
-            fine &= max(found.values()) <= TOLERANCE[options.dtype]
+            cast = case.to(getattr(torch, options.dtype), options.device, wide=recurrence.LAYER_F32)
+            measured = recurrence.errors(recurrence.of_backend(arm.rule, cast), right)
+            assert len(measured) == len(PARTS)
+            fine &= max(measured.values()) <= TOLERANCE[options.dtype]
             rows.append(
-                f"| {case_name} | {arm.name} | " + " | ".join(f"{error:.0e}" for error in found.values()) + " |"
+                f"| {case_name} | {arm.name} | " + " | ".join(f"{error:.0e}" for error in measured.values()) + " |"
             )
     return rows, fine
 
@@ -79,14 +79,12 @@ def speed(arms: list[GdnArm], options: argparse.Namespace) -> list[str]:
     ]
     for text in options.shapes:
         shape = shape_of(text)
-        found = measure(arms, shape, options.device, getattr(torch, options.dtype), options.rounds)
-        base = next(iter(found.values()))
-        for name, one in found.items():
-            forward, both = (statistics.median(times) * 1e3 for times in (one.forward, one.both))
-            ratios = f"{ratio(base.forward, one.forward):.2f}x, {ratio(base.both, one.both):.2f}x"
-            row = (
-                f"| {shape} | {name} | {one.cold * 1e3:.0f} | {forward:.1f} | {both:.1f} | {one.peak:.0f} | {ratios} |"
-            )
+        timings = measure(arms, shape, options.device, getattr(torch, options.dtype), options.rounds)
+        base = next(iter(timings.values()))
+        for name, timing in timings.items():
+            forward, both = (statistics.median(times) * 1e3 for times in (timing.forward, timing.both))
+            ratios = f"{ratio(base.forward, timing.forward):.2f}x, {ratio(base.both, timing.both):.2f}x"
+            row = f"| {shape} | {name} | {timing.cold * 1e3:.0f} | {forward:.1f} | {both:.1f} | {timing.peak:.0f} | {ratios} |"
             rows.append(row)
             print(visible(row), file=sys.stderr, flush=True)
     return rows
@@ -99,12 +97,14 @@ def growth(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], 
     rows = ["| T | " + " | ".join(f"{name} ms" for name in lines) + " | ratio |", "|---|" + "---|" * (len(lines) + 1)]
     for tokens in options.long:
         shape = GdnShape((tokens,), heads, value_heads, dim)
-        found = measure(arms, shape, options.device, getattr(torch, options.dtype), options.rounds)
-        for name, one in found.items():
-            lines[name].append((tokens, statistics.median(one.both) * 1e3))
+        timings = measure(arms, shape, options.device, getattr(torch, options.dtype), options.rounds)
+        for name, timing in timings.items():
+            lines[name].append((tokens, statistics.median(timing.both) * 1e3))
         cells = " | ".join(f"{lines[name][-1][1]:.1f}" for name in lines)
-        first, *others = found.values()
-        rows.append(f"| {tokens} | {cells} | {', '.join(f'{ratio(first.both, one.both):.2f}x' for one in others)} |")
+        first, *others = timings.values()
+        rows.append(
+            f"| {tokens} | {cells} | {', '.join(f'{ratio(first.both, timing.both):.2f}x' for timing in others)} |"
+        )
         print(visible(rows[-1]), file=sys.stderr, flush=True)
     title = f"Gated delta rule, forward + backward, {heads}/{value_heads} heads of {dim}, {options.dtype} on {options.device}"
     return rows, plot(title, "tokens of one sequence", "ms", lines)
@@ -196,8 +196,8 @@ def main(argv: list[str]) -> int:
         return compare(backends, options.end_to_end, options.rollouts)
     torch.set_num_threads(1)
     arms, missing = make_arms(options.arms, options.device, options.dtype, shape_of(options.shapes[0]).dim)
-    for name, why in missing.items():
-        print(visible(f"{name} does not run here: {why}"), file=sys.stderr)
+    for name, reason in missing.items():
+        print(visible(f"{name} does not run here: {reason}"), file=sys.stderr)
     if not arms:
         return 1
     text, picture, fine = page(arms, missing, options)

@@ -75,8 +75,8 @@ class TransformersFallback:
         from transformers import __version__
         from transformers.models.qwen3_next import modeling_qwen3_next
 
-        found = modeling_qwen3_next.torch_chunk_gated_delta_rule
-        self._rule = getattr(found, "__wrapped__", found)  # which binds to fla where that can be imported
+        function = modeling_qwen3_next.torch_chunk_gated_delta_rule
+        self._rule = getattr(function, "__wrapped__", function)  # which binds to fla where that can be imported
         self._version = __version__
 
     def chunk_rule(  # noqa: PLR0913
@@ -209,13 +209,13 @@ def peak_mib(run: Callable[[], object], device: str) -> float:
     """Most memory that one call has allocated at once: GPU memory, or by the profiler's record of tensors on a CPU."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        bytes_before = torch.cuda.memory_allocated()
         run()
-        return (torch.cuda.max_memory_allocated() - before) / MIB
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        return (torch.cuda.max_memory_allocated() - bytes_before) / MIB
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    assert seen.profiler is not None and seen.profiler.kineto_results is not None
-    events: list[Any] = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events: list[Any] = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     steps = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(accumulate(steps), default=0) / MIB
 
@@ -223,21 +223,23 @@ def peak_mib(run: Callable[[], object], device: str) -> float:
 def measure(arms: Sequence[GdnArm], shape: GdnShape, device: str, dtype: torch.dtype, rounds: int) -> dict[str, Timing]:
     """By arm, those that take the shape. Peak memory is that of a call of its own: watching it takes time."""
     calls = {arm.name: make_call(arm, shape, device, dtype) for arm in arms if arm.packs or len(shape.lengths) == 1}
-    found = {name: Timing(cold_seconds(call.both, device), peak_mib(call.both, device)) for name, call in calls.items()}
+    timings = {
+        name: Timing(cold_seconds(call.both, device), peak_mib(call.both, device)) for name, call in calls.items()
+    }
     for _ in range(rounds):
         for name, call in calls.items():
-            found[name].forward.append(seconds(call.forward, device))
-            found[name].both.append(seconds(call.both, device))
-    return found
+            timings[name].forward.append(seconds(call.forward, device))
+            timings[name].both.append(seconds(call.both, device))
+    return timings
 
 
 def kernels_seen(run: Callable[[], object], device: str, most: int = 4) -> list[str]:
     """Return the names of the most expensive kernels of one call, by torch's profiler."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    with profile(activities=activities) as seen:
+    with profile(activities=activities) as profiler:
         run()
     key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
-    events = sorted(seen.key_averages(), key=lambda event: -getattr(event, key))
+    events = sorted(profiler.key_averages(), key=lambda event: -getattr(event, key))
     names = [event.key for event in events if getattr(event, key) > 0]
     own = [name for name in names if any(mark in name.lower() for mark in ("chunkrule", "chunk_", "triangular"))]
     return list(dict.fromkeys([*own[:most], *names[:most]]))

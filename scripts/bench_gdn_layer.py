@@ -134,14 +134,14 @@ def measure(layer: Any, hidden: torch.Tensor, packed: Any, repeats: int) -> tupl
     """Bytes that forward keeps for backward beside the parameters, that collectives are given, and the least CPU time."""
     from slime_like.distributed.wrapper import install
 
-    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    best, kept, given = float("inf"), 0, 0
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    best, kept_bytes, sent_bytes = float("inf"), 0, 0
     for _ in range(repeats):
         storages: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor, found: dict[int, int] = storages) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
+            if storage.data_ptr() not in parameters:
                 found[storage.data_ptr()] = storage.nbytes()
             return tensor
 
@@ -152,9 +152,9 @@ def measure(layer: Any, hidden: torch.Tensor, packed: Any, repeats: int) -> tupl
             out, _ = layer(hidden, packed_seq_params=packed)
         out.backward(torch.ones_like(out))
         best = min(best, time.process_time() - start)
-        kept = sum(storages.values())
-        given = sum(int(m.value) for m in install.drain() if m.name.endswith("/bytes"))
-    return kept, given, best
+        kept_bytes = sum(storages.values())
+        sent_bytes = sum(int(m.value) for m in install.drain() if m.name.endswith("/bytes"))
+    return kept_bytes, sent_bytes, best
 
 
 def main() -> None:

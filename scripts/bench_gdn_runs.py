@@ -47,32 +47,32 @@ def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) ->
 
     Each run has ``rollouts`` steps and evaluates nothing, unless ``overrides`` say otherwise.
     """
-    given = {override.partition("=")[0] for override in overrides}
-    ours = {"loop.num_rollout": str(rollouts), "evaluation.datasets": "{}"}
-    short = [f"{key}={value}" for key, value in ours.items() if key not in given]
-    rows, ran, why = [], {}, {}
+    overridden = {override.partition("=")[0] for override in overrides}
+    defaults = {"loop.num_rollout": str(rollouts), "evaluation.datasets": "{}"}
+    short = [f"{key}={value}" for key, value in defaults.items() if key not in overridden]
+    rows, ran, reasons = [], {}, {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in backends:
             folder = Path(scratch) / name
             arguments = [*overrides, *short, "--qwen-gdn-backend", name, f"run.dir={folder}", "run.dump_rollouts=true"]
-            code, said, error = run(arguments)
+            code, output, error = run(arguments)
             if code:
-                why[name] = error or f"exit code {code}"
+                reasons[name] = error or f"exit code {code}"
                 continue
-            found = next((line.partition(RAN)[2].strip() for line in said if RAN in line), "it did not say")
+            found = next((line.partition(RAN)[2].strip() for line in output if RAN in line), "it did not say")
             ran[name] = found.removeprefix(f"{name}: ")
             cfg = load_config(arguments)
             shape = decoder_shape(json.loads((Path(cfg.model.hf_checkpoint) / "config.json").read_text()))
             rows.append(row(name, read_steps(folder), shape, trainer_ranks(cfg)))
     said_of = [f"- `{name}` ran: {kernels}" for name, kernels in ran.items()]
-    said_of += [f"- `{name}` did not run: {reason}" for name, reason in why.items()]
+    said_of += [f"- `{name}` did not run: {reason}" for name, reason in reasons.items()]
     sys.stdout.write(visible("\n".join(["", *table(rows), "", *said_of, ""])))
     return int(not rows)
 
 
 def run(arguments: Sequence[str]) -> tuple[int, list[str], str]:
     """Run train.py, showing what it prints: exit code, those lines, and the last line of its errors."""
-    said: list[str] = []
+    output: list[str] = []
     with tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, "train.py", *arguments]
         child = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -80,11 +80,11 @@ def run(arguments: Sequence[str]) -> tuple[int, list[str], str]:
         for line in child.stdout:
             sys.stdout.write(visible(line))
             sys.stdout.flush()
-            said.append(line)
+            output.append(line)
         code = child.wait()
         errors.seek(0)
         lines = errors.read().strip().splitlines()
-    return code, said, lines[-1] if lines else ""
+    return code, output, lines[-1] if lines else ""
 
 
 def read_steps(folder: Path) -> Steps:

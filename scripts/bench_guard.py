@@ -151,19 +151,19 @@ def cost(rounds: int) -> Iterator[str]:
     yield "| " + " | ".join(["op", "wrapped calls", *heads, "quickest: raw us", *heads[1:]]) + " |"
     yield "|---" * (2 + 2 * len(heads)) + "|"
     for name, call in ops().items():
-        found: dict[str, list[float]] = {"raw": [], **{arm: [] for arm in ARMS}}
+        times: dict[str, list[float]] = {"raw": [], **{arm: [] for arm in ARMS}}
         for _ in range(rounds):
-            for arm, values in found.items():
+            for arm, values in times.items():
                 if arm != "raw":
                     spec, in_c = ARMS[arm]
                     install.install(spec, CPU, 0, in_c=in_c)
                 call()
                 values.append(microseconds(call))
                 install.remove()
-        raw = found["raw"]
-        over = [statistics.median(a - b for a, b in zip(found[arm], raw, strict=True)) for arm in ARMS]
-        least = [min(found[arm]) - min(raw) for arm in ARMS]
-        figures = (statistics.median(raw), *over, min(raw), *least)
+        raw = times["raw"]
+        over = [statistics.median(a - b for a, b in zip(times[arm], raw, strict=True)) for arm in ARMS]
+        added = [min(times[arm]) - min(raw) for arm in ARMS]
+        figures = (statistics.median(raw), *over, min(raw), *added)
         yield f"| {name} | {wrapped_calls(call)} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |"
 
 
@@ -193,12 +193,12 @@ def simulate(steps: int) -> Iterator[str]:
                     clock.pass_(OP_S + COMPUTE_S / len(plan))
         seconds = clock.ns / 1e9 / steps
         counters = wrapper.counters() if wrapper is not None else []
-        asked = sum(c.checks for c in counters) / steps
-        rows[preset] = (asked, sum(c.check_ns + c.clear_ns for c in counters) / 1e6 / steps, seconds)
+        queries = sum(c.checks for c in counters) / steps
+        rows[preset] = (queries, sum(c.check_ns + c.clear_ns for c in counters) / 1e6 / steps, seconds)
         install.remove()
-    for preset, (asked, spent, seconds) in rows.items():
+    for preset, (queries, spent, seconds) in rows.items():
         share, ratio = spent / 1e3 / seconds, seconds / rows["off"][2]
-        yield f"| {preset} | {asked:.1f} | {spent:.2f} | {share:.2%} | {seconds:.3f} | {ratio:.2f} |"
+        yield f"| {preset} | {queries:.1f} | {spent:.2f} | {share:.2%} | {seconds:.3f} | {ratio:.2f} |"
 
 
 @contextlib.contextmanager
@@ -231,9 +231,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("what", choices=("cost", "simulate"))
     parser.add_argument("--steps", type=int, default=STEPS, help="of the imagined trainer")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of {CALLS} calls of each op")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     with world():
-        for line in cost(given.rounds) if given.what == "cost" else simulate(given.steps):
+        for line in cost(arguments.rounds) if arguments.what == "cost" else simulate(arguments.steps):
             sys.stdout.write(visible(line + "\n"))
             sys.stdout.flush()
 

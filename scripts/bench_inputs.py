@@ -64,14 +64,14 @@ def write_inputs(folder: Path, size: str) -> BenchInputs:
         dtype="float32",
     )
     model = Qwen3ForCausalLM(config)
-    where = folder / f"model-{size}"
-    model.save_pretrained(where)
-    _write_tokenizer(where, end)
+    target = folder / f"model-{size}"
+    model.save_pretrained(target)
+    _write_tokenizer(target, end)
     rows = folder / "rows.jsonl"
     numbers = random.Random(0)
     lines = [{"prompt": f"{numbers.randint(0, 99)}+{numbers.randint(0, 99)}=", "label": "digits"} for _ in range(ROWS)]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return BenchInputs(where, rows, sum(parameter.numel() for parameter in model.parameters()))
+    return BenchInputs(target, rows, sum(parameter.numel() for parameter in model.parameters()))
 
 
 def _write_tokenizer(folder: Path, end: int) -> None:

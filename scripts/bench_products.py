@@ -73,22 +73,22 @@ def measure(
     x, weight = torch.randn(rows, depth).to(dtype), torch.randn(columns, depth).to(dtype)
     packed, out = c.pack(weight), torch.empty(rows, columns, dtype=dtype)
     count = max(2, -(-cold_bytes // (packed.numel() * packed.element_size())))
-    others = [packed.clone() for _ in range(count)]
-    theirs = _torch_product(x, weight)
-    if not torch.allclose(c.product(x, packed, None, out), theirs(), rtol=2**-6, atol=2**-4):
+    copies = [packed.clone() for _ in range(count)]
+    torch_product = _torch_product(x, weight)
+    if not torch.allclose(c.product(x, packed, None, out), torch_product(), rtol=2**-6, atol=2**-4):
         raise SystemExit(f"C and torch disagree on a product of {shape} in {dtype}")
 
     def cold() -> None:
-        for other in others:
+        for other in copies:
             c.product(x, other, None, out)
 
     def hot() -> None:
-        for _ in others:
+        for _ in copies:
             c.product(x, packed, None, out)
 
     def of_torch() -> None:
-        for _ in others:
-            theirs()
+        for _ in copies:
+            torch_product()
 
     work = 2e-9 * rows * columns * depth * count
     return work / fastest(hot, rounds), work / fastest(cold, rounds), work / fastest(of_torch, rounds)

@@ -191,11 +191,11 @@ def table(arms: Sequence[RolloutArm], options: argparse.Namespace) -> str:
     lengths = sorted(length(i, j) for i in range(5_000) for j in range(4))
     share = [lengths[int(q * len(lengths))] for q in (0.5, 0.9, 0.99)]
     begun = f"{options.batch} groups of {options.samples} samples are needed, over-sampling begins {options.begun}."
-    told = (
+    text = (
         f"{begun} Lengths: median {share[0]}, 90 % {share[1]}, 99 % {share[2]}, at most {LONGEST}, mean "
         f"{statistics.mean(lengths):.1f}. {options.rounds} rounds after {options.warm} that are not counted."
     )
-    return "\n".join([told, "", *lines, ""])
+    return "\n".join([text, "", *lines, ""])
 
 
 async def prefix(servers: Mapping[str, EngineServer], rounds: int) -> str:

@@ -60,9 +60,11 @@ def main() -> int:
         seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         for k in range(options.rounds + 1):
             for kind, run in runs.items():
-                found = _rollouts(actor, run, range(k * options.rollouts, (k + 1) * options.rollouts), options.tokens)
+                measured = _rollouts(
+                    actor, run, range(k * options.rollouts, (k + 1) * options.rollouts), options.tokens
+                )
                 if k:  # the first warms up
-                    seconds[kind].append(found)
+                    seconds[kind].append(measured)
         size = sum(path.stat().st_size for path in (folder / "in line").rglob("*.distcp"))
     print(
         visible(

@@ -54,9 +54,9 @@ def measure(sizes: Sequence[str], turns: Sequence[int], rounds: int, steps: int,
                     override = f"+rollout.sglang.decode_log_interval={INTERVAL}"
                     run_dir = bench_arms.ours(arm.record, inputs, DTYPE, steps, out, [override])
                 arm.decode_s.append(decode_seconds((run_dir / "logs" / "engine_0.log").read_text(errors="replace")))
-                where = f"{size} round {index + 1}, {count} turns"
+                label = f"{size} round {index + 1}, {count} turns"
                 print(
-                    visible(f"{where}: rollout {rollout_by_round(arm.record, rounds=index + 1)[-1]:.3f} s"), flush=True
+                    visible(f"{label}: rollout {rollout_by_round(arm.record, rounds=index + 1)[-1]:.3f} s"), flush=True
                 )
         tables.append(table(size, rounds, steps, arms))
     return "\n".join(tables)
@@ -64,8 +64,8 @@ def measure(sizes: Sequence[str], turns: Sequence[int], rounds: int, steps: int,
 
 def decode_seconds(log: str) -> list[float]:
     """Seconds per decode step of each interval with a full batch. Raises ``SystemExit`` where the log names none."""
-    found = [(int(running), float(rate)) for running, rate in LINE.findall(log)]
-    seconds = [running / rate for running, rate in found if running == PROMPTS * SAMPLES and rate > 0]
+    rates = [(int(running), float(rate)) for running, rate in LINE.findall(log)]
+    seconds = [running / rate for running, rate in rates if running == PROMPTS * SAMPLES and rate > 0]
     if not seconds:
         raise SystemExit("the engine's log names no decode batch of all samples: has SGLang changed the line?")
     return seconds
@@ -98,12 +98,12 @@ def table(size: str, rounds: int, steps: int, arms: dict[int, SpinArm]) -> str:
 
 @contextmanager
 def _environment(name: str, value: str) -> Generator[None]:
-    before = os.environ.get(name)
+    previous = os.environ.get(name)
     os.environ[name] = value
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = previous

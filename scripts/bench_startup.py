@@ -65,8 +65,8 @@ def _round(run_dir: Path) -> Round:
     warm_started = False
     for line in process.stdout:
         warm_started = warm_started or WARM_START.match(line) is not None
-        if found := LINE.match(line):
-            lines[found["what"]] = time.time() - started
+        if match := LINE.match(line):
+            lines[match["what"]] = time.time() - started
         elif ": starting " in line:
             lines["configuration, data and tokenizer read"] = time.time() - started
     if process.wait() != 0:
@@ -78,9 +78,9 @@ def _round(run_dir: Path) -> Round:
 
 def _warm_start(first: Round, rounds: Sequence[Round]) -> str:
     """Describe the origin of the recipe's initial model: creating it takes a minute."""
-    made = [str(index) for index, round_ in enumerate(rounds, 1) if round_.warm_started]
-    if made:
-        return f"The warm start was made in round {', '.join(made)}, which took that much longer."
+    created = [str(index) for index, round_ in enumerate(rounds, 1) if round_.warm_started]
+    if created:
+        return f"The warm start was made in round {', '.join(created)}, which took that much longer."
     origin = "made in the pair that is left out" if first.warm_started else "there before the first pair"
     return f"The warm start was cached: {origin}, and found by every round."
 

@@ -93,9 +93,9 @@ def steps(cases: Sequence[Case], rounds: int, sequences: int) -> Iterator[str]:
     for case in cases:
         with tempfile.TemporaryDirectory() as folder, PortLease("127.0.0.1") as port:
             mp.spawn(run_case, (port, case, rounds, sequences, folder))
-            found = json.loads((Path(folder) / "found.json").read_text())
-        check(case, found["norms"])
-        yield row(f"{case.size}, {case.dtype}, {case.threads}", found["times"], 1.0, 3)
+            results = json.loads((Path(folder) / "found.json").read_text())
+        check(case, results["norms"])
+        yield row(f"{case.size}, {case.dtype}, {case.threads}", results["times"], 1.0, 3)
 
 
 def check(case: Case, norms: Mapping[str, float]) -> None:
@@ -137,8 +137,8 @@ def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, fold
             metrics = trainer.train([[rows]], [trained], step)
             times[arm].append((time.perf_counter() - wall, time.process_time() - cpu))
             norms.setdefault(arm, next(metric.value for metric in metrics if metric.name == "train/grad_norm"))
-    found = {"times": {arm: pairs[WARM_UP:] for arm, pairs in times.items()}, "norms": norms}
-    (Path(folder) / "found.json").write_text(json.dumps(found))
+    results = {"times": {arm: pairs[WARM_UP:] for arm, pairs in times.items()}, "norms": norms}
+    (Path(folder) / "found.json").write_text(json.dumps(results))
     leave(0)
 
 
@@ -188,8 +188,8 @@ def parts(rounds: int) -> Iterator[str]:
         yield row(f"{name}, hidden {h}", alternate(scores(n, v, h, dtype, entropy=entropy), rounds), 1e3, 1)
     for size in SHAPES:
         for sequences, length in ((64, 69), (8, 512)):
-            made = attention(sequences, length, SHAPES[size])
-            yield row(f"attention, a layer of {size}, {sequences} x {length}", alternate(made, rounds), 1e3, 1)
+            inputs = attention(sequences, length, SHAPES[size])
+            yield row(f"attention, a layer of {size}, {sequences} x {length}", alternate(inputs, rounds), 1e3, 1)
 
 
 def alternate(arms: Mapping[str, Callable[[], object]], rounds: int) -> Times:
@@ -213,8 +213,8 @@ def scores(n: int, v: int, h: int, dtype: torch.dtype, *, entropy: bool) -> dict
     target, part = torch.randint(0, v, (n,)), VocabularyPart(0, v, None)
 
     def run(function: Any) -> None:
-        found = function(hidden, weight, target, part=part, temperature=1.0, chunk=n, entropy=entropy)
-        torch.stack([column.sum() for column in found if column is not None]).sum().backward()
+        outputs = function(hidden, weight, target, part=part, temperature=1.0, chunk=n, entropy=entropy)
+        torch.stack([column.sum() for column in outputs if column is not None]).sum().backward()
 
     return {"torch": lambda: run(vocab_scores), "c": lambda: run(fused_vocab_scores)}
 
@@ -235,8 +235,8 @@ def attention(sequences: int, length: int, shape: Mapping[str, int]) -> dict[str
         return in_batches(query, key, value, batches, None).bfloat16()
 
     def fused() -> Tensor:
-        made: Any = AttentionFunction.apply(query, key, value, on_device, width**-0.5, torch.bfloat16, kernels())
-        return made
+        attended: Any = AttentionFunction.apply(query, key, value, on_device, width**-0.5, torch.bfloat16, kernels())
+        return attended
 
     return {"torch": lambda: plain().backward(grad), "c": lambda: fused().backward(grad)}
 

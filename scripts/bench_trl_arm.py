@@ -69,9 +69,9 @@ def main() -> None:
 
     def digits(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         record["tokens"].append(sum(len(ids) for ids in completion_ids))
-        found = [min(1.0, sum(c.isdigit() for c in text) / args.new_tokens) for text in completions]
-        record["rewards"].append(sum(found) / len(found))
-        return found
+        rewards = [min(1.0, sum(c.isdigit() for c in text) / args.new_tokens) for text in completions]
+        record["rewards"].append(sum(rewards) / len(rewards))
+        return rewards
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -90,10 +90,10 @@ def main() -> None:
     trainer.remove_callback(PrinterCallback)
     inner = trainer._generate_single_turn  # its time is what TRL spends on generation
 
-    def timed(*given: Any, **named: Any) -> Any:
+    def timed(*positional: Any, **named: Any) -> Any:
         start = time.perf_counter()
         try:
-            return inner(*given, **named)
+            return inner(*positional, **named)
         finally:
             generating[0] += time.perf_counter() - start
 

@@ -26,24 +26,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--metrics", action="append", default=[], metavar="PATTERN", help="only metrics like this")
     parser.add_argument("--times", action="store_true", help="measured times as well")
     parser.add_argument("--html", type=Path, help="write a self-contained page as well")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        if not (given.rtol >= 0 and given.atol >= 0 and math.isfinite(given.rtol + given.atol)):
-            raise ConfigError(f"--rtol {given.rtol} --atol {given.atol}: a tolerance is 0 or more")
-        a, b = (read_record(folder) for folder in given.runs)
-        found = compare(a, b, relative=given.rtol, absolute=given.atol, times=given.times)
-        if not chosen(found, given.metrics):
-            asked = f"none like {', '.join(given.metrics)}" if found.metrics else "none"
-            raise ConfigError(f"metrics in both runs: {asked}; A has {', '.join(a.metrics)}")
-        print_comparison(found, given.metrics, sys.stdout)
-        if given.html is not None:
-            given.html.parent.mkdir(parents=True, exist_ok=True)
-            given.html.write_text(html_page(found, given.metrics))
-            print(visible(f"\n{given.html}"))
+        if not (args.rtol >= 0 and args.atol >= 0 and math.isfinite(args.rtol + args.atol)):
+            raise ConfigError(f"--rtol {args.rtol} --atol {args.atol}: a tolerance is 0 or more")
+        a, b = (read_record(folder) for folder in args.runs)
+        comparison = compare(a, b, relative=args.rtol, absolute=args.atol, times=args.times)
+        if not chosen(comparison, args.metrics):
+            requested = f"none like {', '.join(args.metrics)}" if comparison.metrics else "none"
+            raise ConfigError(f"metrics in both runs: {requested}; A has {', '.join(a.metrics)}")
+        print_comparison(comparison, args.metrics, sys.stdout)
+        if args.html is not None:
+            args.html.parent.mkdir(parents=True, exist_ok=True)
+            args.html.write_text(html_page(comparison, args.metrics))
+            print(visible(f"\n{args.html}"))
     except (SlimeLikeError, OSError) as error:
         sys.stderr.write(complaint(error))
         return 2
-    return 0 if all(metric.step is None for metric in chosen(found, given.metrics)) else 1
+    return 0 if all(metric.step is None for metric in chosen(comparison, args.metrics)) else 1
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ def main(argv: list[str]) -> int:
     words = "; ".join(f"{request}: {text}" for request, text in WHAT.items())
     parser.add_argument("request", choices=[*Request, "status"], help=f"{words}; status: how it is, and what was asked")
     parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait so long for the answer")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        if given.request == "status":
-            return show(given.run)
-        return request(given.run, Request(given.request), given.wait)
+        if args.request == "status":
+            return show(args.run)
+        return request(args.run, Request(args.request), args.wait)
     except SlimeLikeError as error:
         sys.stderr.write(complaint(error))
         return 2 if isinstance(error, DataError) else 1
@@ -46,11 +46,11 @@ def main(argv: list[str]) -> int:
 def request(run_dir: Path, wanted: Request, wait: float | None) -> int:
     """Ask, and with ``wait`` print the answer."""
     status = living(run_dir)
-    asked = ask(run_dir, wanted)
+    request_id = ask(run_dir, wanted)
     if wait is None:
         print(visible(f"asked to {WHAT[wanted]}; the run is at rollout {status.step + 1} of {status.num_steps}"))
         return 0
-    answer = wait_for_answer(run_dir, wanted, asked, Deadline("scripts/control.py", "wait", wait))
+    answer = wait_for_answer(run_dir, wanted, request_id, Deadline("scripts/control.py", "wait", wait))
     print(visible(line(answer)))
     return 0 if answer.state == DONE else 1
 
@@ -60,12 +60,12 @@ def show(run_dir: Path) -> int:
     status = read_status(run_dir)
     if status is None:
         raise DataError(f"{run_dir} has no {STATUS}: give run.dir of a run that has been started")
-    where = f"process {status.pid} on {status.host}"
+    process = f"process {status.pid} on {status.host}"
     state = "runs" if status.alive else "has ended" if not status.running else "is gone without a word: see its logs"
     age = time.time() - status.time
     print(
         visible(
-            f"{run_dir} {state} ({where}): {status.step} of {status.num_steps} rollouts, as it said {age:.0f} s ago"
+            f"{run_dir} {state} ({process}): {status.step} of {status.num_steps} rollouts, as it said {age:.0f} s ago"
         )
     )
     for answer in status.requests:

@@ -52,13 +52,13 @@ def last_name(node: ast.expr) -> str:
 
 def aliases(tree: ast.AST) -> dict[str, set[str]]:
     """Names that hold a group in this file: annotated with its class, or assigned from one that does."""
-    found: dict[str, set[str]] = {name: {path} for name, path in GROUPS.items()}
+    paths: dict[str, set[str]] = {name: {path} for name, path in GROUPS.items()}
     for node in ast.walk(tree):
         match node:
             case ast.arg(arg=name, annotation=ast.expr() as annotation):
-                found.setdefault(name.lstrip("_"), set()).update(annotated(annotation))
+                paths.setdefault(name.lstrip("_"), set()).update(annotated(annotation))
             case ast.AnnAssign(target=target, annotation=annotation):
-                found.setdefault(last_name(target), set()).update(annotated(annotation))
+                paths.setdefault(last_name(target), set()).update(annotated(annotation))
             case _:
                 pass
     for node in ast.walk(tree):
@@ -66,10 +66,10 @@ def aliases(tree: ast.AST) -> dict[str, set[str]]:
             case ast.Assign(targets=[target], value=value):
                 names, values = unpack(target), unpack(value)
                 for name, item in zip(names, values, strict=True) if len(names) == len(values) else ():
-                    found.setdefault(last_name(name), set()).update(found.get(last_name(item), set()))
+                    paths.setdefault(last_name(name), set()).update(paths.get(last_name(item), set()))
             case _:
                 pass
-    return found
+    return paths
 
 
 def unpack(node: ast.expr) -> list[ast.expr]:
@@ -88,11 +88,11 @@ def keys_read(source: str) -> set[str]:
     """Dotted keys that one file reads, as ``<group>.<key>`` or through a name that holds the group."""
     tree = ast.parse(source)
     named = aliases(tree)
-    found: set[str] = set()
+    read_keys: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            found |= {f"{group}.{node.attr}" for group in named.get(last_name(node.value), set())}
-    return found
+            read_keys |= {f"{group}.{node.attr}" for group in named.get(last_name(node.value), set())}
+    return read_keys
 
 
 def dead_keys(package: Path, keys: Collection[str]) -> list[str]:

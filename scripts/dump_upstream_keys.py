@@ -52,13 +52,13 @@ def default_text(value: ast.expr | None) -> str | None:
 
 def cli_names(name: str, metadata: list[ast.expr]) -> list[str]:
     """Flags of an SGLang field beyond the one its name gives."""
-    found: list[str] = []
+    keys: list[str] = []
     for call in metadata:
         for keyword in call.keywords if isinstance(call, ast.Call) else []:
             if keyword.arg in ("aliases", "cli_name") and not isinstance(keyword.value, ast.Name):
                 value = ast.literal_eval(keyword.value)
-                found += [value] if isinstance(value, str) else list(value or [])
-    return [flag for flag in found if flag != f"--{name.replace('_', '-')}"]
+                keys += [value] if isinstance(value, str) else list(value or [])
+    return [flag for flag in keys if flag != f"--{name.replace('_', '-')}"]
 
 
 def sglang_server_args() -> Table:
@@ -87,11 +87,11 @@ def megatron_transformer_config() -> Table:
         "TransformerConfig": core / "transformer" / "transformer_config.py",
     }
     table: Table = {}
-    for wanted, path in sources.items():
+    for package, path in sources.items():
         classes = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
-        bases = [ast.unparse(base) for base in classes[wanted].bases]
-        assert all(base in sources for base in bases), f"{wanted} has a base this script does not read: {bases}"
-        for name, annotation, value in class_fields(classes[wanted]):
+        bases = [ast.unparse(base) for base in classes[package].bases]
+        assert all(base in sources for base in bases), f"{package} has a base this script does not read: {bases}"
+        for name, annotation, value in class_fields(classes[package]):
             table[name] = {"type": ast.unparse(annotation), "default": default_text(value)}
     return table
 

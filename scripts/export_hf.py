@@ -46,8 +46,8 @@ def main(argv: list[str]) -> int:
 def find(path: Path) -> Path:
     """The iteration folder that ``path`` means."""
     for folder in (path / "checkpoints", path):
-        if (found := megatron_folder(folder)) is not None:
-            return found
+        if (source := megatron_folder(folder)) is not None:
+            return source
     raise CheckpointError(f"{path}: no checkpoint there (a run's folder, its checkpoints folder, or an iter_* folder)")
 
 

@@ -36,14 +36,16 @@ def main(argv: list[str]) -> int:
         if args.check:
             sys.stdout.write(visible(check_folder(args.script, given=given)))
             return 0
-        done = convert_script(args.script, args.out, given=given, skip=args.skip, drop=args.drop, force=args.force)
+        conversion = convert_script(
+            args.script, args.out, given=given, skip=args.skip, drop=args.drop, force=args.force
+        )
     except SlimeLikeError as error:
         sys.stderr.write(complaint(error))
         return NONE
-    sys.stdout.write(visible(done.report))
-    if done.problem:
-        sys.stderr.write(visible(f"ConfigError: {done.problem}\n"))
-    return done.code
+    sys.stdout.write(visible(conversion.report))
+    if conversion.problem:
+        sys.stderr.write(visible(f"ConfigError: {conversion.problem}\n"))
+    return conversion.code
 
 
 if __name__ == "__main__":

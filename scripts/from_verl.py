@@ -43,14 +43,14 @@ def main(argv: list[str]) -> int:
             sys.stdout.write(visible(check_verl(args.job, given=given, ours=args.ours)))
             return 0
         source = VerlSource(args.job, args.overrides, given, args.skip, args.config)
-        done = convert_verl(source, args.out, ours=args.ours, drop=args.drop, force=args.force)
+        conversion = convert_verl(source, args.out, ours=args.ours, drop=args.drop, force=args.force)
     except SlimeLikeError as error:
         sys.stderr.write(visible(f"{type(error).__name__}: {error}\n"))
         return NONE
-    sys.stdout.write(visible(done.report))
-    if done.problem:
-        sys.stderr.write(visible(f"ConfigError: {done.problem}\n"))
-    return done.code
+    sys.stdout.write(visible(conversion.report))
+    if conversion.problem:
+        sys.stderr.write(visible(f"ConfigError: {conversion.problem}\n"))
+    return conversion.code
 
 
 if __name__ == "__main__":

@@ -65,9 +65,9 @@ def convert(name: str, target: Path, source: str | None) -> list[Path]:
     form = FORMATS[name]
     written: list[Path] = []
     for split in form.splits:
-        found: Any = load_dataset(source or form.repository, None if source else form.config, split=split)
+        dataset: Any = load_dataset(source or form.repository, None if source else form.config, split=split)
         lines: list[str] = []
-        for index, row in enumerate(found):
+        for index, row in enumerate(dataset):
             try:
                 lines.append(json.dumps(form.convert(row)) + "\n")
             except UnusableRow as error:

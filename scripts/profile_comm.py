@@ -42,37 +42,37 @@ def main(argv: Sequence[str]) -> int:
         "--out", type=Path, default=Path("measured"), help="a folder of configs; NAME.yaml goes to its guard/"
     )
     parser.add_argument("--name", default="measured")
-    given, rest = parser.parse_known_args(argv)
+    args, overrides = parser.parse_known_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
-        if given.sweep is not None:
-            folder, origin = Path(scratch), f"a sweep over {given.sweep} ranks"
-            sweep(given.sweep, folder)
-        elif given.read is not None:
-            folder, origin = profile_folder(str(given.read)), f"the run of {given.read}"
+        if args.sweep is not None:
+            folder, origin = Path(scratch), f"a sweep over {args.sweep} ranks"
+            sweep(args.sweep, folder)
+        elif args.read is not None:
+            folder, origin = profile_folder(str(args.read)), f"the run of {args.read}"
         else:
-            code, folder = run(rest, given.steps)
+            code, folder = run(overrides, args.steps)
             if code:
                 return code
-            origin = " ".join([f"{given.steps} rollouts of train.py", *rest])
+            origin = " ".join([f"{args.steps} rollouts of train.py", *overrides])
         ranks = advice.read_rows(folder)
         if not any(ranks.values()):
             sys.stderr.write("no rank issued a collective: profile a run with several trainer ranks, or --sweep 2\n")
             return 1
         for line in advice.table(ranks):
             sys.stdout.write(visible(line + "\n"))
-        path = given.out / "guard" / f"{given.name}.yaml"
+        path = args.out / "guard" / f"{args.name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(advice.to_yaml(ranks, origin))
         sys.stdout.write(
-            visible(f"\n{path}; use it by --config-dir {given.out} guard={given.name}\n\n{path.read_text()}")
+            visible(f"\n{path}; use it by --config-dir {args.out} guard={args.name}\n\n{path.read_text()}")
         )
     return 0
 
 
-def run(rest: Sequence[str], steps: int) -> tuple[int, Path]:
+def run(overrides: Sequence[str], steps: int) -> tuple[int, Path]:
     """train.py, measured: its exit code, and where its ranks wrote what they saw."""
     short = [f"loop.num_rollout={steps}", "optim.warmup_steps=0", "optim.warmup_fraction=null"]  # of no account here
-    argv = [*rest, *short, "guard=auto", "guard.profile=true"]
+    argv = [*overrides, *short, "guard=auto", "guard.profile=true"]
     try:
         folder = profile_folder(load_config(argv, files=False).run.dir)
     except SlimeLikeError:

@@ -19,9 +19,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run.dir of a run")
     parser.add_argument("--out", type=Path, help="where to; default: report.html in the run's folder")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        print(visible(str(write_report(given.run, given.out))))
+        print(visible(str(write_report(args.run, args.out))))
     except (SlimeLikeError, OSError) as error:
         sys.stderr.write(complaint(error))
         return 2

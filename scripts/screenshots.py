@@ -59,26 +59,26 @@ def main(argv: list[str]) -> int:
         "--folder", type=Path, help="where the run goes, or the run of an earlier call; default: temporary"
     )
     parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "images", help="where the pictures go")
-    given, job = parser.parse_known_args(argv)
+    args, job = parser.parse_known_args(argv)
     if (browser := find_browser()) is None:
         sys.stderr.write(
             visible(f"no browser on PATH, none of Playwright's, no {VARIABLE}: see tests/report/browser.py\n")
         )
         return 2
     with tempfile.TemporaryDirectory() as scratch:
-        run_dir = (given.folder or Path(scratch) / "run").resolve()
+        run_dir = (args.folder or Path(scratch) / "run").resolve()
         if not (run_dir / TERMINAL).is_file() and not run(run_dir, job or list(JOB)):
             return 1
         written = (run_dir / TERMINAL).read_bytes().decode()
         write_report(run_dir)
-        found = [frame for frame in frames(written) if SHOWN in frame]
-        if not found:
+        matching = [frame for frame in frames(written) if SHOWN in frame]
+        if not matching:
             sys.stderr.write(visible(f"the live view never said {SHOWN!r}\n"))
             return 1
         live = Path(scratch) / "live.html"
-        write_page(found[0], live)
+        write_page(matching[0], live)
         report = run_dir / "report.html"
-        given.out.mkdir(parents=True, exist_ok=True)
+        args.out.mkdir(parents=True, exist_ok=True)
         pictures = (
             ("live.png", live, 1000, LIVE_HEIGHT, None),
             ("report.png", report, 1320, REPORT_HEIGHT, None),
@@ -87,14 +87,14 @@ def main(argv: list[str]) -> int:
         )
         complaints: list[str] = []
         for name, page, width, height, at in pictures:
-            seen = look(browser, page, width=width, height=height, at=at)
-            (given.out / name).write_bytes(seen.png)
+            image = look(browser, page, width=width, height=height, at=at)
+            (args.out / name).write_bytes(image.png)
             print(
                 visible(
-                    f"{given.out / name}: {len(seen.png)} bytes, {len(seen.complaints)} complaints, {len(seen.loaded)} loaded"
+                    f"{args.out / name}: {len(image.png)} bytes, {len(image.complaints)} complaints, {len(image.loaded)} loaded"
                 )
             )
-            complaints += [f"{page.name}: {text}" for text in (*seen.complaints, *seen.loaded)]
+            complaints += [f"{page.name}: {text}" for text in (*image.complaints, *image.loaded)]
     sys.stderr.write(visible("".join(f"{text}\n" for text in complaints)))
     return 1 if complaints else 0
 

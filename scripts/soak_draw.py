@@ -41,7 +41,7 @@ def draw_part(
     end = _least(rng, ENDS, ends) if most else ""
     if end == STARTING:
         return DrawnFaults(layout, overrides, end, ())
-    apart = (1, 2) if layout == "one engine" else (3, 9)  # rollouts; with one engine none ends before it is back
+    spacing = (1, 2) if layout == "one engine" else (3, 9)  # rollouts; with one engine none ends before it is back
     at, last = rollouts.start, rollouts.stop - 1
     counts, faults = Counter(struck), list[Fault]()
     for _ in range(most - 1):
@@ -50,7 +50,7 @@ def draw_part(
         kind = _least(rng, SURVIVED, counts)
         counts[kind] += 1
         faults.append(_fault(rng, kind, at))
-        at += rng.randint(*apart)
+        at += rng.randint(*spacing)
     if end:
         faults.append(_fault(rng, end, min(at, last)))
     return DrawnFaults(layout, overrides, end, tuple(faults))

@@ -195,7 +195,7 @@ class FaultSoak:
     def _go(self, number: int, layout: str, end: str, overrides: tuple[str, ...], rng: random.Random) -> None:
         scratch = Path(tempfile.mkdtemp(prefix="soak"))
         os.environ["TMPDIR"] = str(scratch)
-        before, first, bundles = len(faults.read(self.run)[0]), last_step(self.run), set(self.run.glob("crash-*"))
+        num_before, first, bundles = len(faults.read(self.run)[0]), last_step(self.run), set(self.run.glob("crash-*"))
         started = time.monotonic()
         log = self.folder / f"part_{number}.log"
         training = Training(*self._job, f"run.dir={self.run}", *overrides, log=log)
@@ -207,12 +207,17 @@ class FaultSoak:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         seconds = time.monotonic() - started
-        left = [*training.leftovers(), *(str(path) for path in scratch.iterdir() if path.name.startswith("slime_like"))]
+        leftovers = [
+            *training.leftovers(),
+            *(str(path) for path in scratch.iterdir() if path.name.startswith("slime_like")),
+        ]
         strikes, recoveries = faults.read(self.run)
-        since = strikes[before].time if len(strikes) > before else float("inf")
-        found = faults.outcomes(strikes[before:], [lost for lost in recoveries if lost.noticed >= since])
+        since = strikes[num_before].time if len(strikes) > num_before else float("inf")
+        found = faults.outcomes(
+            strikes[num_before:], [recovery for recovery in recoveries if recovery.noticed >= since]
+        )
         outcomes = [(outcome.what, outcome.where, outcome.found) for outcome in found]
-        said = log.read_text().strip().splitlines()[-1:] or [""]
+        output = log.read_text().strip().splitlines()[-1:] or [""]
         part = SoakPart(
             number=number,
             layout=layout,
@@ -223,14 +228,14 @@ class FaultSoak:
             first=max(0, first),
             last=max(0, last_step(self.run)),
             outcomes=[*outcomes, *sent],
-            leftovers=left,
-            said=said[0],
+            leftovers=leftovers,
+            said=output[0],
             causes=[_first_line(bundle / "cause.txt") for bundle in sorted({*self.run.glob("crash-*")} - bundles)],
         )
         self.parts.append(part)
         with self._notes.open("a") as file:
             file.write(json.dumps(asdict(part)) + "\n")
-        ended = f"{end or 'to its end'}, code {code}, {seconds:.0f} s, {len(left)} leftovers"
+        ended = f"{end or 'to its end'}, code {code}, {seconds:.0f} s, {len(leftovers)} leftovers"
         print(
             visible(f"part {number} ({layout}): {len(part.planted)} faults, {ended}; {self.num_faults} in all"),
             flush=True,
@@ -245,10 +250,10 @@ class FaultSoak:
         number = rng.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         at = rng.uniform(*STARTS)
         time.sleep(at)
-        for again in range(rng.choice((1, 2))):
+        for repeat in range(rng.choice((1, 2))):
             if training.running():
                 training.signal(number)
-                sent.append((f"{number.name} after {at:.1f} s", "driver", "the second" if again else "the first"))
+                sent.append((f"{number.name} after {at:.1f} s", "driver", "the second" if repeat else "the first"))
                 time.sleep(0.5)
         return sent
 
@@ -313,14 +318,14 @@ class FaultSoak:
         others = [found for part in self.parts for found in part.outcomes if found not in (*part.planted, *part.missed)]
         ended = [part for part in self.parts if part.end]
         failed = [part for part in self.parts if part.code == 1]
-        done = self.rollouts if self.finished else max(0, last_step(self.run))
+        num_done = self.rollouts if self.finished else max(0, last_step(self.run))
         different = self._differences()
         compared = "samples, losses and weights" if self.finished else "samples so far"
         counts = {
             "faults": len(planted),
             "planted faults without a running victim, not counted": sum(len(part.missed) for part in self.parts),
             "parts of the run": len(self.parts),
-            "rollouts": f"{done} of {self.rollouts}",
+            "rollouts": f"{num_done} of {self.rollouts}",
             "engines lost": len(lost),
             "of them serving again before the part ended": sum("serves" in found for found in lost),
             "further engines lost, as a consequence": len(others),

@@ -85,8 +85,8 @@ def section(trials: list[Trial], command: str, seconds: float) -> str:
     ).stdout
     name = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     machine = f"{cpu_count()} cores of an {name[1] if name else 'unknown processor'}"
-    where = f"`{command}`, commit {commit.strip()}, {machine}, {seconds:.0f} s"
-    return "\n".join([TITLE, "", where, "", NOTES, "", *rows, ""])
+    origin = f"`{command}`, commit {commit.strip()}, {machine}, {seconds:.0f} s"
+    return "\n".join([TITLE, "", origin, "", NOTES, "", *rows, ""])
 
 
 NOTES = """A file is *handled* when it is refused in one message that names it, or its folder where two files contradict each

@@ -121,8 +121,8 @@ class ResumeSoak:
             kills.append(self._kill(run, folder, rng))
             if not kills[-1].died:
                 break
-        done = train(*self._job, f"run.dir={folder}", log=self.folder / f"run_{run}_end.log")
-        found = [done.output[-500:]] if done.code else differences(self.whole, folder, self.rollouts)
+        result = train(*self._job, f"run.dir={folder}", log=self.folder / f"run_{run}_end.log")
+        found = [result.output[-500:]] if result.code else differences(self.whole, folder, self.rollouts)
         values = [row[name] for row in metrics(folder) for name in (DRIFT, PROBE) if name in row]
         verdict = Verdict(run, found, max(values, default=float("nan")))
         with self._notes.open("a") as file:
@@ -147,8 +147,8 @@ class ResumeSoak:
             rng.uniform(0, self._seconds[phase]),
         )
         text = f"chaos.faults=[kill_driver:{point.phase}:{point.rollout_id}:{point.seconds:.3f}]"
-        done = train(*self._job, f"run.dir={folder}", text, log=self.folder / f"run_{run}_kill.log")
-        died = done.code == 1 and "was killed by SIGKILL" in done.output
+        result = train(*self._job, f"run.dir={folder}", text, log=self.folder / f"run_{run}_kill.log")
+        died = result.code == 1 and "was killed by SIGKILL" in result.output
         return Kill(run, phase, point.rollout_id, point.seconds, died, self._saved(folder))
 
     @staticmethod
@@ -165,11 +165,11 @@ class ResumeSoak:
             "|---|---|---|---|",
         ]
         for phase in PHASES:
-            here = [kill for kill in self.kills if kill.phase == phase]
-            if here:
-                times = [kill.seconds for kill in here]
-                redone = sum(kill.rollout_id + 1 - kill.resumed_at for kill in here)
-                lines.append(f"| {phase} | {len(here)} | {min(times):.3f} to {max(times):.3f} | {redone} |")
+            kills = [kill for kill in self.kills if kill.phase == phase]
+            if kills:
+                times = [kill.seconds for kill in kills]
+                redone = sum(kill.rollout_id + 1 - kill.resumed_at for kill in kills)
+                lines.append(f"| {phase} | {len(kills)} | {min(times):.3f} to {max(times):.3f} | {redone} |")
         lines += [
             "",
             "| run | killed at (phase:rollout:seconds, went on after rollout) | differences | drift |",
@@ -179,8 +179,8 @@ class ResumeSoak:
             points = ", ".join(
                 f"{k.phase}:{k.rollout_id}:{k.seconds:.3f} ({k.resumed_at})" for k in self.kills if k.run == verdict.run
             )
-            found = "none" if not verdict.differences else "; ".join(verdict.differences[:3])
-            lines.append(f"| {verdict.run} | {points} | {found} | {verdict.drift:g} |")
+            problems = "none" if not verdict.differences else "; ".join(verdict.differences[:3])
+            lines.append(f"| {verdict.run} | {points} | {problems} | {verdict.drift:g} |")
         same = sum(not verdict.differences for verdict in self.verdicts)
         lines += [
             "",

@@ -78,18 +78,18 @@ def cycles(world: World) -> dict[str, Any]:
     wrapper = install.current()
     assert wrapper is not None
     groups = make_groups()
-    before = [(id(group), group.group_name, dist.get_process_group_ranks(group)) for group in groups]
+    identities = [(id(group), group.group_name, dist.get_process_group_ranks(group)) for group in groups]
     out: dict[str, Any] = {"same": 0, "held": [], "released": [], "keys": []}
     expected = ops(world, groups)
     for _ in range(CYCLES):
         install.release()
         out["released"].append(held())
         with install.phase("step"):
-            found = ops(world, groups)
-        out["same"] += all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            results = ops(world, groups)
+        out["same"] += all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
         out["held"].append(held())
         out["keys"].append(c10d._get_default_store().num_keys() if world.rank == 0 else 0)
-    out["unchanged"] = before == [(id(g), g.group_name, dist.get_process_group_ranks(g)) for g in groups]
+    out["unchanged"] = identities == [(id(g), g.group_name, dist.get_process_group_ranks(g)) for g in groups]
     out["calls"] = {c.group.info.name: c.calls for c in wrapper.counters() if c.op.name == "all_reduce"}
     out["generation"] = wrapper.generation
     out["reload seconds"] = wrapper.reload_ns / 1e9
@@ -131,23 +131,23 @@ def gloo_alone(world: World, store: Path) -> list[Held]:
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(store), world.size), rank=world.rank, world_size=world.size
     )
-    found: list[Held] = []
+    history: list[Held] = []
     for _ in range(5):
         groups = make_groups()
         ops(world, groups)
         while len(groups) > 1:
             dist.destroy_process_group(groups.pop())
-        found.append(held())
+        history.append(held())
     dist.barrier()
     dist.destroy_process_group()
-    return found
+    return history
 
 
 def make_groups() -> list[Any]:
     """The world, rows and columns of its ranks, and a chain: each rank is in several that overlap."""
     lists = [[0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2], [1, 2, 3]]
-    made: list[Any] = [dist.new_group(ranks) for ranks in lists]
-    return [dist.group.WORLD, *(group for group, ranks in zip(made, lists, strict=True) if dist.get_rank() in ranks)]
+    groups: list[Any] = [dist.new_group(ranks) for ranks in lists]
+    return [dist.group.WORLD, *(group for group, ranks in zip(groups, lists, strict=True) if dist.get_rank() in ranks)]
 
 
 def ops(world: World, groups: list[Any]) -> list[torch.Tensor]:
@@ -156,14 +156,14 @@ def ops(world: World, groups: list[Any]) -> list[torch.Tensor]:
     for group in groups:
         total = torch.arange(5.0) + world.rank
         dist.all_reduce(total, group=group)
-        again = total + world.rank
-        group.allreduce([again]).wait()
+        resent = total + world.rank
+        group.allreduce([resent]).wait()
         gathered = [torch.zeros(5 * group.size()) for _ in range(2)]
         with c10d._coalescing_manager(group=group, async_ops=True) as works:
             for tensor in gathered:
-                getattr(dist, "all_gather_into_tensor")(tensor, again, group=group)  # noqa: B009 (deprecated to pyright)
+                getattr(dist, "all_gather_into_tensor")(tensor, resent, group=group)  # noqa: B009 (deprecated to pyright)
         works.wait()
-        out += [total, again, *gathered]
+        out += [total, resent, *gathered]
     mine, got = torch.full((3,), float(world.rank)), torch.zeros(3)
     peers = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peers[0]), dist.P2POp(dist.irecv, got, peers[1])]):

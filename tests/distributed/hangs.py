@@ -136,13 +136,13 @@ def _await_second(folder: Path, *ranks: int) -> None:
 # ---- hangs that the process group does not notice ---------------------------------------------------------------------
 def _unnoticed(world: World, store: dist.Store, folder: Path) -> str:
     """A process group whose own deadline is far away: the watchdog ends rank 0, which says why."""
-    told = io.StringIO()
+    stderr = io.StringIO()
     wrapper = install.install(spec(folder, 3600.0), torch.device("cpu"), world.rank)
     assert wrapper is not None
     dist.init_process_group("gloo", store=dist.PrefixStore("unnoticed", store), rank=world.rank, world_size=world.size)
     dist.all_reduce(torch.zeros(4))
     if world.rank == 0:
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(stderr):
             ended = watchdog_event(wrapper)
             work = dist.all_reduce(torch.zeros(4), async_op=True)
             assert ended.wait(60 * scale())
@@ -154,7 +154,7 @@ def _unnoticed(world: World, store: dist.Store, folder: Path) -> str:
         dist.all_reduce(torch.zeros(4))
     dist.destroy_process_group()
     install.remove()
-    return told.getvalue()
+    return stderr.getvalue()
 
 
 def watchdog_event(wrapper: Wrapper) -> threading.Event:

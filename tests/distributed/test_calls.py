@@ -29,13 +29,13 @@ def wrapper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param and hot.load() is None:
         pytest.skip("no C compiler, or no headers of this Python")
     monkeypatch.delattr(FakeWork, "wait")  # so that it waits as works of gloo and NCCL do
-    made = install.install(
+    installed = install.install(
         GuardSpec(wrap=True, default=MemoryPolicy(checks="never"), ring=64), CPU, 0, in_c=request.param
     )
-    assert made is not None
+    assert installed is not None
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        yield made
+        yield installed
     finally:
         dist.destroy_process_group()
         install.remove()
@@ -67,10 +67,10 @@ def test_works_that_nobody_waits_for_are_forgotten(wrapper: Wrapper) -> None:
     (counter,) = wrapper.counters()
     for place in range(PURGE_AT + 1):
         wrapper.loose[place] = (dead(), counter, -1)
-    kept = dist.all_reduce(torch.zeros(2), async_op=True)
-    assert [key for key, _ in wrapper.loose.items()] == [id(kept)]
-    assert kept is not None
-    kept.wait()
+    pending = dist.all_reduce(torch.zeros(2), async_op=True)
+    assert [key for key, _ in wrapper.loose.items()] == [id(pending)]
+    assert pending is not None
+    pending.wait()
     dist.all_reduce(torch.zeros(2), async_op=True)
     wrapper.settle()
     assert len(wrapper.loose) == 0
@@ -80,29 +80,29 @@ def test_works_that_nobody_waits_for_are_forgotten(wrapper: Wrapper) -> None:
 def test_a_work_in_a_dropped_ones_place_is_not_taken_for_it(wrapper: Wrapper) -> None:
     dist.isend(torch.zeros(2), 1)
     (counter,) = wrapper.counters()
-    before, other = counter.ns, FakeWork()
-    wrapper.loose[id(other)] = (dead(), counter, 0)
-    other.wait()
-    assert counter.ns == before
-    assert id(other) not in wrapper.loose
+    ns_before, second = counter.ns, FakeWork()
+    wrapper.loose[id(second)] = (dead(), counter, 0)
+    second.wait()
+    assert counter.ns == ns_before
+    assert id(second) not in wrapper.loose
 
 
 def test_references_that_others_have_to_a_work_stay_theirs(wrapper: Wrapper) -> None:
     """The wrapper's own is the one that everybody without a callback shares, and goes with the wait."""
-    gone: list[str] = []
+    collected: list[str] = []
     for _ in range(20):
         works: list[Any] = [dist.isend(torch.zeros(2), 1) for _ in range(3)]
         bare = weakref.ref(works[0])
-        called = weakref.ref(works[1], lambda _: gone.append("called"))
+        called = weakref.ref(works[1], lambda _: collected.append("called"))
         assert [work.wait() for work in works] == [True] * 3
         others: list[Any] = [dist.isend(torch.zeros(2), 1) for _ in range(12)]
         assert (bare(), called()) == (works[0], works[1])
         works.clear()
         assert (bare(), called()) == (None, None)
-        for other in others:
-            other.wait()
-            assert weakref.getweakrefcount(other) == 0
-    assert gone == ["called"] * 20
+        for pending in others:
+            pending.wait()
+            assert weakref.getweakrefcount(pending) == 0
+    assert collected == ["called"] * 20
 
 
 def test_a_send_takes_its_number_after_its_size(wrapper: Wrapper) -> None:
@@ -150,27 +150,27 @@ def test_a_work_that_takes_a_dropped_ones_place_is_not_forgotten_with_it(wrapper
 def times(wrapper: Wrapper, count: int) -> list[tuple[int, int]]:
     """Start and end of the last ops, oldest first."""
     slots = range(wrapper.ring.slots)
-    found = sorted(RECORD.unpack_from(wrapper.ring.memory, HEAD + slot * RECORD.size)[:3] for slot in slots)
-    return [(started, ended) for _, started, ended in found if started][-count:]
+    records = sorted(RECORD.unpack_from(wrapper.ring.memory, HEAD + slot * RECORD.size)[:3] for slot in slots)
+    return [(started, ended) for _, started, ended in records if started][-count:]
 
 
 def test_ops_of_a_batch_lie_within_it(wrapper: Wrapper) -> None:
     batch = [dist.P2POp(op, torch.zeros(2), 1) for op in (dist.isend, dist.irecv)]
     dist.batch_isend_irecv(batch)
-    before = {counter.op.name: counter.ns for counter in wrapper.counters()}
+    ns_before = {counter.op.name: counter.ns for counter in wrapper.counters()}
     dist.batch_isend_irecv(batch)
-    spent = {counter.op.name: counter.ns - before[counter.op.name] for counter in wrapper.counters()}
-    (whole, end), (sends, _), (receives, _) = times(wrapper, 3)
-    assert whole <= sends < receives < end
+    spent = {counter.op.name: counter.ns - ns_before[counter.op.name] for counter in wrapper.counters()}
+    (composite, end), (sends, _), (receives, _) = times(wrapper, 3)
+    assert composite <= sends < receives < end
     assert spent["isend"] + spent["irecv"] < spent["batch_isend_irecv"]
 
 
 def test_a_destroyed_group_is_forgotten(wrapper: Wrapper) -> None:
     group: Any = dist.new_group([0, 1])
     dist.all_reduce(torch.zeros(2), group=group)
-    before = len(wrapper.counters())
+    num_before = len(wrapper.counters())
     dist.destroy_process_group(group)
-    assert len(wrapper.counters()) == before - 1
+    assert len(wrapper.counters()) == num_before - 1
 
 
 def test_phases_nest_and_reach_every_counter(wrapper: Wrapper) -> None:
@@ -209,8 +209,8 @@ def test_a_function_made_of_several_ops_is_measured_as_one_and_they_beside_it(
     tmp_path: Path,
 ) -> None:
     spec = GuardSpec(wrap=True, profile=str(tmp_path))
-    made = install.install(spec, CPU, 0)
-    assert made is not None
+    installed = install.install(spec, CPU, 0)
+    assert installed is not None
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         bound = dist.batch_isend_irecv
@@ -222,11 +222,11 @@ def test_a_function_made_of_several_ops_is_measured_as_one_and_they_beside_it(
         dist.destroy_process_group()
         install.remove()
     (rows,) = read_rows(tmp_path).values()
-    found = {row.op: (row.calls, row.num_bytes) for row in rows}
-    assert found["batch_isend_irecv"] == (3, 0)
-    assert found["isend"] == found["irecv"] == (3, 32)
-    assert found["broadcast_object_list"] == (1, 0)
-    assert found["broadcast"][0] == 2  # sizes, and what they are of
+    measured = {row.op: (row.calls, row.num_bytes) for row in rows}
+    assert measured["batch_isend_irecv"] == (3, 0)
+    assert measured["isend"] == measured["irecv"] == (3, 32)
+    assert measured["broadcast_object_list"] == (1, 0)
+    assert measured["broadcast"][0] == 2  # sizes, and what they are of
     assert all(row.question_ns > 0 for row in rows)
     assert bound is not dist.batch_isend_irecv
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

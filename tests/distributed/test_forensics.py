@@ -84,8 +84,8 @@ def test_a_rank_that_does_not_come_to_make_communicators_again_is_named(
     for rank in (0, 2):
         message, seconds = cases[rank]["does not come"]
         what = r"communicators of group world \(ranks 0, 1, 2\) could not be made again for phase push on rank "
-        why = r" \(rebuild #1, no payload\): did not come: rank 1 \(process \d+ running, last op barrier #4"
-        assert re.match(f"{what}{rank}{why}", message), message
+        pattern = r" \(rebuild #1, no payload\): did not come: rank 1 \(process \d+ running, last op barrier #4"
+        assert re.match(f"{what}{rank}{pattern}", message), message
         assert re.search(MEMORY, message)
         assert seconds < LIMIT_S * scale()
 
@@ -110,11 +110,11 @@ def test_a_mismatch_is_read_from_the_rings_of_the_dead(
     bundle = write_bundle(run_dir, WorkerError("trainer rank 1 died", died=True))
     assert first.headline.endswith(f"#2 in group world: {named}")
     assert (now - first.since_ns) / 1e9 < LIMIT_S * scale()
-    told = (bundle / "collectives.txt").read_text()
-    assert f"#2 in group world: {named}" in told.splitlines()[0]
+    text = (bundle / "collectives.txt").read_text()
+    assert f"#2 in group world: {named}" in text.splitlines()[0]
     for rank in range(3):
         state = rf"trainer_rank{rank}: process \d+ dead, memory [\d.]+ s ago: [\d.]+ of [\d.]+ GiB free, it held [\d.]+"
-        assert re.search(state, told), told
+        assert re.search(state, text), text
 
 
 @pytest.mark.ranks
@@ -125,18 +125,18 @@ def test_rings_go_with_their_ranks(folder: Path, cases: list[dict[str, tuple[str
 
 @pytest.mark.ranks
 def test_what_the_process_group_does_not_notice_the_watchdog_does(cases: list[dict[str, tuple[str, float]]]) -> None:
-    told, _ = cases[0]["unnoticed"]
-    assert re.match("a collective did not end in 2 s\n", told)
-    assert re.search(r"all_reduce #2 in group world: did not arrive: rank 1 \(process \d+ running", told)
-    assert re.search(MEMORY, told)
+    text, _ = cases[0]["unnoticed"]
+    assert re.match("a collective did not end in 2 s\n", text)
+    assert re.search(r"all_reduce #2 in group world: did not arrive: rank 1 \(process \d+ running", text)
+    assert re.search(MEMORY, text)
 
 
 @pytest.mark.ranks
 def test_a_killed_ranks_ring_is_read_and_then_swept(tmp_path: Path) -> None:
     folder = tmp_path / f"{PREFIX}killed"
     code = "from tests.distributed.hangs import *; killed(World(0, 1, '', 0), Path(__import__('sys').argv[1]))"
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, timeout=120 * scale(), check=False)
-    assert done.returncode == -9
+    result = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, timeout=120 * scale(), check=False)
+    assert result.returncode == -9
     text = dump(folder)
     assert "trainer_rank0: process" in text
     assert re.search(r"dead, memory [\d.]+ s ago: [\d.]+ of [\d.]+ GiB free, it held [\d.]+; oldest first", text)
@@ -160,10 +160,10 @@ def write(ring: Ring, op: str, sequence: int, size: int, *, ended: int = 5, peer
 
 
 def rings(folder: Path, size: int = 3, slots: int = 8) -> list[Ring]:
-    made = [Ring(folder, f"trainer_rank{rank}", slots) for rank in range(size)]
-    for ring in made:
+    written = [Ring(folder, f"trainer_rank{rank}", slots) for rank in range(size)]
+    for ring in written:
         ring.add_group(GROUP)
-    return made
+    return written
 
 
 def test_the_newest_ops_are_kept(tmp_path: Path) -> None:
@@ -192,21 +192,21 @@ def test_a_rank_that_skipped_one_of_many_is_found_where_it_parted(tmp_path: Path
         ops = [("all_reduce", 8), ("broadcast", 4), ("all_reduce", 16)]
         for number, (op, size) in enumerate(ops if rank != 1 else ops[:1] + ops[2:], start=1):
             write(ring, op, number, size, ended=0 if number > 1 else 5)
-    (found,) = findings(read_rings(tmp_path))
-    assert found.sequence == 2
-    assert found.different == ("rank 1 issued all_reduce of 16 bytes", "ranks 0, 2 broadcast of 4 bytes")
+    (finding,) = findings(read_rings(tmp_path))
+    assert finding.sequence == 2
+    assert finding.different == ("rank 1 issued all_reduce of 16 bytes", "ranks 0, 2 broadcast of 4 bytes")
 
 
 def test_the_first_wait_goes_first(tmp_path: Path) -> None:
     """Rank 2 waits for rank 0, which waits for rank 1."""
-    made = rings(tmp_path)
-    write(made[0], "irecv", 1, 8, ended=0, peer=1, at=10)
-    write(made[2], "irecv", 1, 8, ended=0, peer=0, at=20)
+    written = rings(tmp_path)
+    write(written[0], "irecv", 1, 8, ended=0, peer=1, at=10)
+    write(written[2], "irecv", 1, 8, ended=0, peer=0, at=20)
     first, second = findings(read_rings(tmp_path))
     assert first.headline.startswith("irecv #1 in group dp: did not arrive: rank 1, which is to send")
     assert "rank 0, which is to send" in second.headline
     assert "in irecv #1 of group dp" in second.headline
-    write(made[1], "isend", 1, 8, peer=0)
+    write(written[1], "isend", 1, 8, peer=0)
     assert [found.since_ns for found in findings(read_rings(tmp_path))] == [20]
 
 
@@ -216,8 +216,8 @@ def test_a_rank_that_died_in_an_op_is_lost(tmp_path: Path) -> None:
     readings = read_rings(tmp_path)
     dead = readings["trainer_rank2"]
     readings["trainer_rank2"] = Reading(dead.name, dead.pid, "dead", dead.records)
-    (found,) = findings(readings)
-    assert found.headline == f"barrier #1 in group dp: arrived, but then: rank 2 (process {dead.pid} dead)"
+    (finding,) = findings(readings)
+    assert finding.headline == f"barrier #1 in group dp: arrived, but then: rank 2 (process {dead.pid} dead)"
 
 
 def test_groups_with_other_worlds_and_other_roles_do_not_mix(tmp_path: Path) -> None:

@@ -35,12 +35,12 @@ def test_a_clear_gives_cached_blocks_back(record_property: Callable[[str, object
     for source in (CudaDriver(DEVICE), TorchAllocator(DEVICE)):
         block = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
         del block
-        held, free = source.held(), source.free()
-        assert held >= 2**30
+        num_held, free = source.held(), source.free()
+        assert num_held >= 2**30
         start = time.perf_counter()
         source.clear()
         record_property(f"clear_ms_{source.name}", (time.perf_counter() - start) * 1e3)
-        assert source.held() <= held - 2**30
+        assert source.held() <= num_held - 2**30
         if source.name == "driver":
             assert source.free() >= free + 2**30
 
@@ -123,12 +123,12 @@ def test_nccl_ops_pass_the_wrapper(tmp_path: Path, record_property: Callable[[st
     try:
         source = CudaDriver(DEVICE)
         for name in ("first", "second"):
-            before = source.free()
+            free_before = source.free()
             tensor = torch.arange(1024.0, device=DEVICE)
             dist.all_reduce(tensor)
             torch.cuda.synchronize()
             assert torch.equal(tensor.cpu(), torch.arange(1024.0))
-            record_property(f"all_reduce_{name}_drop_bytes", before - source.free())
+            record_property(f"all_reduce_{name}_drop_bytes", free_before - source.free())
         install.release()
         record_property("released_bytes", source.free())
         with install.phase("step"):

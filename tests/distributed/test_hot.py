@@ -106,20 +106,20 @@ CALLS: dict[str, Callable[[], object]] = {
 def outcome(call: Callable[[], object]) -> str:
     """Return the result of a call, or its error."""
     try:
-        found = call()
+        value = call()
     except Exception as error:  # noqa: BLE001 (whatever it is, both ways must raise it)
         return f"{type(error).__name__}: {str(error).splitlines()[0]}; of {type(error.__cause__).__name__}"
-    return type(found).__name__
+    return type(value).__name__
 
 
 @contextlib.contextmanager
 def wrapped(*, in_c: bool, spec: GuardSpec = NEVER) -> Generator[Wrapper]:
     """Collectives wrapped one way or the other."""
-    made = install.install(spec, CPU, 0, in_c=in_c)
-    assert made is not None
-    assert (made.hot is not None) == in_c
+    installed = install.install(spec, CPU, 0, in_c=in_c)
+    assert installed is not None
+    assert (installed.hot is not None) == in_c
     try:
-        yield made
+        yield installed
     finally:
         install.remove()
 
@@ -132,10 +132,10 @@ def lived(names: list[str], *, in_c: bool) -> tuple[Any, ...]:
         counts = [(c.op.name, c.calls, c.bytes, c.ns > 0, c.code, dict.fromkeys(c.peers)) for c in w.counters()]
         records: list[Any] = []
         for slot in range(w.ring.slots):
-            index, started, ended, *rest = RECORD.unpack_from(w.ring.memory, HEAD + slot * RECORD.size)
-            how = {0: "in flight", FAILED: "failed"}.get(ended, "ended")
-            assert how != "ended" or started <= ended or not started
-            records.append((index, started > 0, how, *rest))
+            index, started, ended, *fields = RECORD.unpack_from(w.ring.memory, HEAD + slot * RECORD.size)
+            state = {0: "in flight", FAILED: "failed"}.get(ended, "ended")
+            assert state != "ended" or started <= ended or not started
+            records.append((index, started > 0, state, *fields))
         return outcomes, counts, records, len(w.loose), w.composing
 
 
@@ -185,12 +185,12 @@ def test_nothing_is_held_on_to() -> None:
                 dist.send(tensor, 1)
             gc.collect()
             w.settle()
-            held = [tensor, world, *w.counters()]
-            return [len(w.loose), *map(sys.getrefcount, held)]
+            objects = [tensor, world, *w.counters()]
+            return [len(w.loose), *map(sys.getrefcount, objects)]
 
         some()
-        before = some()
-        assert [some() for _ in range(5)] == [before] * 5
+        counts_before = some()
+        assert [some() for _ in range(5)] == [counts_before] * 5
 
         def many() -> int:
             for _ in range(500):
@@ -221,14 +221,14 @@ def test_a_call_that_the_guard_wants_to_see_goes_to_it() -> None:
 def test_a_group_decision_reaches_a_plain_op(checks: str, in_c: bool, tmp_path: Path) -> None:
     policy, memory = MemoryPolicy(checks=checks, every=100), Memory()
     spec = GuardSpec(wrap=True, default=policy, ring=64, symmetric=True, folder=str(tmp_path), name="trainer")
-    made = install.install(spec, CPU, 0, memory, in_c=in_c)
-    assert made is not None
+    installed = install.install(spec, CPU, 0, memory, in_c=in_c)
+    assert installed is not None
     try:
         for memory.at in range(6):
             if memory.at == 3:
                 Requests(tmp_path / "trainer.requests").ask("trim")
             dist.all_reduce(small())
-        (counter,) = made.counters()
+        (counter,) = installed.counters()
     finally:
         install.remove()
     assert memory.done == [("trim", 3)]
@@ -271,11 +271,11 @@ def test_without_a_compiler_it_is_python(
     try:
         with caplog.at_level(logging.WARNING), wrapped(in_c=False):
             install.remove()
-            made = install.install(NEVER, CPU, 0)
-            assert made is not None
-            assert made.hot is None
+            installed = install.install(NEVER, CPU, 0)
+            assert installed is not None
+            assert installed.hot is None
             dist.all_reduce(small())
-            assert [c.calls for c in made.counters()] == [1]
+            assert [c.calls for c in installed.counters()] == [1]
     finally:
         hot.load.cache_clear()
     assert "counted in Python" in caplog.text

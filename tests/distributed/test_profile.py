@@ -47,9 +47,9 @@ def guard_of(folder: Path, text: str) -> dict[str, str]:
 
 def test_an_op_is_guarded_by_what_it_takes(tmp_path: Path) -> None:
     text = advice.to_yaml(RANKS, "four ops")
-    seen = {"broadcast": "never", "all_reduce": "auto", "all_gather": "below", "reduce_scatter": "auto"}
-    unseen = {op.name: "auto" for op in OPS if op.name not in seen}
-    assert guard_of(tmp_path, text) == {"threshold": "600MiB", **seen, **unseen}
+    expected = {"broadcast": "never", "all_reduce": "auto", "all_gather": "below", "reduce_scatter": "auto"}
+    unseen = {op.name: "auto" for op in OPS if op.name not in expected}
+    assert guard_of(tmp_path, text) == {"threshold": "600MiB", **expected, **unseen}
     assert len(unseen) > 20
     assert "twice the 300.0 MiB that all_reduce took in group dp at its first use" in text
     lines = {line.split(":")[0].strip(): line.partition("# ")[2] for line in text.splitlines() if line[:2] == "  "}
@@ -62,17 +62,17 @@ def test_an_op_is_guarded_by_what_it_takes(tmp_path: Path) -> None:
 
 def test_what_other_processes_take_of_a_host_is_not_the_ops() -> None:
     host = dataclasses.replace(FIRST, source="host", first_allocator=MIB)
-    (found,) = advice.advise({"rank0": [host]})
-    assert (found.checks, advice.threshold({"rank0": [host]})[0]) == ("never", 256)
+    (advised,) = advice.advise({"rank0": [host]})
+    assert (advised.checks, advice.threshold({"rank0": [host]})[0]) == ("never", 256)
 
 
 def test_the_first_use_and_later_ones_are_told_apart() -> None:
     """Also where sizes differ: a call that carries more than any before it is the first of its size."""
-    taken = MemoryDelta()
+    delta = MemoryDelta()
     for allocator, driver, size in ((5, 300, 64), (7, 0, 64), (-3, 2, 8), (900, 20, 65), (6, 1, 65), (-4, -4, 999)):
-        taken.add(allocator, driver, 100, size)
-    assert (taken.first_allocator, taken.first_driver, taken.later_allocator, taken.later_driver) == (900, 300, 7, 2)
-    assert (taken.calls, taken.question_ns) == (6, 600)
+        delta.add(allocator, driver, 100, size)
+    assert (delta.first_allocator, delta.first_driver, delta.later_allocator, delta.later_driver) == (900, 300, 7, 2)
+    assert (delta.calls, delta.question_ns) == (6, 600)
     row = dataclasses.replace(FIRST, first_allocator=2 * MIB)
     *_, line = advice.table({"rank0": [row], "rank1": [dataclasses.replace(row, later_driver=MIB, calls=30)]})
     assert line == "| all_reduce | dp | 2 | 40 | 50 | 2.00 | 300.00 | 0.00 | 1.00 | 10.0 |"
@@ -80,7 +80,7 @@ def test_the_first_use_and_later_ones_are_told_apart() -> None:
 
 @pytest.mark.ranks
 def test_a_sweep_over_two_ranks(tmp_path: Path) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "scripts/profile_comm.py", "--sweep", "2", "--out", str(tmp_path / "out")],
         cwd=ROOT,
         capture_output=True,
@@ -88,9 +88,9 @@ def test_a_sweep_over_two_ranks(tmp_path: Path) -> None:
         check=False,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     ops = {"all_reduce", "broadcast", "batch_isend_irecv", *(canonical("", name).name for name in SLIME_SKIPS)}
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if "| world | 2 |" in line]
+    rows = [line.strip("| ").split(" | ") for line in result.stdout.splitlines() if "| world | 2 |" in line]
     assert {row[0] for row in rows} == ops
     guard = guard_of(tmp_path / "again", (tmp_path / "out" / "guard" / "measured.yaml").read_text())
     assert guard.keys() == {"threshold"} | {op.name for op in OPS}

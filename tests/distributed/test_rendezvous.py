@@ -17,7 +17,7 @@ TIMEOUT = timedelta(seconds=20)
 
 @pytest.mark.parametrize("brought", [True, False])
 def test_the_store_listens_at_its_address_only(brought: bool) -> None:
-    before = listened_on([os.getpid()])
+    sockets_before = listened_on([os.getpid()])
     meeting = meeting_at(HOST)
     if not brought and meeting.listener is not None:
         meeting.listener.close()
@@ -26,10 +26,10 @@ def test_the_store_listens_at_its_address_only(brought: bool) -> None:
     guest = join_store(Meeting(HOST, meeting.port), 2, is_master=False, timeout=TIMEOUT)
     guest.set("key", "value")
     assert master.get("key") == b"value"
-    found = {inode: address for inode, address in listened_on([os.getpid()]).items() if inode not in before}
-    assert list(found.values()) == [f"{HOST}:{meeting.port}"]
+    opened = {inode: address for inode, address in listened_on([os.getpid()]).items() if inode not in sockets_before}
+    assert list(opened.values()) == [f"{HOST}:{meeting.port}"]
     del master, guest
-    assert not listened_on([os.getpid()]).keys() - before.keys(), "the socket goes with the store"
+    assert not listened_on([os.getpid()]).keys() - sockets_before.keys(), "the socket goes with the store"
 
 
 def test_a_network_that_the_user_names_stays(monkeypatch: pytest.MonkeyPatch) -> None:

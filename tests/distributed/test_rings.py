@@ -53,10 +53,10 @@ def test_a_ring_that_is_removed_while_it_is_read_is_left_out(tmp_path: Path, mon
 
 def test_a_folder_that_ranks_are_about_to_fill_is_not_swept(tmp_path: Path) -> None:
     """Of two starting ranks, one could mistake the other's new files for old ones."""
-    own, other = tmp_path / f"{PREFIX}own", tmp_path / f"{PREFIX}other"
-    for folder in (own, other):
+    own, foreign = tmp_path / f"{PREFIX}own", tmp_path / f"{PREFIX}other"
+    for folder in (own, foreign):
         dead_ring(folder)
-    assert sweep(tmp_path, keep=own) == [other]
+    assert sweep(tmp_path, keep=own) == [foreign]
     assert sweep(tmp_path) == [own]
 
 
@@ -64,8 +64,8 @@ def test_rings_of_another_container_are_not_taken_for_dead(tmp_path: Path, monke
     """With --ipc=host they lie in the same /dev/shm, and their process ids say nothing here."""
     folder = tmp_path / f"{PREFIX}theirs"
     dead_ring(folder)
-    own = ring_module.pid_namespace()
-    monkeypatch.setattr(ring_module, "pid_namespace", lambda: own + 1)
+    namespace = ring_module.pid_namespace()
+    monkeypatch.setattr(ring_module, "pid_namespace", lambda: namespace + 1)
     assert sweep(tmp_path) == []
     monkeypatch.undo()
     assert sweep(tmp_path) == [folder]
@@ -78,11 +78,11 @@ def test_the_last_to_close_removes_the_folder(tmp_path: Path) -> None:
     assert folder.exists()
     last.close()
     assert not folder.exists()
-    late = Ring(folder, "a_rank0", 8)
-    assert late.path is not None
-    late.path.unlink()
+    second = Ring(folder, "a_rank0", 8)
+    assert second.path is not None
+    second.path.unlink()
     folder.rmdir()  # by one that closed at the same time
-    late.close()
+    second.close()
 
 
 def test_a_rank_ends_though_the_report_of_its_hang_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,28 +93,28 @@ def test_a_rank_ends_though_the_report_of_its_hang_fails(monkeypatch: pytest.Mon
     monkeypatch.setattr(watchdog, "report", broken)
     monkeypatch.setattr(watchdog, "oldest_in_flight", lambda wrapper: 0)
     wrapper: Any = SimpleNamespace(settle=lambda: None, ring=SimpleNamespace(folder=None))
-    made = object.__new__(watchdog.Watchdog)
-    made._wrapper, made._limit, made._period = wrapper, 0.0, 0.0
-    made._stopped, made._die = watchdog.threading.Event(), lambda: ended.append("ended")
+    thread = object.__new__(watchdog.Watchdog)
+    thread._wrapper, thread._limit, thread._period = wrapper, 0.0, 0.0
+    thread._stopped, thread._die = watchdog.threading.Event(), lambda: ended.append("ended")
     with pytest.raises(OSError, match="no report"):
-        made._watch()
+        thread._watch()
     assert ended == ["ended"]
 
 
 def test_what_was_found_last_is_told_where_nobody_answers_any_more() -> None:
-    ring, asked = Ring(None, "a_rank0", 8), threading.Event()
+    ring, release = Ring(None, "a_rank0", 8), threading.Event()
     source: Any = SimpleNamespace(name="driver", total=4 * 2**30, trim=None, clear=None)
     source.free, source.held = lambda: 3 * 2**30, lambda: 2**30
     noted = RecordingMemorySource(source, ring)
     wrapper: Any = SimpleNamespace(ring=ring, guard=SimpleNamespace(source=noted))
     assert memory_soon(wrapper, 60.0) == "memory: 3.00 of 4.00 GiB (driver) free, this rank holds 1.00"
-    source.free = asked.wait
+    source.free = release.wait
     try:
-        told = memory_soon(wrapper, 0.01)
+        text = memory_soon(wrapper, 0.01)
     finally:
-        asked.set()
+        release.set()
     assert re.fullmatch(
-        r"memory: no answer in 0\.01 s; memory [\d.]+ s ago: 3\.00 of 4\.00 GiB free, it held 1\.00", told
+        r"memory: no answer in 0\.01 s; memory [\d.]+ s ago: 3\.00 of 4\.00 GiB free, it held 1\.00", text
     )
 
 

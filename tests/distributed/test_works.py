@@ -60,10 +60,10 @@ def test_a_table_in_a_circle_is_collected() -> None:
     works, thing = module.Works(), Thing()
     thing.works = works  # pyright: ignore[reportAttributeAccessIssue]
     works[1] = (thing, thing, 1)
-    gone = weakref.ref(thing)
+    reference = weakref.ref(thing)
     del works, thing
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 def test_what_is_no_entry_is_refused() -> None:

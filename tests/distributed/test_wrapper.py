@@ -40,12 +40,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any]
 
 @pytest.fixture(scope="module")
 def every_op(ranks: list[tuple[dict[str, Any], dict[str, Compared]]]) -> list[dict[str, Any]]:
-    return [found for found, _ in ranks]
+    return [result for result, _ in ranks]
 
 
 @pytest.fixture(scope="module")
 def compared(ranks: list[tuple[dict[str, Any], dict[str, Compared]]]) -> list[dict[str, Compared]]:
-    return [found for _, found in ranks]
+    return [result for _, result in ranks]
 
 
 @pytest.mark.ranks
@@ -60,8 +60,8 @@ def test_counts_are_those_of_torchs_own_trace(name: str, compared: list[dict[str
     for rank in compared:
         assert rank[name].traced == rank[name].counted
         assert sum(rank[name].traced.values()) > 10
-        told = rank[name].metrics  # of every rank, not of the reporter alone
-        assert any(key.startswith("comm/") and key.endswith("/calls") and value > 0 for key, value in told.items())
+        metrics = rank[name].metrics  # of every rank, not of the reporter alone
+        assert any(key.startswith("comm/") and key.endswith("/calls") and value > 0 for key, value in metrics.items())
 
 
 @pytest.mark.ranks
@@ -113,16 +113,16 @@ def test_removed_or_off_it_leaves_torchs_own_methods(every_op: list[dict[str, An
 @pytest.mark.parametrize("action", ["trim", "clear", "raise"])
 def test_one_rank_is_short_of_memory(action: str, every_op: list[dict[str, Any]]) -> None:
     """Alone it acts alone; as a group decision all do, before the same op or the next one."""
-    other, short = (rank["together"][f"{action} False"] for rank in every_op)
-    assert other["done"] == []
+    peer, short = (rank["together"][f"{action} False"] for rank in every_op)
+    assert peer["done"] == []
     assert [(what.split(":")[0], at) for what, at in short["done"]] == [(action, SHORT_AT)]
-    other, short = (rank["together"][f"{action} True"] for rank in every_op)
+    peer, short = (rank["together"][f"{action} True"] for rank in every_op)
     assert [(what.split(":")[0], at) for what, at in short["done"]] == [(action, SHORT_AT)]
-    ((what, at),) = other["done"]
+    ((what, at),) = peer["done"]
     assert what.split(":")[0] == action
     assert at in (SHORT_AT, SHORT_AT + 1)
     assert action != "raise" or "another rank asked for it" in what
-    for rank in (other, short):
+    for rank in (peer, short):
         assert rank["sums"] == [2.0 * i + 1 for i in range(ROUNDS)]
         assert (rank["shortages"], rank["clears"]) == (1, action != "raise")
 
@@ -165,11 +165,11 @@ def test_megatron_issues_no_op_past_process_groups() -> None:
     """Functional collectives and torch.distributed.nn reach the group in C++, where the wrapper would not see them."""
     past = ("_c10d_functional", "distributed.nn.functional", "_functional_collectives")
     allowed = {"models/multimodal/context_parallel.py"}  # images; and checks for torch.compile:
-    found: set[str] = set()
+    names: set[str] = set()
     for path in _megatron().rglob("*.py"):
         source = path.read_text()
         for node in ast.walk(ast.parse(source)) if any(word in source for word in past) else ():
             text = ast.unparse(node) if isinstance(node, ast.Call) else ""
             if any(f"{word}." in text.split("(")[0] for word in past) and "is_torchdynamo_compiling" not in text:
-                found.add(str(path.relative_to(_megatron())))
-    assert found <= allowed
+                names.add(str(path.relative_to(_megatron())))
+    assert names <= allowed

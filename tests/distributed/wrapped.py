@@ -65,12 +65,12 @@ OPERATORS = "all groups"
 def traced() -> Generator[Counts]:
     """Count the calls inside independently of the wrapper: by its hooks of each group, which are told what
     kind of op it is, and by its profiler, which sees operators by name."""
-    found: Tally[tuple[str, str]] = Tally()
+    tally: Tally[tuple[str, str]] = Tally()
     out: Counts = {}
     groups = list(c10d._world.pg_map)
     for group in groups:
         name = str(group.group_name)
-        group.register_pre_hook(77, lambda args, name=name: found.update([(name, args.name.name)]))
+        group.register_pre_hook(77, lambda args, name=name: tally.update([(name, args.name.name)]))
     try:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             yield out
@@ -79,22 +79,22 @@ def traced() -> Generator[Counts]:
             group.unregister_pre_hook(77)
     results: Any = profiled.profiler
     named = (event.name() for event in results.kineto_results.events())
-    found.update((OPERATORS, name.removeprefix("c10d::")) for name in named if name.startswith("c10d::"))
-    out.update(found)
+    tally.update((OPERATORS, name.removeprefix("c10d::")) for name in named if name.startswith("c10d::"))
+    out.update(tally)
 
 
 def counted() -> Counts:
     """The same from the wrapper's counters. Composites are made of what is counted anyway."""
     wrapper = install.current()
     assert wrapper is not None
-    found: Tally[tuple[str, str]] = Tally()
+    tally: Tally[tuple[str, str]] = Tally()
     for counter in wrapper.counters():
         if counter.op.name in TRACED and counter.calls:
             hook, operator = TRACED[counter.op.name]
-            found[OPERATORS, operator] += counter.calls
+            tally[OPERATORS, operator] += counter.calls
             if hook:
-                found[counter.group.info.name, hook] += counter.calls
-    return dict(found)
+                tally[counter.group.info.name, hook] += counter.calls
+    return dict(tally)
 
 
 @dataclass(frozen=True)
@@ -129,20 +129,20 @@ def compare(
         importlib.import_module("slime_like.train.megatron.rank.actor")
     reuse_groups()
     out: dict[str, Compared] = {}
-    for name, (layout, given) in layouts.items():
-        spec = {key: value for key, value in given.items() if key != "family"}
-        model = models[given.get("family", "qwen3")]
+    for name, (layout, settings) in layouts.items():
+        spec = {key: value for key, value in settings.items() if key != "family"}
+        model = models[settings.get("family", "qwen3")]
         plain = _run(world, model, scratch / f"{name} plain", layout, spec)
         actor = make_actor(world, model, layout, guard=WRAPPED, **spec)
         install.install(WRAPPED, torch.device("cpu"), world.rank)  # counts from here on
         with traced() as trace:
-            found, metrics = _work(actor, scratch / f"{name} wrapped", layout)
+            digests, metrics = _work(actor, scratch / f"{name} wrapped", layout)
             counts = counted()
         wrapper = install.current()
         assert wrapper is not None
         ops = tuple(sorted({counter.op.name for counter in wrapper.counters() if counter.calls}))
         install.remove()
-        out[name] = Compared(found == plain, trace, counts, ops, metrics)
+        out[name] = Compared(digests == plain, trace, counts, ops, metrics)
     return out
 
 
@@ -208,7 +208,7 @@ def _seen(world: World, plain: list[Any], *, in_c: bool) -> dict[str, Any]:
     assert wrapper is not None
     with traced() as trace:
         wrapped = _every_op(world)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "same": [torch.equal(a, b) for a, b in zip(plain, wrapped, strict=True)],
         "calls": {counter.op.name: counter.calls for counter in wrapper.counters()},
         "bytes": {counter.op.name: counter.bytes for counter in wrapper.counters()},
@@ -217,9 +217,9 @@ def _seen(world: World, plain: list[Any], *, in_c: bool) -> dict[str, Any]:
         "counted": counted(),
     }
     wrapper.settle()
-    found["in flight"] = len(wrapper.loose)
+    results["in flight"] = len(wrapper.loose)
     install.remove()
-    return found
+    return results
 
 
 # ---- one rank is short of memory ---------------------------------------------------------------------------------------
@@ -317,38 +317,38 @@ def every_third(world: World) -> int:
 
 def _every_op(world: World) -> list[Any]:
     rank, size, peer = world.rank, world.size, 1 - world.rank
-    mine = torch.arange(4, dtype=torch.float32) + 10 * rank
+    source = torch.arange(4, dtype=torch.float32) + 10 * rank
     out: list[Any] = []
 
     def keep(value: torch.Tensor) -> torch.Tensor:
         out.append(value)
         return value
 
-    bound_before_install(keep(mine.clone()))
-    dist.all_reduce(keep(mine.clone()), async_op=True).wait()  # pyright: ignore[reportOptionalMemberAccess]
-    dist.group.WORLD.allreduce([keep(mine.clone())]).wait()  # pyright: ignore[reportOptionalMemberAccess]
-    dist.broadcast(keep(mine.clone()), src=1)
-    dist.reduce(keep(mine.clone()), dst=0)
-    dist.all_gather([keep(torch.zeros(4)) for _ in range(size)], mine)
-    gather_tensor(keep(torch.zeros(8)), mine)
-    gather_base(keep(torch.zeros(8)), mine)
-    dist.group.WORLD._allgather_base(keep(torch.zeros(8)), mine).wait()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    dist.reduce_scatter(keep(torch.zeros(2)), [mine[:2].clone(), mine[2:].clone()])
-    scatter_tensor(keep(torch.zeros(2)), mine)
-    dist.all_to_all_single(keep(torch.zeros(4)), mine)
-    dist.gather(mine, [keep(torch.zeros(4)) for _ in range(size)] if rank == 0 else None, dst=0)
-    dist.scatter(keep(torch.zeros(4)), [mine, mine + 1] if rank == 0 else None, src=0)
+    bound_before_install(keep(source.clone()))
+    dist.all_reduce(keep(source.clone()), async_op=True).wait()  # pyright: ignore[reportOptionalMemberAccess]
+    dist.group.WORLD.allreduce([keep(source.clone())]).wait()  # pyright: ignore[reportOptionalMemberAccess]
+    dist.broadcast(keep(source.clone()), src=1)
+    dist.reduce(keep(source.clone()), dst=0)
+    dist.all_gather([keep(torch.zeros(4)) for _ in range(size)], source)
+    gather_tensor(keep(torch.zeros(8)), source)
+    gather_base(keep(torch.zeros(8)), source)
+    dist.group.WORLD._allgather_base(keep(torch.zeros(8)), source).wait()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    dist.reduce_scatter(keep(torch.zeros(2)), [source[:2].clone(), source[2:].clone()])
+    scatter_tensor(keep(torch.zeros(2)), source)
+    dist.all_to_all_single(keep(torch.zeros(4)), source)
+    dist.gather(source, [keep(torch.zeros(4)) for _ in range(size)] if rank == 0 else None, dst=0)
+    dist.scatter(keep(torch.zeros(4)), [source, source + 1] if rank == 0 else None, src=0)
     dist.barrier()
     dist.monitored_barrier()
     with c10d._coalescing_manager(async_ops=True) as works:
-        gather_tensor(keep(torch.zeros(8)), mine)
-        gather_tensor(keep(torch.zeros(8)), mine + 1)
+        gather_tensor(keep(torch.zeros(8)), source)
+        gather_tensor(keep(torch.zeros(8)), source + 1)
     works.wait()
     with c10d._coalescing_manager():
-        dist.all_reduce(keep(mine.clone()))
-        dist.all_reduce(keep(mine.clone()))
-    (dist.send if rank else dist.recv)(keep(mine.clone()), peer)
-    batch_ops = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, keep(torch.zeros(4)), peer)]
+        dist.all_reduce(keep(source.clone()))
+        dist.all_reduce(keep(source.clone()))
+    (dist.send if rank else dist.recv)(keep(source.clone()), peer)
+    batch_ops = [dist.P2POp(dist.isend, source, peer), dist.P2POp(dist.irecv, keep(torch.zeros(4)), peer)]
     for work in dist.batch_isend_irecv(batch_ops):
         work.wait()
     objects: list[Any] = [None] * size

@@ -95,11 +95,11 @@ def on_ranks(world: World) -> dict[str, Any]:
         return (everyone, handle) if len(calls) % 2 else (torch.zeros_like(everyone), handle)
 
     shared.all_gather_into_tensor = counted
-    found = {name: range_errors(world, case, backend, torch.float32) for name, case in STREAMS.items()}
+    results = {name: range_errors(world, case, backend, torch.float32) for name, case in STREAMS.items()}
     numbers = list(calls)
     shared.all_gather_into_tensor = without_backward
     fault = range_errors(world, STREAMS["long memory"], backend, torch.float32)
-    return {"errors": found, "numbers": numbers, "fault": fault}
+    return {"errors": results, "numbers": numbers, "fault": fault}
 
 
 def main() -> dict[str, Any]:
@@ -108,19 +108,19 @@ def main() -> dict[str, Any]:
     host.install("cpu")
     for name in ("fla.ops.gated_delta_rule", "slime_like_plugins.qwen_gdn.state_passing"):
         importlib.import_module(name)  # for the ranks, too
-    found: dict[str, Any] = {"ranks": fork_ranks(on_ranks, 2)}
-    found["dispatch before"] = active_dispatch("gated_delta_rule")
+    results: dict[str, Any] = {"ranks": fork_ranks(on_ranks, 2)}
+    results["dispatch before"] = active_dispatch("gated_delta_rule")
     backend = FlaGDN()
-    found |= {"dispatch after": active_dispatch("gated_delta_rule"), "switch": os.environ[FLASH_QLA_SWITCH]}
-    found["rule"] = {}
+    results |= {"dispatch after": active_dispatch("gated_delta_rule"), "switch": os.environ[FLASH_QLA_SWITCH]}
+    results["rule"] = {}
     for name, (shape, decay, dtype) in RULES.items():
         case = make_case(shape, decay=decay).to(dtype)
-        found["rule"][name] = errors(of_backend(backend, case), oracle(case))
-    found["conv"] = {}
+        results["rule"][name] = errors(of_backend(backend, case), oracle(case))
+    results["conv"] = {}
     for name, (lengths, tail, halo) in CONVOLUTIONS.items():
-        found["conv"][name] = conv_errors(backend, make_conv(lengths, 4, tail=tail, halo=halo), torch.float32)
-    found |= {"kernels": backend.kernels(), "handed over": handed_over()}
-    return found
+        results["conv"][name] = conv_errors(backend, make_conv(lengths, 4, tail=tail, halo=halo), torch.float32)
+    results |= {"kernels": backend.kernels(), "handed over": handed_over()}
+    return results
 
 
 if __name__ == "__main__":

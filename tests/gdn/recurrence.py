@@ -35,8 +35,8 @@ class Case:
 
     def leaves(self) -> dict[str, Tensor]:
         """Every differentiable input by name."""
-        found = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "cu_seqlens"}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        columns = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "cu_seqlens"}
+        return {name: tensor for name, tensor in columns.items() if tensor is not None}
 
     def to(self, dtype: torch.dtype, device: str = "cpu", *, wide: Collection[str] = ("g",)) -> Case:
         """The same numbers in ``dtype``, as fresh leaves; those named in ``wide`` in at least float32."""
@@ -158,18 +158,18 @@ def of_backend(backend: GDNBackend, case: Case) -> Answer:
     return answer(case, (out, final))
 
 
-def errors(found: Answer, right: Answer) -> dict[str, float]:
+def errors(actual: Answer, right: Answer) -> dict[str, float]:
     """Largest error of each part, relative to the largest value of that part (or to 0.01, should that be smaller)."""
-    pairs = {"out": (found.out, right.out), "final": (found.final, right.final)}
-    pairs |= {name: (found.grads[name], grad) for name, grad in right.grads.items()}
-    return {name: _relative(mine, true) for name, (mine, true) in pairs.items()}
+    pairs = {"out": (actual.out, right.out), "final": (actual.final, right.final)}
+    pairs |= {name: (actual.grads[name], grad) for name, grad in right.grads.items()}
+    return {name: _relative(actual_column, true) for name, (actual_column, true) in pairs.items()}
 
 
-def _relative(mine: Tensor, true: Tensor) -> float:
-    assert mine.shape == true.shape
+def _relative(actual: Tensor, true: Tensor) -> float:
+    assert actual.shape == true.shape
     if not true.numel():
         return 0.0
-    difference = (mine.double().cpu() - true.double().cpu()).abs().max()
+    difference = (actual.double().cpu() - true.double().cpu()).abs().max()
     return float(difference / true.abs().max().clamp_min(1e-2))
 
 
@@ -177,8 +177,8 @@ def conv_reference(x: Tensor, weight: Tensor, cu_seqlens: tuple[int, ...], halo:
     """[1, T, D]: every output a sum over its window, one token at a time."""
     width, rows = weight.shape[1], []
     for n, (start, stop) in enumerate(pairwise(cu_seqlens)):
-        before = x.new_zeros(width - 1, x.shape[2]) if halo is None else halo[n]
-        inputs = torch.cat([before, x[0, start:stop]])
+        history = x.new_zeros(width - 1, x.shape[2]) if halo is None else halo[n]
+        inputs = torch.cat([history, x[0, start:stop]])
         rows += [(inputs[t : t + width] * weight.T).sum(0) for t in range(stop - start)]
     rows = [F.silu(row) if silu else row for row in rows]
     padding = [x.new_zeros(x.shape[2])] * (x.shape[1] - cu_seqlens[-1])
@@ -218,8 +218,8 @@ def make_conv(
     def leaf(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, dtype=torch.float64).requires_grad_()
 
-    before = leaf(len(lengths), width - 1, channels) if halo else None
-    return ConvCase(leaf(1, bounds[-1] + tail, channels), leaf(channels, width), before, bounds)
+    history = leaf(len(lengths), width - 1, channels) if halo else None
+    return ConvCase(leaf(1, bounds[-1] + tail, channels), leaf(channels, width), history, bounds)
 
 
 def convolve(backend: GDNBackend, case: ConvCase, *, silu: bool = True) -> Tensor:
@@ -237,10 +237,10 @@ def convolve(backend: GDNBackend, case: ConvCase, *, silu: bool = True) -> Tenso
 
 def conv_errors(backend: GDNBackend, case: ConvCase, dtype: torch.dtype, *, silu: bool = True) -> list[float]:
     """Largest error of the output and of the gradient of every input, relative as in ``errors``."""
-    mine, right = case.to(dtype, str(case.x.device)), case.to(torch.float64)
+    cast, right = case.to(dtype, str(case.x.device)), case.to(torch.float64)
     reference = conv_reference(right.x, right.weight, right.cu_seqlens, right.halo, silu)
-    found, true = _with_gradients(convolve(backend, mine, silu=silu), mine), _with_gradients(reference, right)
-    return [_relative(a, b) for a, b in zip(found, true, strict=True)]
+    actual, true = _with_gradients(convolve(backend, cast, silu=silu), cast), _with_gradients(reference, right)
+    return [_relative(a, b) for a, b in zip(actual, true, strict=True)]
 
 
 def _with_gradients(out: Tensor, case: ConvCase) -> list[Tensor]:

@@ -25,8 +25,8 @@ TORCH = TorchGDN()
     st.booleans(),
 )
 def test_values_and_gradients(lengths: list[int], width: int, tail: int, halo: bool, silu: bool) -> None:
-    found = conv_errors(TORCH, make_conv(lengths, width, tail=tail, halo=halo), torch.float64, silu=silu)
-    assert max(found) <= 1e-12, found
+    measured = conv_errors(TORCH, make_conv(lengths, width, tail=tail, halo=halo), torch.float64, silu=silu)
+    assert max(measured) <= 1e-12, measured
 
 
 def test_a_window_that_reaches_into_the_sequence_before_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +48,9 @@ def test_padding_is_not_read() -> None:
     clean = convolve(TORCH, case)
     with torch.no_grad():
         case.x[:, 6:] = float("nan")
-    found = convolve(TORCH, case)
-    assert torch.equal(found, clean) and not found[:, 6:].any()
-    found.sum().backward()
+    actual = convolve(TORCH, case)
+    assert torch.equal(actual, clean) and not actual[:, 6:].any()
+    actual.sum().backward()
     assert case.x.grad is not None and case.x.grad.isfinite().all() and not case.x.grad[:, 6:].any()
 
 

@@ -36,7 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     packages = PREPARED if PREPARED.is_dir() else install(folder / "packages")
     for package in packages.iterdir():
         (folder / package.name).symlink_to(package)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "tests.gdn.interpreted", str(folder)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "plugins")]), **ONE_THREAD},
@@ -44,8 +44,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         text=True,
         timeout=SECONDS,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def install(folder: Path) -> Path:

@@ -43,8 +43,8 @@ def test_parity(name: str, decay: float, wide: tuple[str, ...]) -> None:
     backend = backend_or_skip(name)
     shape = Shape((200, 1, 0, 70), heads=2, groups=2, key=128, value=128, tail=5)
     case = make_case(shape, decay=decay)
-    found = errors(of_backend(backend, case.to(torch.bfloat16, "cuda", wide=wide)), oracle(case))
-    assert max(found.values()) <= BFLOAT16, found
+    measured = errors(of_backend(backend, case.to(torch.bfloat16, "cuda", wide=wide)), oracle(case))
+    assert max(measured.values()) <= BFLOAT16, measured
 
 
 @pytest.mark.parametrize("name", ["torch", "fla", "flashqla"])
@@ -58,8 +58,8 @@ def test_two_gpus_share_a_stream_by_flas_own_context_parallelism() -> None:
         pytest.skip("needs two GPUs")
     backend_or_skip("fla")
     streams = [Case((5, 150, 6), 4.0), Case((700,), 0.01)]
-    for found in run_ranks("tests.train.state_passing:on_gpus", 2, streams):
-        assert max(error for errors in found for error in errors.values()) <= TF32, found
+    for result in run_ranks("tests.train.state_passing:on_gpus", 2, streams):
+        assert max(error for errors in result for error in errors.values()) <= TF32, result
 
 
 def test_flashqla_without_splitting_has_the_same_bits_with_and_without_gradient() -> None:

@@ -70,9 +70,9 @@ REFUSALS: dict[str, tuple[str, Runtime, str, GDNShape, list[str]]] = {
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refused_with_reason_and_fix(case: str) -> None:
-    backend, here, dtype, shape, words = REFUSALS[case]
+    backend, target, dtype, shape, words = REFUSALS[case]
     with pytest.raises(ConfigError) as refused:
-        check_runtime(GDNConfig(backend=backend), here, dtype, shape)
+        check_runtime(GDNConfig(backend=backend), target, dtype, shape)
     assert "\n" not in str(refused.value)
     for word in words:
         assert word in str(refused.value), refused.value
@@ -97,8 +97,8 @@ def test_this_machine_is_described_without_importing_anything() -> None:
         "print(here.versions['torch'][0], here.cuda is None or here.cuda[0] >= 12, sorted(m for m in "
         "('torch', 'triton', 'fla', 'tilelang', 'flash_qla') if m in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "True", "[]"]
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["2", "True", "[]"]
     assert version("2.14.1+cu130") == (2, 14, 1) and version("x") == ()
     assert installed("no-such-package") is None
     assert torch_cuda() is None or torch_cuda() >= (12,)  # pyright: ignore[reportOptionalOperand]
@@ -108,16 +108,16 @@ def test_nvcc_is_found_where_tilelang_looks(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    before = has_nvcc()
+    original = has_nvcc()
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
-    assert has_nvcc() and (not before or Path("/usr/local/cuda/bin/nvcc").exists())
+    assert has_nvcc() and (not original or Path("/usr/local/cuda/bin/nvcc").exists())
 
 
 def test_a_rank_takes_what_was_asked_for_or_nothing() -> None:
-    found = resolve(GDNConfig(), "cpu")
-    assert found.name == "torch" and "torch" in found.kernels()
-    assert resolve(GDNConfig(backend="torch"), "cpu", "float32", SHAPE) is found
+    backend = resolve(GDNConfig(), "cpu")
+    assert backend.name == "torch" and "torch" in backend.kernels()
+    assert resolve(GDNConfig(backend="torch"), "cpu", "float32", SHAPE) is backend
     for name in ("fla", "flashqla"):
         with pytest.raises(ConfigError, match=f"model.gdn.backend={name} on a CPU"):
             resolve(GDNConfig(backend=name), "cpu")
@@ -170,9 +170,9 @@ def test_kernels_for_layers_that_are_not_there(argv: list[str]) -> None:
         load_config([*argv, "model.gdn.backend=torch"])
 
 
-def settle(argv: list[str], here: Runtime, *extra: str) -> Plan:
-    gpus = ("H100",) * (8 if here.device == "cuda" else 0)
-    return make_plan(load_config([*argv, *extra]), Machine(len(gpus), 64, 512 * 2**30, gpus, here))
+def settle(argv: list[str], target: Runtime, *extra: str) -> Plan:
+    gpus = ("H100",) * (8 if target.device == "cuda" else 0)
+    return make_plan(load_config([*argv, *extra]), Machine(len(gpus), 64, 512 * 2**30, gpus, target))
 
 
 def test_the_plan_settles_the_backend(hybrid: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +200,9 @@ def test_the_plan_settles_the_backend(hybrid: list[str], monkeypatch: pytest.Mon
 def test_deterministic_runs_do_not_split(hybrid: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gdn_rules, "visible_gpus", lambda: (Gpu("H100", (9, 0)),))
     monkeypatch.setattr(gdn_rules, "runtime", lambda *_: HOPPER)
-    made = settle(hybrid, HOPPER, "model.gdn.backend=flashqla", "run.deterministic=true")
-    assert made.actor.model.gdn.auto_cp is False
-    assert plan_gdn._auto_cp(None, "fla", made.actor)[0] is False
+    plan = settle(hybrid, HOPPER, "model.gdn.backend=flashqla", "run.deterministic=true")
+    assert plan.actor.model.gdn.auto_cp is False
+    assert plan_gdn._auto_cp(None, "fla", plan.actor)[0] is False
 
 
 def test_a_planted_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,8 @@ TORCH = TorchGDN()
 
 
 def assert_equals_recurrence(case: Case, tolerance: float = EXACT) -> None:
-    found = errors(of_backend(TORCH, case), oracle(case))
-    assert max(found.values()) <= tolerance, found
+    measured = errors(of_backend(TORCH, case), oracle(case))
+    assert max(measured.values()) <= tolerance, measured
 
 
 SHAPES = st.builds(
@@ -84,12 +84,12 @@ def test_strong_decay() -> None:
 )
 def test_lower_precision_keeps_its_dtypes(dtype: torch.dtype, wide: tuple[str, ...], tolerance: float) -> None:
     case = make_case(Shape((130, 0, 3), groups=2, key=32, value=16), decay=0.3).to(dtype, wide=wide)
-    found = of_backend(TORCH, case)
-    assert found.out.dtype == dtype
-    assert found.final.dtype == torch.float32
-    assert {name: grad.dtype for name, grad in found.grads.items()} == {n: t.dtype for n, t in case.leaves().items()}
-    seen = errors(found, oracle(case))
-    assert max(seen.values()) <= tolerance, seen
+    actual = of_backend(TORCH, case)
+    assert actual.out.dtype == dtype
+    assert actual.final.dtype == torch.float32
+    assert {name: grad.dtype for name, grad in actual.grads.items()} == {n: t.dtype for n, t in case.leaves().items()}
+    measured = errors(actual, oracle(case))
+    assert max(measured.values()) <= tolerance, measured
 
 
 def test_gradients_by_finite_differences() -> None:
@@ -109,29 +109,29 @@ def test_gradients_by_finite_differences() -> None:
 
 def test_packing_is_invisible() -> None:
     """Values and every gradient of a sequence are those of the sequence alone."""
-    whole = make_case(Shape((70, 1, 0, 129), groups=2, tail=4))
-    together = of_backend(TORCH, whole)
-    weights = weights_of((together.out, together.final))
-    for n, (start, stop) in enumerate(itertools.pairwise(whole.cu_seqlens)):
+    packed = make_case(Shape((70, 1, 0, 129), groups=2, tail=4))
+    results = of_backend(TORCH, packed)
+    weights = weights_of((results.out, results.final))
+    for n, (start, stop) in enumerate(itertools.pairwise(packed.cu_seqlens)):
 
         def own(name: str, tensor: Tensor, n: int = n, start: int = start, stop: int = stop) -> Tensor:
             return tensor[n : n + 1] if name in ("initial", "final") else tensor[:, start:stop]
 
-        rows = {name: own(name, tensor) for name, tensor in whole.leaves().items()}
-        alone = replace(whole, **rows, cu_seqlens=(0, stop - start)).to(torch.float64)
+        rows = {name: own(name, tensor) for name, tensor in packed.leaves().items()}
+        alone = replace(packed, **rows, cu_seqlens=(0, stop - start)).to(torch.float64)
         right = answer(alone, recurrence(alone), (own("out", weights[0]), own("final", weights[1])))
-        grads = {name: own(name, grad) for name, grad in together.grads.items()}
-        found = errors(Answer(own("out", together.out), own("final", together.final), grads), right)
-        assert found.keys() == {"out", "final", *whole.leaves()}
-        assert max(found.values()) <= EXACT, (n, found)
+        grads = {name: own(name, grad) for name, grad in results.grads.items()}
+        measured = errors(Answer(own("out", results.out), own("final", results.final), grads), right)
+        assert measured.keys() == {"out", "final", *packed.leaves()}
+        assert max(measured.values()) <= EXACT, (n, measured)
 
 
 @settings(max_examples=10)
 @given(st.integers(0, 150))
 def test_a_split_with_the_state_handed_over_changes_nothing(cut: int) -> None:
-    whole = make_case(Shape((150,), groups=2))
-    right = of_backend(TORCH, whole)
-    parts = whole.to(torch.float64).leaves()
+    full = make_case(Shape((150,), groups=2))
+    right = of_backend(TORCH, full)
+    parts = full.to(torch.float64).leaves()
     state: Tensor | None = parts["initial"]
     outputs: list[Tensor] = []
     for start, stop in ((0, cut), (cut, 150)):
@@ -144,10 +144,10 @@ def test_a_split_with_the_state_handed_over_changes_nothing(cut: int) -> None:
         outputs.append(out)
     assert state is not None
     generator = torch.Generator().manual_seed(1)
-    found = (torch.cat(outputs, 1), state)
-    weights = [torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in found]
-    sum((t * w).sum() for t, w in zip(found, weights, strict=True)).backward()  # pyright: ignore[reportAttributeAccessIssue]
-    torch.testing.assert_close(found[0], right.out, rtol=EXACT, atol=EXACT)
+    actual = (torch.cat(outputs, 1), state)
+    weights = [torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in actual]
+    sum((t * w).sum() for t, w in zip(actual, weights, strict=True)).backward()  # pyright: ignore[reportAttributeAccessIssue]
+    torch.testing.assert_close(actual[0], right.out, rtol=EXACT, atol=EXACT)
     for name, tensor in parts.items():
         torch.testing.assert_close(tensor.grad, right.grads[name], rtol=1e-11, atol=1e-11)
 
@@ -159,9 +159,9 @@ def test_padding_is_not_read() -> None:
     with torch.no_grad():
         for tensor in (dirty.q, dirty.k, dirty.v, dirty.g, dirty.beta):
             tensor[:, case.cu_seqlens[-1] :] = float("nan")
-    found = of_backend(TORCH, dirty)
-    assert torch.equal(found.out, clean.out) and not found.out[:, case.cu_seqlens[-1] :].any()
-    assert all(torch.equal(found.grads[name], grad) for name, grad in clean.grads.items())
+    actual = of_backend(TORCH, dirty)
+    assert torch.equal(actual.out, clean.out) and not actual.out[:, case.cu_seqlens[-1] :].any()
+    assert all(torch.equal(actual.grads[name], grad) for name, grad in clean.grads.items())
 
 
 def test_no_gradient_keeps_nothing_and_says_the_same() -> None:

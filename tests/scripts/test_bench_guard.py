@@ -24,23 +24,23 @@ def rows(text: str) -> dict[str, dict[str, str]]:
 
 def test_the_simulation_is_the_one_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     bench_guard.main(["simulate"])
-    told = capsys.readouterr().out
-    assert f"1888 collectives of 100 us, 8 s of computation and 8 ms per question; {bench_guard.STEPS} steps" in told
-    assert told[told.index("| guard |") :] in PAGE
-    found = rows(told)
-    asked = {guard: float(row["questions per step"]) for guard, row in found.items()}
-    assert asked["off"] == 0.0 < asked["auto"] < asked["slime"] < asked["always"] == 1888.0
-    seconds = {guard: float(row["step time, s"]) for guard, row in found.items()}
+    output = capsys.readouterr().out
+    assert f"1888 collectives of 100 us, 8 s of computation and 8 ms per question; {bench_guard.STEPS} steps" in output
+    assert output[output.index("| guard |") :] in PAGE
+    by_guard = rows(output)
+    queries = {guard: float(row["questions per step"]) for guard, row in by_guard.items()}
+    assert queries["off"] == 0.0 < queries["auto"] < queries["slime"] < queries["always"] == 1888.0
+    seconds = {guard: float(row["step time, s"]) for guard, row in by_guard.items()}
     assert seconds["off"] <= seconds["auto"] < seconds["slime"] < seconds["always"]
-    assert float(found["auto"]["share"].rstrip("%")) <= 0.1
+    assert float(by_guard["auto"]["share"].rstrip("%")) <= 0.1
 
 
 def test_what_it_costs_is_of_the_size_told(capsys: pytest.CaptureFixture[str]) -> None:
     bench_guard.main(["cost", "--rounds", "20"])
-    found, page = rows(capsys.readouterr().out), rows(PAGE[PAGE.index("| op | wrapped calls |") :].split("\n\n")[0])
-    calls = {op: row["wrapped calls"] for op, row in found.items()}
+    printed, page = rows(capsys.readouterr().out), rows(PAGE[PAGE.index("| op | wrapped calls |") :].split("\n\n")[0])
+    calls = {op: row["wrapped calls"] for op, row in printed.items()}
     assert calls == {op: row["wrapped calls"] for op, row in page.items()}
-    assert found["all_reduce"].keys() == page["all_reduce"].keys()
-    for op, row in found.items():
+    assert printed["all_reduce"].keys() == page["all_reduce"].keys()
+    for op, row in printed.items():
         for arm, bound in BOUND_US.items():
             assert float(row[f"{arm}, over raw"]) <= LOOSE * bound * int(calls[op]), f"{op}: {arm}"

@@ -22,9 +22,9 @@ def test_a_case_becomes_a_row(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     text = out.read_text()
     assert text in capfd.readouterr().out
     assert f"Command: `python scripts/bench_step.py {' '.join(argv)}`" in text and "megatron-core" in text
-    found = re.search(r"\| tiny, float32, 1 \|" + 3 * FIGURES, text)
-    assert found is not None
-    plain, _, fused, _, ratio, _ = map(float, found.groups())
+    match = re.search(r"\| tiny, float32, 1 \|" + 3 * FIGURES, text)
+    assert match is not None
+    plain, _, fused, _, ratio, _ = map(float, match.groups())
     assert plain > 0 and ratio == pytest.approx(plain / fused, rel=0.1)
 
 

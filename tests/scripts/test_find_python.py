@@ -29,8 +29,8 @@ def find(tmp_path: Path, *folders: Path, **env: str) -> tuple[int, str, str]:
             (tools / name).symlink_to(str(shutil.which(name, path=SYSTEM_PATH)))
     path = ":".join(str(folder) for folder in (*folders, tools))
     # The libraries are sourced with the plain PATH: only the search itself sees the narrow one.
-    done = bash(f"PATH='{path}'\nfind_python", {"HOME": str(tmp_path / "home"), **env})
-    return done.returncode, done.stdout.strip(), done.stderr
+    result = bash(f"PATH='{path}'\nfind_python", {"HOME": str(tmp_path / "home"), **env})
+    return result.returncode, result.stdout.strip(), result.stderr
 
 
 @pytest.fixture

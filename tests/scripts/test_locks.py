@@ -18,9 +18,9 @@ def lines(path: Path) -> list[str]:
 
 
 def name_of(requirement: str) -> str:
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    assert found is not None, requirement
-    return re.sub(r"[-_.]+", "-", found[0]).lower()
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert match is not None, requirement
+    return re.sub(r"[-_.]+", "-", match[0]).lower()
 
 
 def pins(device: str) -> dict[str, str]:
@@ -31,9 +31,9 @@ def pins(device: str) -> dict[str, str]:
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_every_input_is_pinned(device: str) -> None:
     pinned = pins(device)
-    asked = [requirement for file in INPUTS[device] for requirement in lines(REQUIREMENTS / file)]
-    assert not {name_of(requirement) for requirement in asked} - pinned.keys()
-    exact = {name_of(r): r.partition("==")[2] for r in asked if "==" in r and not r.endswith("*")}
+    required = [requirement for file in INPUTS[device] for requirement in lines(REQUIREMENTS / file)]
+    assert not {name_of(requirement) for requirement in required} - pinned.keys()
+    exact = {name_of(r): r.partition("==")[2] for r in required if "==" in r and not r.endswith("*")}
     assert exact and exact == {name: pinned[name] for name in exact}
 
 

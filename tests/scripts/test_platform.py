@@ -15,8 +15,8 @@ def probes(**answers: str) -> str:
 
 @pytest.mark.parametrize("glibc", ["glibc 2.34", "glibc 2.36", "glibc 2.100", "glibc 3.0"])
 def test_good_machine_passes(glibc: str) -> None:
-    done = bash(probes(**GOOD | {"glibc": glibc}) + "check_platform")
-    assert (done.returncode, done.stderr) == (0, "")
+    result = bash(probes(**GOOD | {"glibc": glibc}) + "check_platform")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -30,16 +30,16 @@ def test_good_machine_passes(glibc: str) -> None:
     ],
 )
 def test_refusal_names_what_is_wrong_and_a_way_out(wrong: dict[str, str], message: str) -> None:
-    done = bash(probes(**GOOD | wrong) + "check_platform")
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "WSL2" in done.stderr and "docker/README.md" in done.stderr
+    result = bash(probes(**GOOD | wrong) + "check_platform")
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert "WSL2" in result.stderr and "docker/README.md" in result.stderr
 
 
 def test_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be_made() -> None:
-    done = bash(probes(free_gb="3") + "check_disk /tmp/none/such 8")
-    assert done.returncode == 1
-    assert "3 GB free on the disk of /tmp/none/such, set-up needs about 8 GB" in done.stderr
+    result = bash(probes(free_gb="3") + "check_disk /tmp/none/such 8")
+    assert result.returncode == 1
+    assert "3 GB free on the disk of /tmp/none/such, set-up needs about 8 GB" in result.stderr
     assert bash(probes(free_gb="8") + "check_disk /tmp/none/such 8").returncode == 0
     assert bash("check_disk /tmp/none/such 0").returncode == 0  # the real df
 
@@ -49,14 +49,14 @@ def test_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be_made() -> None
     [("", "true", "gpu"), ("", "false", "cpu"), ("cpu", "true", "cpu"), ("gpu", "false", "gpu")],
 )
 def test_device(variable: str, driver: str, device: str) -> None:
-    done = bash(f"probe_gpu() {{ {driver}; }}\nchoose_device", {"SLIME_LIKE_DEVICE": variable})
-    assert (done.returncode, done.stdout) == (0, f"{device}\n")
+    result = bash(f"probe_gpu() {{ {driver}; }}\nchoose_device", {"SLIME_LIKE_DEVICE": variable})
+    assert (result.returncode, result.stdout) == (0, f"{device}\n")
 
 
 def test_unknown_device_is_refused() -> None:
-    done = bash("choose_device", {"SLIME_LIKE_DEVICE": "tpu"})
-    assert done.returncode == 1
-    assert "SLIME_LIKE_DEVICE=tpu: give cpu or gpu" in done.stderr
+    result = bash("choose_device", {"SLIME_LIKE_DEVICE": "tpu"})
+    assert result.returncode == 1
+    assert "SLIME_LIKE_DEVICE=tpu: give cpu or gpu" in result.stderr
 
 
 def test_a_cpu_environment_sees_no_gpu() -> None:

@@ -34,8 +34,8 @@ def read(path: Path) -> FileSource:
 
 def test_gsm8k(tmp_path: Path) -> None:
     row = {"question": "How many?", "answer": "9 * 200 = 1800\n#### 1,800"}
-    done = prepare(tmp_path, "gsm8k", train=[row, row], test=[row])
-    assert done.returncode == 0, done.stderr
+    result = prepare(tmp_path, "gsm8k", train=[row, row], test=[row])
+    assert result.returncode == 0, result.stderr
     train, test = (read(tmp_path / "out" / "gsm8k" / f"{split}.jsonl") for split in ("train", "test"))
     assert (len(train), len(test)) == (2, 1)
     assert (test.prompts[0].label, test.prompts[0].rm_type) == ("1800", "math")
@@ -43,15 +43,17 @@ def test_gsm8k(tmp_path: Path) -> None:
 
 
 def test_rows_in_slimes_format_keep_their_messages(tmp_path: Path) -> None:
-    done = prepare(tmp_path, "dapo-math-17k", train=[{"prompt": CHAT, "label": 4}])
-    assert done.returncode == 0, done.stderr
+    result = prepare(tmp_path, "dapo-math-17k", train=[{"prompt": CHAT, "label": 4}])
+    assert result.returncode == 0, result.stderr
     (prompt,) = read(tmp_path / "out" / "dapo-math-17k" / "train.jsonl").prompts
     assert (prompt.label, prompt.text) == ("4", "<user>What is 2+2?<assistant>")
 
 
 def test_a_row_that_is_something_else_is_named(tmp_path: Path) -> None:
     good = {"question": "q", "answer": "#### 1"}
-    done = prepare(tmp_path, "gsm8k", train=[good, {"question": "q", "answer": "no result"}], test=[good])
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "gsm8k: gsm8k, split train, row 1 has no question, or no answer with '####'"
+    result = prepare(tmp_path, "gsm8k", train=[good, {"question": "q", "answer": "no result"}], test=[good])
+    assert result.returncode == 1
+    assert (
+        result.stderr.splitlines()[-1] == "gsm8k: gsm8k, split train, row 1 has no question, or no answer with '####'"
+    )
     assert not (tmp_path / "out").exists()

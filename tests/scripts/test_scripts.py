@@ -19,8 +19,8 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_parses(script: Path) -> None:
-    done = subprocess.run(["/bin/bash", "-n", str(script)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = subprocess.run(["/bin/bash", "-n", str(script)], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_ci_is_the_test_script() -> None:
@@ -57,15 +57,15 @@ def test_uv_gets_the_index_of_pip_unless_it_has_its_own(
     tmp_path: Path, env: dict[str, str], config: str, expected: str
 ) -> None:
     python = executable(tmp_path / "python", f"#!/bin/sh\ncat <<'END'\n{config}\nEND\n")
-    done = bash(f"PYTHON='{python}'\nuse_pip_settings\necho ${{UV_DEFAULT_INDEX-unset}}", env)
-    assert done.stdout == f"{expected}\n", done.stderr
+    result = bash(f"PYTHON='{python}'\nuse_pip_settings\necho ${{UV_DEFAULT_INDEX-unset}}", env)
+    assert result.stdout == f"{expected}\n", result.stderr
 
 
 def test_a_failing_step_ends_the_script_with_its_name() -> None:
-    done = bash("step 'doing this' false\necho after")
-    assert done.returncode == 1
-    assert "after" not in done.stdout
-    assert "setup: doing this failed after" in done.stderr
+    result = bash("step 'doing this' false\necho after")
+    assert result.returncode == 1
+    assert "after" not in result.stdout
+    assert "setup: doing this failed after" in result.stderr
 
 
 def summarize(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -78,9 +78,9 @@ def summarize(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str
 def test_summary_prints_first_and_last_accuracy(tmp_path: Path) -> None:
     rows = [{"step": 0, "eval/arithmetic": 0.31}, {"step": 1}, {"step": 7, "eval/arithmetic": 0.92}, {"step": 8}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = summarize(tmp_path)
-    assert done.stdout == "held-out accuracy (eval/arithmetic): 0.310 after the warm start, 0.920 after 7 rollouts\n"
-    assert done.returncode == 0
+    result = summarize(tmp_path)
+    assert result.stdout == "held-out accuracy (eval/arithmetic): 0.310 after the warm start, 0.920 after 7 rollouts\n"
+    assert result.returncode == 0
 
 
 def test_summary_of_a_run_without_accuracy_says_so(tmp_path: Path) -> None:

@@ -32,21 +32,23 @@ def read(path: Path) -> Any:
 
 def parts() -> Mapping[str, str]:
     """Mark expression by part of the tests."""
-    done = bash(f"source '{ROOT}/scripts/lib/parts.sh'\n" + 'for p in "${!PARTS[@]}"; do echo "$p:${PARTS[$p]}"; done')
-    return dict(line.split(":") for line in done.stdout.splitlines())
+    result = bash(
+        f"source '{ROOT}/scripts/lib/parts.sh'\n" + 'for p in "${!PARTS[@]}"; do echo "$p:${PARTS[$p]}"; done'
+    )
+    return dict(line.split(":") for line in result.stdout.splitlines())
 
 
 def commands(workflow: Path) -> Sequence[str]:
     """The ``run:`` of each step, once for each value of its job's matrix."""
-    found: list[str] = []
+    problems: list[str] = []
     for job in read(workflow)["jobs"].values():
         matrix: dict[str, list[str]] = job.get("strategy", {}).get("matrix", {})
         for step, values in itertools.product(job["steps"], itertools.product(*matrix.values())):
             text: str = step.get("run", "")
             for name, value in zip(matrix, values, strict=True):
                 text = text.replace(f"${{{{ matrix.{name} }}}}", value)
-            found.append(text)
-    return found
+            problems.append(text)
+    return problems
 
 
 def selects(expression: Expression, markers: Sequence[str]) -> bool:
@@ -87,19 +89,21 @@ def test_each_test_is_in_one_part() -> None:
 
 @pytest.mark.parametrize("argument", ["", "lint", "unit tests/algo"])
 def test_a_part_that_is_not_there_is_refused_with_the_list(argument: str) -> None:
-    done = bash(f"bash '{ROOT}/scripts/test.sh' --part {argument}")
-    assert done.returncode == 1
-    assert "give one of static, unit, engine, ranks, e2e, gpu" in done.stderr
-    assert all(part in done.stderr for part in parts())
+    result = bash(f"bash '{ROOT}/scripts/test.sh' --part {argument}")
+    assert result.returncode == 1
+    assert "give one of static, unit, engine, ranks, e2e, gpu" in result.stderr
+    assert all(part in result.stderr for part in parts())
 
 
 def test_nightly_asks_for_packages_that_are_pinned_and_known() -> None:
-    asked: list[str] = read(GITHUB / "workflows" / "nightly.yml")["jobs"]["upstream"]["strategy"]["matrix"]["package"]
+    packages: list[str] = read(GITHUB / "workflows" / "nightly.yml")["jobs"]["upstream"]["strategy"]["matrix"][
+        "package"
+    ]
     exact = {line.partition("==")[0] for line in lines(ROOT / "scripts/requirements/runtime.in") if "==" in line}
     refused = bash(f"bash '{ROOT}/scripts/next_upstream.sh' numpy")
     assert refused.returncode == 1 and "unknown package 'numpy'" in refused.stderr
-    assert set(asked) <= exact
-    assert set(asked) == set(re.findall(r"[\w-]+", refused.stderr.partition("give ")[2])) - {"or"}
+    assert set(packages) <= exact
+    assert set(packages) == set(re.findall(r"[\w-]+", refused.stderr.partition("give ")[2])) - {"or"}
 
 
 def test_pins_agree_with_the_locks() -> None:
