@@ -1,4 +1,4 @@
-"""Hooks that put ``draw`` and temperature-scaled scores into SGLang."""
+"""Where ``draw`` and temperature-scaled scores enter SGLang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCORE_ROWS = 2_048  # rows of logits held at once while scoring
 
 
 def seed_of(request: Any) -> int:
-    """Return the request's seed; without one a hash of its id, which all tensor parallel ranks share."""
+    """The request's seed; without one, a number all tensor-parallel ranks agree on: a hash of its id."""
     if request.sampling_params.sampling_seed is not None:
         return request.sampling_params.sampling_seed
     digest = hashlib.blake2b(request.rid.encode(), digest_size=8).digest()
@@ -31,7 +31,7 @@ def seed_of(request: Any) -> int:
 
 @functools.cache
 def warn_of_drafts() -> None:
-    """Log once that a request cannot be honoured."""
+    """Say once what cannot be honoured."""
     logger.warning("sampling_seed does not count under speculative decoding: SGLang verifies drafts without seeds")
 
 
@@ -71,8 +71,8 @@ def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any
     if call["return_logprob"]:
         if any(call["top_logprobs_nums"]) or any(ids is not None for ids in call["token_ids_logprobs"]):
             processor = sampler.output_logprob_processor
-            arguments = (logprobs_BV, call["top_logprobs_nums"], call["token_ids_logprobs"], tokens_B)
-            processor.compute_logprobs(*arguments).write_output_to(output)
+            asked = (logprobs_BV, call["top_logprobs_nums"], call["token_ids_logprobs"], tokens_B)
+            processor.compute_logprobs(*asked).write_output_to(output)
         else:
             output.next_token_logprobs = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
     tokens_B = tokens_B.to(torch.int32)
@@ -96,8 +96,8 @@ def sample_from_probs(
     asking = info.sampling_mask_batch_indices
     if asking is None:
         return tokens_B, None
-    weights, ids = filtered(probs_BV[asking], info.top_ps[asking], info.top_ks[asking], info.min_ps[asking])
-    return tokens_B, Capture(weights=weights, token_ids=ids.to(torch.int32), selected_weight=None, batch_rows=asking)
+    kept, ids = filtered(probs_BV[asking], info.top_ps[asking], info.top_ks[asking], info.min_ps[asking])
+    return tokens_B, Capture(weights=kept, token_ids=ids.to(torch.int32), selected_weight=None, batch_rows=asking)
 
 
 def draw_plainly(logits_BV: Tensor, info: Any, call: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -115,7 +115,7 @@ def draw_plainly(logits_BV: Tensor, info: Any, call: dict[str, Any]) -> tuple[Te
 
 
 def top_k_counts(info: Any) -> bool:
-    """Return True if a request is limited to its k most probable tokens with k > 1."""
+    """Whether a request is limited to its k most probable tokens, 1 (greedy) excepted."""
     if not info.need_top_k_sampling or info.is_all_greedy:
         return False
     return bool(((info.top_ks > 1) & (info.top_ks < info.vocab_size)).any())

@@ -72,8 +72,8 @@ def decode_buckets(table: Tensor, kv_lens: Sequence[int]) -> list[LengthBucket]:
     groups: dict[int, list[int]] = {}
     for row, length in enumerate(kv_lens):
         groups.setdefault(power_of_two(length), []).append(row)
-    one_bucket = len(kv_lens) * max(kv_lens) <= MERGE_FACTOR * sum(kv_lens) + MERGE_TOKENS
-    if len(groups) == 1 or one_bucket:
+    together = len(kv_lens) * max(kv_lens) <= MERGE_FACTOR * sum(kv_lens) + MERGE_TOKENS
+    if len(groups) == 1 or together:
         slots_bL, exists_bL = padded_slots(table, kv_lens)
         ragged = min(kv_lens) < max(kv_lens)
         return [LengthBucket(None, None, slots_bL, exists_bL[:, None] if ragged else None)]

@@ -43,7 +43,7 @@ class DecodeStep:
         self._layers = torch.empty(0, dtype=torch.int64)
 
     def serves(self, rows: int) -> bool:
-        """Return True if the step supports this model and is faster for so many rows."""
+        """Whether so many rows are worth a step, and this model is one that it is written for."""
         return self._is_mine and rows >= self._rows_each * self._c.threads
 
     def __call__(self, x_BT: Tensor, angles: tuple[Tensor, Tensor], backend: Any, batch: Any) -> Tensor:
@@ -55,19 +55,19 @@ class DecodeStep:
         assert table.dtype is torch.int32 and table.stride(1) == 1
         for column in (positions_B, slots_B, rows_B, lens_B):
             assert column.dtype is torch.int64 and column.is_contiguous() and len(column) == rows
-        scores, scratch_size = self._c.scores(table)
+        scores, room = self._c.scores(table)
         head, norm = self._model.lm_head, self._model.model.norm.weight
         assert norm.dtype is dtype and x_BT.is_contiguous()
         logits_BV = torch.empty(rows, len(head.weight), dtype=dtype)
         inputs = (norm, self._product.packed(head), cos_sin, positions_B, slots_B, rows_B, lens_B, table, x_BT)
         pointers = (*inputs, *self._workspace(rows, dtype), logits_BV, scores)
-        sizes = (table.stride(0), scratch_size, x_BT.shape[1], self._heads, self._kv_heads, self._dim, self._width)
+        sizes = (table.stride(0), room, x_BT.shape[1], self._heads, self._kv_heads, self._dim, self._width)
         step = (*(tensor.data_ptr() for tensor in pointers), *sizes, logits_BV.shape[1])
         self._c.decode(dtype, self._table(backend.token_to_kv_pool, dtype), step, rows, self._scale, self._eps)
         return logits_BV
 
     def _table(self, pool: Any, dtype: torch.dtype) -> Tensor:
-        """[L, 14] addresses, as ``csrc/step.h`` has a layer; rebuilt if one has changed."""
+        """[L, 14] addresses, as ``csrc/step.h`` has a layer; made anew where one has changed."""
         pointers: list[int] = []
         for block in self._blocks:
             layer = block.attention.layer_id
@@ -93,7 +93,7 @@ class DecodeStep:
 
 
 def _shape(block: DecoderBlock) -> tuple[object, ...]:
-    """Return the properties that C assumes equal in every layer."""
+    """What C takes to be the same in every layer."""
     linears = (block.qkv, block.out, block.gate_up, block.down)
     return (block.attention.scaling, *(tuple(linear.weight.shape) for linear in linears))
 

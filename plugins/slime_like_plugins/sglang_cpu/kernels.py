@@ -29,7 +29,7 @@ SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class Kernels(Protocol):
-    """Leaf kernels of a forward, without matrix products and attention."""
+    """What a forward is made of, besides matrix products and attention."""
 
     def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
         """``x += delta`` in place; ``out = rms_norm(x) * weight``, of the sum before it is rounded."""
@@ -104,20 +104,20 @@ class CKernels:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        pointer, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
         signatures = {
-            "add_rms_norm": [*[pointer] * 4, integer, integer, real],
-            "silu_mul": [pointer, pointer, integer, integer],
-            "rope_and_store": [*[pointer] * 9, *[integer] * 4, real],
-            "attention": [*[pointer] * 4, integer, *[pointer] * 4, *[integer] * 5, real],
+            "add_rms_norm": [*[pointer] * 4, whole, whole, real],
+            "silu_mul": [pointer, pointer, whole, whole],
+            "rope_and_store": [*[pointer] * 9, *[whole] * 4, real],
+            "attention": [*[pointer] * 4, whole, *[pointer] * 4, *[whole] * 5, real],
         }
         has_products = library["has_products"]
-        has_products.restype = integer
+        has_products.restype = whole
         self.has_products = bool(has_products())
         if self.has_products:
-            signatures["pack"] = [pointer, pointer, integer, integer]
-            signatures["product"] = [*[pointer] * 4, *[integer] * 3]
-            signatures["decode"] = [pointer, integer, pointer, integer, real, real]
+            signatures["pack"] = [pointer, pointer, whole, whole]
+            signatures["product"] = [*[pointer] * 4, *[whole] * 3]
+            signatures["decode"] = [pointer, whole, pointer, whole, real, real]
         self._functions: dict[tuple[str, torch.dtype], ctypes._NamedFuncPointer] = {}
         for dtype, suffix in SUFFIX.items():
             for name, arguments in signatures.items():
@@ -125,11 +125,11 @@ class CKernels:
                 function.argtypes, function.restype = arguments, None
                 self._functions[name, dtype] = function
         self._sample = library["sample_f32"]
-        self._sample.argtypes, self._sample.restype = [pointer, *[integer] * 3, *[pointer] * 8], integer
+        self._sample.argtypes, self._sample.restype = [pointer, *[whole] * 3, *[pointer] * 8], whole
         self._uniforms = library["uniforms"]
-        self._uniforms.argtypes, self._uniforms.restype = [pointer, pointer, pointer, integer], None
+        self._uniforms.argtypes, self._uniforms.restype = [pointer, pointer, pointer, whole], None
         self._threads = library["threads"]
-        self._threads.argtypes, self._threads.restype = [], integer
+        self._threads.argtypes, self._threads.restype = [], whole
         self._workspace = torch.empty(0)
 
     @property
@@ -182,25 +182,25 @@ class CKernels:
         assert keys.dtype is values.dtype is queries_BHD.dtype, f"queries {queries_BHD.dtype}, KV pool {keys.dtype}"
         assert table.dtype is torch.int32 and table.stride(1) == 1
         assert rows_B.dtype is torch.int64 and lens_B.dtype is torch.int64
-        scores, scratch_size = self.scores(table)
+        scores, room = self.scores(table)
         out = torch.empty_like(queries_BHD)
         self._functions["attention", queries_BHD.dtype](
             *(queries_BHD.data_ptr(), keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.stride(0)),
-            *(rows_B.data_ptr(), lens_B.data_ptr(), out.data_ptr(), scores.data_ptr(), scratch_size),
+            *(rows_B.data_ptr(), lens_B.data_ptr(), out.data_ptr(), scores.data_ptr(), room),
             *(size, heads, keys.shape[1], dim, scale),
         )
         return out
 
     def scores(self, table: Tensor) -> tuple[Tensor, int]:
         """Room for the scores of attention over any row of a page table, and how much of it is a thread's."""
-        scratch_size = GROUP * (-(-table.shape[1] // LANES) * LANES + LANES)
-        if self._workspace.numel() < scratch_size * self.threads:
-            self._workspace = torch.empty(scratch_size * self.threads)
-        return self._workspace, scratch_size
+        room = GROUP * (-(-table.shape[1] // LANES) * LANES + LANES)
+        if self._workspace.numel() < room * self.threads:
+            self._workspace = torch.empty(room * self.threads)
+        return self._workspace, room
 
     # ---- products ----------------------------------------------------------------------------------------------------
     def packs(self, weight: Tensor) -> bool:
-        """Return True if a weight [M, K] can be packed."""
+        """Whether a weight [M, K] can be packed."""
         return self.has_products and weight.dtype in SUFFIX and weight.shape[1] % DEPTH[weight.dtype] == 0
 
     def pack(self, weight: Tensor, old: Tensor | None = None) -> Tensor:

@@ -88,13 +88,13 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             exact.check(model)
         linear_attention = hybrid.bind(model)
         selection = selected()
-        description = fused.bind(model, selection.leaf)
+        how = fused.bind(model, selection.leaf)
         if linear_attention is not None:
-            description = f"{description}; {linear_attention}"
+            how = f"{how}; {linear_attention}"
         if selection.leaf is not None:
             os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # the copy is for captured graphs, which a CPU has none of
         rollout_sampling.use_kernel(selection.c.sample if selection.c else None)
-        logger.info("%s%s; %s; threads: %d", DECODE_LINE, selection.text, description, threads)
+        logger.info("%s%s; %s; threads: %d", DECODE_LINE, selection.text, how, threads)
 
 
 def state_slots(server_args: Any) -> int | None:

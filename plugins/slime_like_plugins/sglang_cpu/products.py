@@ -24,11 +24,11 @@ class Packing(Protocol):
     name: str
 
     def packs(self, weight: Tensor) -> bool:
-        """Return True if a weight [M, K] can be packed."""
+        """Whether a weight [M, K] can be packed."""
         ...
 
     def pack(self, weight: Tensor, old: Tensor | None = None) -> Tensor:
-        """Pack a weight [M, K] for ``product``; ``old`` is the earlier result, which may be overwritten."""
+        """What ``product`` takes for a weight [M, K]; ``old`` is what it gave before, and may be written over."""
         ...
 
     def product(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -54,20 +54,20 @@ class OneDnn:
 
 
 def can_pack() -> bool:
-    """Return True if oneDNN multiplies bfloat16 on this CPU."""
+    """Whether oneDNN multiplies bfloat16 on this CPU."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class Products:
-    """``x W^T`` (and bias) for linear layers of one model. Weights are packed again after any write."""
+    """``x W^T`` (and bias) for linear layers of one model. Weights are read anew after whatever may have written them."""
 
     def __init__(self, model: Any, linears: Sequence[Any], head: Any | None = None, c: CKernels | None = None) -> None:
         """C packs ``head`` as well, for a decode step; where it does not serve, oneDNN packs the layers alone."""
         choices: list[tuple[Packing, list[Any]]] = [(OneDnn(), list(linears))]
         if c is not None:
             choices.insert(0, (c, [*linears, *([] if head is None else [head])]))
-        choice = next(((packing, packed) for packing, packed in choices if _fits(packing, packed)), (None, []))
-        self._packing, self._linears = choice
+        found = next(((packing, packed) for packing, packed in choices if _fits(packing, packed)), (None, []))
+        self._packing, self._linears = found
         self.bytes = _bytes(self._linears)  # of the weights that are packed
         self._weights: list[Tensor] = []
         self._packed: dict[int, Tensor] = {}  # by the weight's identity
@@ -95,7 +95,7 @@ class Products:
             self._seen, self._weights = written, weights
 
     def packed(self, linear: Any) -> Tensor:
-        """Return a layer's packed weight."""
+        """What ``renew`` made of a layer's weight."""
         return self._packed[id(linear.weight)]
 
     def __call__(self, x: Tensor, linear: Any, out: Tensor) -> Tensor:

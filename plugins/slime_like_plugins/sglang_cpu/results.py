@@ -1,4 +1,4 @@
-"""Short path for results of requests that need only tokens and log-probabilities.
+"""What happens to sampled tokens, shortened for requests that ask for tokens and log-probabilities alone.
 
 SGLang passes every token of every request through a dozen functions, which for a small model cost half as much as its
 forward. Here a token that neither ends its request nor is due to be sent is appended, and that is all. Requests that
@@ -30,7 +30,7 @@ OFF = (
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Conditions under which a token ends its request."""
+    """What a token must be compared with to say that it does not end its request."""
 
     tokens: frozenset[int]
     length: int
@@ -38,13 +38,13 @@ class Ends:
 
 
 def plain_request(request: Any) -> Ends | None:
-    """Return the end conditions of a request for only tokens and log-probabilities; ``None`` for any other.
+    """When a request ends that asks for nothing but tokens and log-probabilities; ``None`` for any other.
 
     Settled once: none of it changes.
     """
-    cached: Ends | bool | None = getattr(request, PLAIN, False)
-    if not isinstance(cached, bool):
-        return cached
+    known: Ends | bool | None = getattr(request, PLAIN, False)
+    if not isinstance(known, bool):
+        return known
     sampling = request.sampling_params
     plain = (
         all(getattr(request, name) is None for name in ABSENT)
@@ -55,13 +55,13 @@ def plain_request(request: Any) -> Ends | None:
         and request.vocab_size is not None
     )
     tokens = frozenset(sampling.stop_token_ids or ()) | frozenset(request.eos_token_ids or ())
-    ends = Ends(tokens, sampling.max_new_tokens, int(request.vocab_size or 0)) if plain else None
-    setattr(request, PLAIN, ends)
-    return ends
+    found = Ends(tokens, sampling.max_new_tokens, int(request.vocab_size or 0)) if plain else None
+    setattr(request, PLAIN, found)
+    return found
 
 
 def plain_batch(processor: Any, batch: Any, result: Any) -> bool:
-    """Return True if engine and step have no special features and all requests are plain."""
+    """Whether this engine and this step are of the simplest kind, and all requests plain."""
     output = result.logits_output
     return (
         os.environ.get(OPTION) != "off"
@@ -83,7 +83,7 @@ def plain_batch(processor: Any, batch: Any, result: Any) -> bool:
 
 
 def process_decode(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
-    """Around ``SchedulerBatchResultProcessor.process_batch_result_decode``. Remove when SGLang has a short path."""
+    """Around ``SchedulerBatchResultProcessor.process_batch_result_decode``. Goes when SGLang has a short path itself."""
     if not plain_batch(processor, batch, result):
         original(processor, batch, result)
         return

@@ -1,4 +1,4 @@
-"""Choice of the leaf kernels that this engine decodes with, made once per process."""
+"""Which leaf kernels this engine decodes with, and why. Settled once per process."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ class Selection:
 
     @property
     def c(self) -> CKernels | None:
-        """The C kernels, if chosen."""
+        """The C kernels, if those were chosen."""
         return self.leaf if isinstance(self.leaf, CKernels) else None
 
 
-def choose(option: str) -> Selection:
-    """The kernels for ``wanted``. Raises ``SystemExit`` if C is required and cannot be compiled."""
-    if option not in CHOICES:
-        raise SystemExit(f"slime_like plugin 'cpu': {OPTION}={option!r} is not one of {', '.join(CHOICES)}")
-    if option == "off":
+def choose(wanted: str) -> Selection:
+    """The kernels for ``wanted``. Raises ``SystemExit`` where C is demanded and cannot be had."""
+    if wanted not in CHOICES:
+        raise SystemExit(f"slime_like plugin 'cpu': {OPTION}={wanted!r} is not one of {', '.join(CHOICES)}")
+    if wanted == "off":
         return Selection(None, "SGLang's own forward")
-    if option == "torch":
+    if wanted == "torch":
         return Selection(TorchKernels(), "torch kernels")
     try:
         built = build()
         return Selection(CKernels(built.path), f"C kernels ({built.compiler})")
     except (BuildError, OSError) as error:
-        if option == "c":
+        if wanted == "c":
             raise SystemExit(f"slime_like plugin 'cpu': rollout.cpu_kernels=c: {error}; or set it to auto") from error
         return Selection(TorchKernels(), f"torch kernels, no C kernels: {error}")
 
 
 @cache
 def selected() -> Selection:
-    """Return the selection of this process."""
+    """What this process uses."""
     from sglang.srt.runtime_context import get_exec
 
     deterministic = get_exec().deterministic

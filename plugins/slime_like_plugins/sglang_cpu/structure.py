@@ -1,4 +1,4 @@
-"""Structure of a model that the fused forward supports; other models keep SGLang's forward."""
+"""What the fused forward must find in a model to stand in for its own; anything else keeps SGLang's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class DecoderBlock:
-    """The modules of one layer. Their weights are read at every forward: a push writes them in place."""
+    """The modules of one layer. Their weights are read anew at every forward: a push writes them in place."""
 
     attention_norm: Any
     qkv: Any
@@ -29,7 +29,7 @@ class DecoderBlock:
 
 def blocks(model: Any) -> list[DecoderBlock]:
     """The layers of a model whose class is one of ``MODELS``."""
-    decoder_blocks: list[DecoderBlock] = []
+    found: list[DecoderBlock] = []
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
@@ -43,8 +43,8 @@ def blocks(model: Any) -> list[DecoderBlock]:
             mlp.down_proj,
             attention.attn,
         )
-        decoder_blocks.append(block)
-    return decoder_blocks
+        found.append(block)
+    return found
 
 
 def obstacle(model: Any) -> str | None:

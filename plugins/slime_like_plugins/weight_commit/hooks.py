@@ -1,4 +1,4 @@
-"""Hooks that poison and check weights in SGLang's schedulers, and refuse requests in its HTTP process."""
+"""Where poisoning and checking enter SGLang: the model side in the schedulers, the refusals in the HTTP process."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Around ``SchedulerWeightUpdaterManager.end_weight_update``: refuse while a parameter has unwritten elements."""
     if manager._session is None:
         return original(manager, request)
-    missing = unwritten(parameters(manager, manager._session.selector))
+    found = unwritten(parameters(manager, manager._session.selector))
     per_rank: list[Any] = [None] * torch.distributed.get_world_size(manager.tp_cpu_group)
-    torch.distributed.all_gather_object(per_rank, missing, group=manager.tp_cpu_group)
+    torch.distributed.all_gather_object(per_rank, found, group=manager.tp_cpu_group)
     message = complaint(per_rank)
     if message is None:
         return original(manager, request)

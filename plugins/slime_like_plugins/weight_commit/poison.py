@@ -33,23 +33,23 @@ def poison(parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 def unwritten(parameters: Iterable[tuple[str, Tensor]]) -> list[Unwritten]:
     """Parameters that hold NaN, in model order."""
-    parameters_with_nan: list[Unwritten] = []
+    found: list[Unwritten] = []
     for name, parameter in parameters:
         # A sum is NaN where an element is, and reads the parameter once; counting them is slower.
         suspect = parameter.is_floating_point() and bool(torch.isnan(parameter.sum()))
         if suspect and (count := int(torch.isnan(parameter).sum())):
-            parameters_with_nan.append(Unwritten(name, count, parameter.numel()))
-    return parameters_with_nan
+            found.append(Unwritten(name, count, parameter.numel()))
+    return found
 
 
 def complaint(per_rank: list[list[Unwritten]]) -> str | None:
     """One message for all tensor-parallel ranks, or ``None`` when every element was written."""
     parts: list[str] = []
-    for rank, missing in enumerate(per_rank):
-        if missing:
-            names = ", ".join(str(item) for item in missing[:SHOWN])
-            suffix = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-            parts.append(f"rank {rank}: {len(missing)} parameters: {names}{suffix}")
+    for rank, found in enumerate(per_rank):
+        if found:
+            names = ", ".join(str(item) for item in found[:SHOWN])
+            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            parts.append(f"rank {rank}: {len(found)} parameters: {names}{more}")
     if not parts:
         return None
     return f"weight update is not complete; not (wholly) sent, or sent as NaN: {'; '.join(parts)}"

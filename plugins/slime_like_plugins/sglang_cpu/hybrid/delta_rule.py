@@ -57,9 +57,9 @@ def chunk_gated_delta_rule(  # noqa: PLR0913  (a signature of SGLang)
     bounds = cu_seqlens.cpu()
     lengths = bounds.diff().tolist()
     slots = initial_state_indices[: len(lengths)].long()
-    states = initial_state[slots].float()
+    before = initial_state[slots].float()
     if max(lengths) <= SHORT:
-        out, final_states = recurrent_rule(q[0], k[0], v[0], g[0], beta[0], lengths, states)
+        out, after = recurrent_rule(q[0], k[0], v[0], g[0], beta[0], lengths, before)
         out = out[None]
     else:
         out, final = CHUNKED.chunk_rule(
@@ -70,13 +70,13 @@ def chunk_gated_delta_rule(  # noqa: PLR0913  (a signature of SGLang)
             beta,
             cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=bounds,
-            initial_state=states.mT.contiguous(),
+            initial_state=before.mT.contiguous(),
             output_final_state=True,
         )
         assert final is not None
-        final_states = final.mT
+        after = final.mT
     if inplace_update:
-        initial_state[slots] = final_states.to(initial_state.dtype)
+        initial_state[slots] = after.to(initial_state.dtype)
     return out, None, None
 
 

@@ -1,4 +1,4 @@
-"""Number of delta rule states of an engine: one per request of any length, one more per cached prefix."""
+"""How many delta rule states an engine keeps: a request has one however long it is, a cached prefix one more."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def slots(config: Any, max_running_requests: int | None) -> int | None:
 
     SGLang's own choice takes seconds to allocate and gigabytes for a small model; of a large one it is the right one.
     """
-    num_slots = SLOTS_PER_REQUEST * (max_running_requests or RUNNING)
+    wanted = SLOTS_PER_REQUEST * (max_running_requests or RUNNING)
     size = state_bytes(config)
-    return num_slots if 0 < num_slots * size <= MOST_BYTES else None
+    return wanted if 0 < wanted * size <= MOST_BYTES else None
