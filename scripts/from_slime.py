@@ -32,12 +32,12 @@ def main(argv: list[str]) -> int:
     try:
         if wrong := [text for text in args.set if not re.match(r"[A-Za-z_]\w*=", text)]:
             raise ConfigError(f"--set {wrong[0]}: write a variable of the script as NAME=VALUE")
-        given = dict(text.split("=", 1) for text in args.set)
+        variables = dict(text.split("=", 1) for text in args.set)
         if args.check:
-            sys.stdout.write(visible(check_folder(args.script, given=given)))
+            sys.stdout.write(visible(check_folder(args.script, variables=variables)))
             return 0
         conversion = convert_script(
-            args.script, args.out, given=given, skip=args.skip, drop=args.drop, force=args.force
+            args.script, args.out, variables=variables, skip=args.skip, drop=args.drop, force=args.force
         )
     except SlimeLikeError as error:
         sys.stderr.write(complaint(error))

@@ -27,7 +27,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of verl, behind those of the job")
     parser.add_argument("--check", action="store_true", help="a table of what becomes of every script in a folder")
     parser.add_argument("--out", type=Path, help="the recipe to write; default: from_verl/recipe/<name>.yaml")
-    parser.add_argument("--with", dest="ours", action="append", default=[], metavar="KEY=VALUE", help="a key of ours")
+    parser.add_argument(
+        "--with", dest="user_overrides", action="append", default=[], metavar="KEY=VALUE", help="a key of ours"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script")
     parser.add_argument("--skip", action="append", default=[], metavar="FILE", help="a sourced file to leave out")
     parser.add_argument("--config", type=Path, help="the file that the script's --config-name names")
@@ -35,15 +37,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace a recipe that is there")
     args = parser.parse_intermixed_args(argv)
     try:
-        for name, texts in (("--set", args.set), ("--with", args.ours)):
+        for name, texts in (("--set", args.set), ("--with", args.user_overrides)):
             if wrong := [text for text in texts if not re.match(r"[A-Za-z_][\w.]*=", text)]:
                 raise ConfigError(f"{name} {wrong[0]}: write NAME=VALUE")
-        given = dict(text.split("=", 1) for text in args.set)
+        variables = dict(text.split("=", 1) for text in args.set)
         if args.check:
-            sys.stdout.write(visible(check_verl(args.job, given=given, ours=args.ours)))
+            sys.stdout.write(visible(check_verl(args.job, variables=variables, user_overrides=args.user_overrides)))
             return 0
-        source = VerlSource(args.job, args.overrides, given, args.skip, args.config)
-        conversion = convert_verl(source, args.out, ours=args.ours, drop=args.drop, force=args.force)
+        source = VerlSource(args.job, args.overrides, variables, args.skip, args.config)
+        conversion = convert_verl(
+            source, args.out, user_overrides=args.user_overrides, drop=args.drop, force=args.force
+        )
     except SlimeLikeError as error:
         sys.stderr.write(visible(f"{type(error).__name__}: {error}\n"))
         return NONE

@@ -28,9 +28,9 @@ BLOCKING = ("refused", "needed", "unknown")
 class Row:
     """Report row of one setting."""
 
-    flag: str  # as it is given there: ``--lr`` in slime, ``actor.optim.lr`` in verl
-    given: str  # its values as written
-    where: str  # file:line, empty for a setting that is not there
+    flag: str  # as written there: ``--lr`` in slime, ``actor.optim.lr`` in verl
+    value_text: str  # its values as written
+    file_line: str  # file:line, empty for a setting that is not there
     verdict: str  # of VERDICTS
     keys: tuple[str, ...] = ()
     note: str = ""
@@ -39,12 +39,16 @@ class Row:
         """Return ``key=value`` of each key that the recipe has; the keys alone if there is no recipe."""
         if not values:
             return ", ".join(self.keys)
-        own = [
+        own_keys = [
             key
             for key in values
-            if any(key == mine or key.startswith(f"{mine}.") for mine in self.keys if mine != "algo")
+            if any(
+                key == key_prefix or key.startswith(f"{key_prefix}.")
+                for key_prefix in self.keys
+                if key_prefix != "algo"
+            )
         ]
-        return ", ".join(f"{key}={values[key]!r}" for key in [*(["algo"] if "algo" in self.keys else []), *own])
+        return ", ".join(f"{key}={values[key]!r}" for key in [*(["algo"] if "algo" in self.keys else []), *own_keys])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class Mapped:
 
 def in_the_way(rows: Sequence[Row]) -> str:
     """Return the message about settings without which a job would be another one."""
-    lines = [f"  {row.flag} {row.given}".rstrip() + f": {row.verdict}; {row.note}" for row in rows]
+    lines = [f"  {row.flag} {row.value_text}".rstrip() + f": {row.verdict}; {row.note}" for row in rows]
     flags = dict.fromkeys(row.flag for row in rows)
     drops = " ".join(f"--drop={flag}" for flag in flags if flag not in ESSENTIAL)
     if drops:

@@ -24,7 +24,7 @@ _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def filled(page: str) -> str:
     """Return ``page`` with every table as the code has it now. Raises ``KeyError`` on a table of no such name."""
-    return _PLACE.sub(lambda found: found[1] + "\n".join(TABLES[found[2]]()) + "\n" + found[3], page)
+    return _PLACE.sub(lambda match: match[1] + "\n".join(TABLES[match[2]]()) + "\n" + match[3], page)
 
 
 def _table(*columns: str) -> Iterator[str]:
@@ -70,41 +70,47 @@ def _defaults() -> Iterator[str]:
 
 def _slime_metrics() -> Iterator[str]:
     yield from _table("slime", "here")
-    for theirs, ours in SLIME_METRICS.items():
-        yield _row(f"`{theirs}`", f"`{ours}`")
+    for their_name, our_name in SLIME_METRICS.items():
+        yield _row(f"`{their_name}`", f"`{our_name}`")
 
 
 def _verl_keys() -> Iterator[str]:
     yield from _table("verl", "here", "")
-    for theirs, (ours, note) in VERL_KEYS.items():
-        yield _row(f"`{theirs}`", f"`{ours}`", note)
+    for their_name, (our_name, note) in VERL_KEYS.items():
+        yield _row(f"`{their_name}`", f"`{our_name}`", note)
 
 
 def _verl_without() -> Iterator[str]:
     yield from _table("verl", "why it sets nothing")
-    for theirs, why in WITHOUT_EFFECT.items():
-        yield _row(f"`{theirs}`", why)
+    for their_name, reason in WITHOUT_EFFECT.items():
+        yield _row(f"`{their_name}`", reason)
 
 
 def _verl_refused() -> Iterator[str]:
     yield from _table("verl", "taken where it is", "instead")
-    for theirs, item in NOT_HERE.items():
-        yield _row(f"`{theirs}`", ", ".join(f"`{format_value(value)}`" for value in item.off) or "never", item.instead)
+    for their_name, item in NOT_HERE.items():
+        yield _row(
+            f"`{their_name}`", ", ".join(f"`{format_value(value)}`" for value in item.off) or "never", item.instead
+        )
 
 
 def _verl_defaults() -> Iterator[str]:
     yield from _table("verl", "without it", "here", "", "")
     for item in DIFFERENT:
-        theirs = format_value(item.value) if item.value != "" else ""
+        their_name = format_value(item.value) if item.value != "" else ""
         yield _row(
-            f"`{item.key}`", theirs and f"`{theirs}`", f"`{item.ours}`", f"`{format_value(item.here)}`", item.note
+            f"`{item.key}`",
+            their_name and f"`{their_name}`",
+            f"`{item.our_key}`",
+            f"`{format_value(item.our_value)}`",
+            item.note,
         )
 
 
 def _verl_metrics() -> Iterator[str]:
     yield from _table("verl", "here")
-    for theirs, ours in VERL_METRICS.items():
-        yield _row(f"`{theirs}`", f"`{ours}`")
+    for their_name, our_name in VERL_METRICS.items():
+        yield _row(f"`{their_name}`", f"`{our_name}`")
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {

@@ -64,7 +64,7 @@ def key_values(mapped: Mapped) -> dict[str, Any]:
     if mapped.config is None:
         return {}
     tree: dict[str, Any] = dataclasses.asdict(mapped.config)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in mapped.overrides:
         key = text.partition("=")[0]
         if key in ("algo", "algo.name"):
@@ -74,10 +74,10 @@ def key_values(mapped: Mapped) -> dict[str, Any]:
         for name in (root or key).split("."):
             value = value[name]
         if root is not None and key == root:
-            found |= {f"{root}.{name}": item for name, item in value.items()}
+            values |= {f"{root}.{name}": item for name, item in value.items()}
         else:
-            found[key] = value if root is None else value[key[len(root) + 1 :]]
-    return found
+            values[key] = value if root is None else value[key[len(root) + 1 :]]
+    return values
 
 
 def _shown(mapped: Mapped) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def report(mapped: Mapped, launch: Launch, recipe: Path | None) -> str:
 
 def _report(mapped: Mapped, launch: Launch, recipe: Path | None) -> Iterator[str]:
     counts = {verdict: sum(row.verdict == verdict for row in mapped.rows) for verdict in VERDICTS}
-    yield f"{launch.script} ({launch.program} at {launch.where}) -> {recipe or 'no recipe'}"
+    yield f"{launch.script} ({launch.program} at {launch.file_line}) -> {recipe or 'no recipe'}"
     yield ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number or verdict not in BLOCKING)
     values = _shown(mapped)
     for verdict, meaning in VERDICTS.items():
@@ -148,10 +148,10 @@ def _report(mapped: Mapped, launch: Launch, recipe: Path | None) -> Iterator[str
             yield ""
             yield f"{verdict}: {meaning}"
         for row in rows:
-            place = row.where.rpartition("/")[2]
-            left = f"  {row.flag} {row.given}".rstrip()
+            place = row.file_line.rpartition("/")[2]
+            setting = f"  {row.flag} {row.value_text}".rstrip()
             right = "; ".join(text for text in (row.text(values), row.note) if text)
-            yield f"{left}  ->  {right}" + (f"  [{place}]" if place else "")
+            yield f"{setting}  ->  {right}" + (f"  [{place}]" if place else "")
     yield ""
     yield from launch.notes
     if names := ", ".join(launch.environment):
@@ -159,5 +159,7 @@ def _report(mapped: Mapped, launch: Launch, recipe: Path | None) -> Iterator[str
     if launch.skipped:
         yield f"not read, as asked: {', '.join(launch.skipped)}"
     if launch.commands:
-        others = ", ".join(f"{name} ({times})" if times > 1 else name for name, times in launch.commands.items())
-        yield f"commands of the script that are not part of a recipe, and not run: {others}"
+        other_commands = ", ".join(
+            f"{name} ({times})" if times > 1 else name for name, times in launch.commands.items()
+        )
+        yield f"commands of the script that are not part of a recipe, and not run: {other_commands}"

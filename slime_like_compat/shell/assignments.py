@@ -33,7 +33,7 @@ class Assignments:
         """Set what the expansions of ``words`` set, such as ``${NAME:=word}`` and ``$((NAME++))``."""
         for word in words:
             if isinstance(word, Operator):
-                self._compute(word.text, word.where)
+                self._compute(word.text, word.file_line)
             for item in word.words if isinstance(word, Array) else [word] if isinstance(word, Word) else []:
                 self._expansions(item)
 
@@ -56,10 +56,12 @@ class Assignments:
         if index is None:
             self.scope.assign_text(name, value, append=append)
         elif int(index) >= MAX_WORDS:
-            raise ConfigError(f"{item.where}: {name}[{index}] is not read: an array has at most {MAX_WORDS} words here")
+            raise ConfigError(
+                f"{item.file_line}: {name}[{index}] is not read: an array has at most {MAX_WORDS} words here"
+            )
         elif name not in self.scope.unreadable:
             values = list(self.scope.values.get(name, ()))
-            values += [Value("", value.where)] * (int(index) + 1 - len(values))
+            values += [Value("", value.file_line)] * (int(index) + 1 - len(values))
             values[int(index)] = value
             self.scope.assign(name, tuple(values))
 
@@ -69,7 +71,7 @@ class Assignments:
         options = [word for word in plain[1:] if word.startswith("-")]
         if plain[0] not in ("export", "readonly") and (changing := [item for item in options if set(item) & {*"nilu"}]):
             why = "changes what an assignment means, which is not read: write the values out"
-            raise ConfigError(f"{words[0].where}: {plain[0]} {changing[0]} {why}")
+            raise ConfigError(f"{words[0].file_line}: {plain[0]} {changing[0]} {why}")
         for item in words[1:]:
             self.assign(item)
 
@@ -81,9 +83,9 @@ class Assignments:
                     self._unset(word)
             case "let":
                 for word in words[1:]:
-                    self._compute("".join(part.text for part in word.parts), word.where)
+                    self._compute("".join(part.text for part in word.parts), word.file_line)
             case "printf" if len(words) > 2 and words[1].literal == "-v":
-                self.scope.taint((words[2].literal or "").partition("[")[0], f"is printed into at {words[0].where}")
+                self.scope.taint((words[2].literal or "").partition("[")[0], f"is printed into at {words[0].file_line}")
             case name if name in READ:
                 self.taint(words[1:])
             case "set" | "shift":
@@ -96,42 +98,42 @@ class Assignments:
         """Make the variables that ``words`` name unknown."""
         for word in words:
             if isinstance(word, Word) and re.fullmatch(r"[A-Za-z_]\w*", word.literal or ""):
-                why = f"is set {self.inside}" if self.inside else f"is read at {word.where}"
+                why = f"is set {self.inside}" if self.inside else f"is read at {word.file_line}"
                 self.scope.taint(word.literal or "", why)
 
     def _unset(self, word: Word) -> None:
         name, bracket, _ = (word.literal or "").partition("[")
         if self.inside or bracket:
-            self.scope.taint(name, f"is unset {self.inside or f'in part at {word.where}'}")
+            self.scope.taint(name, f"is unset {self.inside or f'in part at {word.file_line}'}")
         else:
             self.scope.assign(name, ())
 
-    def _compute(self, text: str, where: str) -> None:
+    def _compute(self, text: str, file_line: str) -> None:
         """Taint the variables that an arithmetic expression sets."""
         for names in _COMPUTED.findall(text):
-            self.scope.taint("".join(names), f"is computed at {where}")
+            self.scope.taint("".join(names), f"is computed at {file_line}")
 
     def _expansions(self, word: Word) -> None:
         for part in word.parts:
             if part.kind == "arithmetic":
-                self._compute(part.text, word.where)
+                self._compute(part.text, word.file_line)
             if part.kind != "variable" or (found := _SET_IF_UNSET.match(part.text)) is None:
                 continue
-            values = self.scope.lookup(found[1], word.where)
+            values = self.scope.lookup(found[1], word.file_line)
             if values and (values[0].text or values[0].problem or not found[2]):
                 continue
             if self.inside:
                 self.scope.taint(found[1], f"is set {self.inside}")
             else:
-                self.scope.assign(found[1], (self.scope.text(Word((part,), word.where), self.script),))
+                self.scope.assign(found[1], (self.scope.text(Word((part,), word.file_line), self.script),))
 
     def _set_arguments(self, words: Sequence[Word]) -> None:
         """Take ``set [options] [--] [words]`` or ``shift [n]``, which set the script's own arguments."""
         values = [value for word in words[1:] for value in self.scope.expand(word, self.script)]
         texts = [value.text for value in values]
-        known = self.scope.lookup(ARGUMENTS, words[0].where)
+        known = self.scope.lookup(ARGUMENTS, words[0].file_line)
         if problem := next((value.problem for value in values if value.problem), ""):
-            self.scope.values[ARGUMENTS] = (Value("", words[0].where, problem),)
+            self.scope.values[ARGUMENTS] = (Value("", words[0].file_line, problem),)
         elif words[0].literal == "shift":
             number = int(texts[0]) if texts and texts[0].isdigit() else 1
             if self.inside and known:
@@ -155,7 +157,7 @@ def _without(word: Word, length: int) -> Word:
     """Return ``word`` without its first ``length`` characters, which belong to one part."""
     first = word.parts[0]
     cut = type(first)(first.kind, first.text[length:], first.quoted)
-    return Word((cut, *word.parts[1:]), word.where)
+    return Word((cut, *word.parts[1:]), word.file_line)
 
 
 def leading_assignments(words: Sequence[Token]) -> tuple[list[Word | Array], list[Word | Array]]:

@@ -93,8 +93,8 @@ class Branches:
                 return self._case(command)
             case LoopCommand():
                 return self._loop(command)
-            case Function(body=body, where=where):
-                with self._under(_block(where), repeats=True):
+            case Function(body=body, file_line=file_line):
+                with self._under(_block(file_line), repeats=True):
                     self._command(body)
                 return True
 
@@ -111,7 +111,7 @@ class Branches:
         words: list[Word] = []
         for condition, body in (*command.branches, ((), command.otherwise)):
             words += _words(simple_commands(condition))
-            reason = _block(command.where) + self._decided_by(words)
+            reason = _block(command.file_line) + self._decided_by(words)
             holds = self._body(negated(earlier), condition, reason)
             runs = both(negated(earlier), holds)
             if runs is not False:
@@ -124,10 +124,10 @@ class Branches:
         earlier: bool | None = False
         through: bool | None = False  # the branch before this one ran, and ends in ``;&``
         result: bool | None = True
-        reason = _block(command.where) + self._decided_by([command.subject])
+        reason = _block(command.file_line) + self._decided_by([command.subject])
         subject = self.scope.text(command.subject, self.script)
         if not self._stays([command.subject]):
-            subject = Value("", subject.where, "may change")
+            subject = Value("", subject.file_line, "may change")
         for branch in command.branches:
             fitting = self._fits(subject, branch)
             runs = either(both(negated(earlier), fitting), through)
@@ -146,7 +146,7 @@ class Branches:
         return result
 
     def _loop(self, command: LoopCommand) -> bool | None:
-        with self._under(_block(command.where), repeats=True):
+        with self._under(_block(command.file_line), repeats=True):
             variables_of_head = Assignments(self.scope, self.script, self.inside)
             variables_of_head.expand(command.head)
             variables_of_head.taint(command.head[:1])
@@ -186,8 +186,8 @@ class Branches:
         return ""
 
 
-def _block(where: str) -> str:
-    return f"inside the block that begins at {where}"
+def _block(file_line: str) -> str:
+    return f"inside the block that begins at {file_line}"
 
 
 def _words(commands: Iterable[SimpleCommand]) -> list[Word]:

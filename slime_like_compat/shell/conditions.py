@@ -60,7 +60,7 @@ def fits(value: Value, pattern: Word, scope: Scope, script: Path) -> bool | None
     """Return whether ``value`` fits a pattern of ``case`` or ``[[``, in which quoted text stands for itself."""
     if pattern.keyword == "*":
         return True
-    pieces = [(part.quoted, scope.text(Word((part,), pattern.where), script)) for part in pattern.parts]
+    pieces = [(part.quoted, scope.text(Word((part,), pattern.file_line), script)) for part in pattern.parts]
     if value.problem or any(piece.problem for _, piece in pieces):
         return None
     if any(not quoted and re.search(r"\[\^|\[:", piece.text) for quoted, piece in pieces):

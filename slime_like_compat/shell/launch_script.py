@@ -26,7 +26,7 @@ class Launch:
     script: Path
     program: str
     arguments: tuple[Value, ...]
-    where: str
+    file_line: str
     sourced: tuple[Path, ...]
     skipped: tuple[str, ...]  # files that were left out on request
     commands: Mapping[str, int]  # other commands, not run: name -> how often
@@ -35,17 +35,17 @@ class Launch:
 
 
 def read_launch(
-    script: Path, *, given: Mapping[str, str], skip: Sequence[str] = (), programs: Sequence[str] = TRAIN
+    script: Path, *, variables: Mapping[str, str], skip: Sequence[str] = (), programs: Sequence[str] = TRAIN
 ) -> Launch:
     """Find the one training command of ``script``.
 
-    ``given`` are variables that the script takes from outside (they win over its own); ``skip`` names sourced files to
+    ``variables`` are those that the script takes from outside (they win over its own); ``skip`` names sourced files to
     leave out, by their last path component or whole; ``programs`` are files, or modules that ``python -m`` runs. Raises
     ``ConfigError`` with file and line on what cannot be read.
     """
     if script.suffix == ".py":
         raise ConfigError(python_launcher(script))
-    reader = ScriptReader(Scope(dict(given)), tuple(skip), tuple(programs))
+    reader = ScriptReader(Scope(dict(variables)), tuple(skip), tuple(programs))
     try:
         reader.read(script)
     except RecursionError as error:
@@ -55,14 +55,14 @@ def read_launch(
     if not reader.starts:
         raise ConfigError(f"{script} starts no {' or '.join(programs)}: give the script that does")
     if len(reader.starts) > 1:
-        places = ", ".join(start.where for start in reader.starts)
+        places = ", ".join(start.file_line for start in reader.starts)
         raise ConfigError(f"{script} starts training {len(reader.starts)} times ({places}): keep one of them in a copy")
     start = reader.starts[0]
     return Launch(
         script,
         start.program,
         start.arguments,
-        start.where,
+        start.file_line,
         tuple(reader.files[1:]),
         tuple(reader.skipped),
         reader.commands,

@@ -30,9 +30,9 @@ def tokens(text: str, name: str) -> Iterator[Token]:
         yield token
 
 
-def text_parts(text: str, where: str) -> tuple[Part, ...]:
+def text_parts(text: str, file_line: str) -> tuple[Part, ...]:
     """Return ``text`` as the parts of one word, blanks included: the word after ``:-`` in ``${X:-word}``."""
-    return _Lexer(text, where, fixed_place=True).parts(stop="")
+    return _Lexer(text, file_line, fixed_place=True).parts(stop="")
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _Lexer:
     _documents: list[tuple[str, bool]] = field(default_factory=list[tuple[str, bool]])  # (end, tabs are cut)
 
     @property
-    def where(self) -> str:
+    def file_line(self) -> str:
         return self.name if self.fixed_place else f"{self.name}:{self.text.count('\n', 0, self.at) + 1}"
 
     def token(self) -> Token | None:
@@ -60,10 +60,10 @@ class _Lexer:
             elif rest == "#":
                 self.at = _end(self.text.find("\n", self.at), self.text)
             elif self.text[self.at : self.at + 2] in ("<(", ">("):
-                return Word((Part("command", self._substitution(2), False),), self.where)
+                return Word((Part("command", self._substitution(2), False),), self.file_line)
             elif self.testing and rest in "<>":
                 self.at += 1
-                return Operator(rest, self.where)
+                return Operator(rest, self.file_line)
             elif found := _REDIRECTION.match(self.text, self.at):
                 self._redirection(found)
             elif self.text.startswith("((", self.at):
@@ -75,7 +75,7 @@ class _Lexer:
         return None
 
     def _operator(self, found: re.Match[str]) -> Operator:
-        operator = Operator(found[0], self.where)
+        operator = Operator(found[0], self.file_line)
         self.at = found.end()
         if found[0] == "\n":
             while self._documents:
@@ -84,39 +84,39 @@ class _Lexer:
 
     def _redirection(self, found: re.Match[str]) -> None:
         """Skip a redirection; a here-document is skipped at the end of its line."""
-        where, self.at = self.where, found.end()
+        file_line, self.at = self.file_line, found.end()
         while self.at < len(self.text) and self.text[self.at] in _BLANK:
             self.at += 1
         if self.at == len(self.text) or self.text[self.at] in "\n;|()":
-            raise ConfigError(f"{where}: {found[0]} without a file after it")
-        target = Word(self.parts(stop=_META), where)
+            raise ConfigError(f"{file_line}: {found[0]} without a file after it")
+        target = Word(self.parts(stop=_META), file_line)
         if found[0].lstrip("0123456789") in ("<<", "<<-"):
             self._documents.append((target.literal or "", found[0].endswith("-")))
 
     def _skip_document(self, end: str, cut: bool) -> None:
-        where = self.where
+        file_line = self.file_line
         while self.at < len(self.text):
             stop = _end(self.text.find("\n", self.at), self.text)
             line = self.text[self.at : stop]
             self.at = min(stop + 1, len(self.text))
             if (line.lstrip("\t") if cut else line) == end:
                 return
-        raise ConfigError(f"{where}: the here-document never ends: no line is {end!r}")
+        raise ConfigError(f"{file_line}: the here-document never ends: no line is {end!r}")
 
     def _arithmetic_command(self) -> Operator:
-        where, start = self.where, self.at
+        file_line, start = self.file_line, self.at
         self.at = self._matching("((", "))")
-        return Operator(self.text[start : self.at], where)
+        return Operator(self.text[start : self.at], file_line)
 
     def _word(self) -> Word | Array:
-        where, start = self.where, self.at
+        file_line, start = self.file_line, self.at
         if (found := _ARRAY.match(self.text, self.at)) and self.text.startswith("(", found.end()):
             self.at = found.end() + 1
-            return Array(found[1], found[2] == "+", tuple(self._elements(where)), where)
+            return Array(found[1], found[2] == "+", tuple(self._elements(file_line)), file_line)
         parts = self.parts(stop=_META)
         if self.at == start:
-            raise ConfigError(f"{where}: {self.text[start]!r} is not understood here")
-        word = Word(parts, where)
+            raise ConfigError(f"{file_line}: {self.text[start]!r} is not understood here")
+        word = Word(parts, file_line)
         self.testing = word.keyword == "[[" or (self.testing and word.keyword != "]]")
         return word
 
@@ -130,7 +130,9 @@ class _Lexer:
                 case Word():
                     yield token
                 case _:
-                    raise ConfigError(f"{token.where}: an array holds words, as in ARGS=(--lr 1e-6); quote the others")
+                    raise ConfigError(
+                        f"{token.file_line}: an array holds words, as in ARGS=(--lr 1e-6); quote the others"
+                    )
         raise ConfigError(f"{opened}: the array that begins here has no closing parenthesis")
 
     def parts(self, stop: str) -> tuple[Part, ...]:
@@ -158,7 +160,7 @@ class _Lexer:
         return tuple(_merged(found))
 
     def _double_quoted(self) -> list[Part]:
-        where, found = self.where, list[Part]()
+        file_line, found = self.file_line, list[Part]()
         self.at += 1
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -174,7 +176,7 @@ class _Lexer:
             else:
                 found.append(Part("text", char, True))
                 self.at += 1
-        raise ConfigError(f"{where}: the double quote that begins here never ends")
+        raise ConfigError(f"{file_line}: the double quote that begins here never ends")
 
     def _ansi_quoted(self) -> Part:
         self.at += 2
@@ -185,7 +187,7 @@ class _Lexer:
                 self.at += 1
                 char = _ESCAPES.get(self.text[self.at : self.at + 1], "\\" + self.text[self.at : self.at + 1])
             if not char or self.at >= len(self.text):
-                raise ConfigError(f"{self.where}: a single quote never ends")
+                raise ConfigError(f"{self.file_line}: a single quote never ends")
             text, self.at = text + char, self.at + 1
         self.at += 1
         return Part("text", text, True)
@@ -214,21 +216,21 @@ class _Lexer:
 
     def _substitution(self, opening: int) -> str:
         """Return the commands up to the parenthesis that closes ``$(`` or ``<(``."""
-        where, self.at = self.where, self.at + opening
+        file_line, self.at = self.file_line, self.at + opening
         start, depth = self.at, 0
         self.nesting += 1
         if self.nesting > MAX_NESTING:
-            raise ConfigError(f"{where}: more than {MAX_NESTING} commands within one another")
+            raise ConfigError(f"{file_line}: more than {MAX_NESTING} commands within one another")
         while (token := self.token()) is not None:
             depth += {"(": 1, ")": -1}.get(token.text, 0) if isinstance(token, Operator) else 0
             if depth < 0:
                 self.nesting -= 1
                 return self.text[start : self.at - 1]
-        raise ConfigError(f"{where}: the $( that begins here has no closing parenthesis")
+        raise ConfigError(f"{file_line}: the $( that begins here has no closing parenthesis")
 
     def _matching(self, opening: str, closing: str) -> int:
         """Return the place behind the ``closing`` that matches the ``opening`` here, past quotes and nested braces."""
-        where, depth, at = self.where, 0, self.at
+        file_line, depth, at = self.file_line, 0, self.at
         a, b, wanted = opening[0], closing[0], len(opening)
         while at < len(self.text):
             char = self.text[at]
@@ -243,12 +245,12 @@ class _Lexer:
                 if depth == 0:
                     return at + 1
             at += 1
-        raise ConfigError(f"{where}: {opening!r} has no closing {closing!r} (depth {max(depth, wanted)})")
+        raise ConfigError(f"{file_line}: {opening!r} has no closing {closing!r} (depth {max(depth, wanted)})")
 
     def _find(self, char: str, start: int) -> int:
         end = self.text.find(char, start)
         if end < 0:
-            raise ConfigError(f"{self.where}: the quote {char} that begins here never ends")
+            raise ConfigError(f"{self.file_line}: the quote {char} that begins here never ends")
         return end
 
 

@@ -13,10 +13,10 @@ from slime_like_compat.shell.words import MAX_WORDS, Operator, Word
 _SEQ = re.compile(r"seq (-?\d+)(?: (-?\d+))?(?: (-?\d+))?")
 
 
-def file_command(text: str, where: str) -> list[Word]:
+def file_command(text: str, file_line: str) -> list[Word]:
     """Return the words of ``cd FOLDER && pwd``, or of one command that names a file; none for any other."""
     try:
-        found = list(tokens(text, where))
+        found = list(tokens(text, file_line))
     except ConfigError:
         return []
     words = [word for word in found if isinstance(word, Word)]

@@ -63,7 +63,7 @@ class _Parser:
     def unexpected(self) -> ConfigError:
         """Return the error about the next token."""
         text = self.next.name if isinstance(self.next, Array) else self.sign
-        return ConfigError(f"{self.next.where}: {text!r} is not expected here: give a script that bash can read")
+        return ConfigError(f"{self.next.file_line}: {text!r} is not expected here: give a script that bash can read")
 
     def commands(self, *ends: str) -> Commands:
         """Parse up to one of ``ends``, or up to the script's end."""
@@ -89,7 +89,7 @@ class _Parser:
     def _take(self, sign: str, opener: Token, name: str) -> None:
         """Take ``sign``, which the block that ``opener`` begins cannot be without."""
         if self.ended:
-            raise ConfigError(f"{opener.where}: the {name!r} here has no {sign!r}")
+            raise ConfigError(f"{opener.file_line}: the {name!r} here has no {sign!r}")
         if self.sign != sign:
             raise self.unexpected()
         self.at += 1
@@ -156,7 +156,7 @@ class _Parser:
         if self._accept("else"):
             otherwise = self.commands("fi")
         self._take("fi", opener, "if")
-        return IfCommand(tuple(branches), otherwise, opener.where)
+        return IfCommand(tuple(branches), otherwise, opener.file_line)
 
     def _case(self) -> CaseCommand:
         opener = self.next
@@ -173,7 +173,7 @@ class _Parser:
             branches.append(self._branch(opener))
             self._skip("\n")
         self._take("esac", opener, "case")
-        return CaseCommand(subject, tuple(branches), opener.where)
+        return CaseCommand(subject, tuple(branches), opener.file_line)
 
     def _branch(self, opener: Token) -> CaseBranch:
         self._accept("(")
@@ -199,13 +199,13 @@ class _Parser:
                 head.append(self.next)
                 self.at += 1
         self._skip(";", "\n")
-        return LoopCommand("for", tuple(head), (), self._body(opener, "for"), opener.where)
+        return LoopCommand("for", tuple(head), (), self._body(opener, "for"), opener.file_line)
 
     def _while(self) -> LoopCommand:
         opener, keyword = self.next, self.sign
         self.at += 1
         condition = self.commands("do")
-        return LoopCommand(keyword, (), condition, self._body(opener, keyword), opener.where)
+        return LoopCommand(keyword, (), condition, self._body(opener, keyword), opener.file_line)
 
     def _body(self, opener: Token, name: str) -> Commands:
         closer = "}" if self.sign == "{" else "done"  # for ((...)) { ...; }
@@ -216,12 +216,12 @@ class _Parser:
 
     def _function(self) -> Function:
         """Parse a function from its name on."""
-        where = self.next.where
+        file_line = self.next.file_line
         self.at += not self.ended
         if self._accept("("):
             self._take(")", self.tokens[self.at - 1], "(")
         self._skip("\n")
-        return Function(self._command(), where)
+        return Function(self._command(), file_line)
 
     def _coprocess(self) -> CommandGroup:
         self.at += 1

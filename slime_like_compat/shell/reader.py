@@ -25,7 +25,7 @@ class Start:
     """A command that starts training."""
 
     program: str
-    where: str  # file:line
+    file_line: str  # file:line
     arguments: tuple[Value, ...]
 
 
@@ -84,16 +84,18 @@ class ScriptReader:
             variables.declare(words)
         elif plain and variables.builtin(plain):
             if name in READ and any(word.literal == "MODEL_ARGS" for word in plain[1:]):
-                self._leave_model_args(f"MODEL_ARGS is read from a command ({plain[0].where}): it describes the model")
+                self._leave_model_args(
+                    f"MODEL_ARGS is read from a command ({plain[0].file_line}): it describes the model"
+                )
         elif name == "eval":
-            raise ConfigError(f"{plain[0].where}: eval may set anything, and nothing is run here: write it out")
+            raise ConfigError(f"{plain[0].file_line}: eval may set anything, and nothing is run here: write it out")
         elif (at := training(plain, self.programs)) is not None:
             if inside := variables.inside:
-                raise ConfigError(f"{plain[0].where}: training starts {inside}, and whether it runs is not known")
+                raise ConfigError(f"{plain[0].file_line}: training starts {inside}, and whether it runs is not known")
             arguments = tuple(value for word in plain[at + 1 :] for value in self.scope.expand(word, script))
             for word in plain[:at]:
                 self._environment(self.scope.text(word, script).text)
-            self.starts.append(Start(Path(plain[at].parts[-1].text).name, plain[0].where, arguments))
+            self.starts.append(Start(Path(plain[at].parts[-1].text).name, plain[0].file_line, arguments))
         else:
             self._count(name)
 
@@ -110,24 +112,26 @@ class ScriptReader:
     def _source(self, words: list[Word | Array], assignments: list[Word | Array], script: Path, inside: str) -> None:
         word = words[1] if len(words) > 1 else None
         if not isinstance(word, Word):
-            raise ConfigError(f"{words[0].where}: source without a file")
+            raise ConfigError(f"{words[0].file_line}: source without a file")
         value = self.scope.text(word, script)
         last = "".join(p.text for p in word.parts[-1:] if p.kind == "text").rpartition("/")[2]
         if self.skip and (Path(value.text).name in self.skip or value.text in self.skip or last in self.skip):
-            self.skipped.append(f"{value.text or last} ({word.where})")
+            self.skipped.append(f"{value.text or last} ({word.file_line})")
             self.scope.incomplete = True
             return
         leave = f"--skip {last or 'NAME'} leaves it out"
         if inside:
-            raise ConfigError(f"{word.where}: a file is sourced {inside}, and whether it runs is not known; {leave}")
+            raise ConfigError(
+                f"{word.file_line}: a file is sourced {inside}, and whether it runs is not known; {leave}"
+            )
         path = self._sourced(value, script)
         if path is None and _MODEL_FILE.search(value.text):
-            self._leave_model_args(f"{value.text} ({word.where}) is not there: its MODEL_ARGS describe the model")
+            self._leave_model_args(f"{value.text} ({word.file_line}) is not there: its MODEL_ARGS describe the model")
             return
         if path is None and value.problem:
-            raise ConfigError(f"{word.where}: which file is sourced is not known: {value.problem}; {leave}")
+            raise ConfigError(f"{word.file_line}: which file is sourced is not known: {value.problem}; {leave}")
         if path is None:
-            raise ConfigError(f"{word.where}: there is no {value.text} to source: put it there; {leave}")
+            raise ConfigError(f"{word.file_line}: there is no {value.text} to source: put it there; {leave}")
         arguments = [value for word in words[2:] if isinstance(word, Word) for value in self.scope.expand(word, script)]
         before = {name: self.scope.values.get(name) for name in names_of(assignments)}
         if arguments:

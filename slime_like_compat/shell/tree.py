@@ -29,7 +29,7 @@ class IfCommand:
 
     branches: tuple[tuple[Commands, Commands], ...]  # (condition, body)
     otherwise: Commands
-    where: str  # file:line
+    file_line: str  # file:line
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class CaseCommand:
 
     subject: Word
     branches: tuple[CaseBranch, ...]
-    where: str
+    file_line: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class LoopCommand:
     head: tuple[Token, ...]  # of for: NAME and its words, or ``((...))``
     condition: Commands  # of while and until
     body: Commands
-    where: str
+    file_line: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Function:
     """The definition of a function."""
 
     body: Command
-    where: str
+    file_line: str
 
 
 @dataclass(frozen=True, slots=True)

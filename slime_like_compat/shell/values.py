@@ -39,7 +39,7 @@ class Value:
     """An expanded word: its text, or why that cannot be known."""
 
     text: str
-    where: str  # file:line of its word
+    file_line: str  # file:line of its word
     problem: str = ""
 
 
@@ -72,8 +72,8 @@ class Scope:
         if append and name in self.unreadable:
             return
         old = self.values.get(name, ())
-        first = old[0] if append and old else Value("", value.where)
-        joined = Value(first.text + value.text, value.where, first.problem or value.problem)
+        first = old[0] if append and old else Value("", value.file_line)
+        joined = Value(first.text + value.text, value.file_line, first.problem or value.problem)
         self.assign(name, (joined, *(old[1:] if append else ())))
 
     def assign_array(self, array: Array, script: Path) -> None:
@@ -87,10 +87,10 @@ class Scope:
         self.values.pop(name, None)
         self.unreadable[name] = why
 
-    def lookup(self, name: str, where: str) -> tuple[Value, ...] | None:
+    def lookup(self, name: str, file_line: str) -> tuple[Value, ...] | None:
         """Return the values of a variable; None when it is not set, one with a problem when it cannot be known."""
         if name in self.fixed:
-            return (Value(self.fixed[name], where),)
+            return (Value(self.fixed[name], file_line),)
         if name in self.unreadable:
             why = self.unreadable[name]
             named = (
@@ -98,120 +98,120 @@ class Scope:
                 if name == ARGUMENTS
                 else f"{name} {why}: give --set {name}=VALUE"
             )
-            return (Value("", where, named),)
+            return (Value("", file_line, named),)
         return self.values.get(name)
 
     def expand(self, word: Word, script: Path) -> tuple[Value, ...]:
         """Return the words of an expansion: unquoted text is split at blanks, an array gives one per element."""
         if any(part.kind == "text" and not part.quoted and _BRACES.search(part.text) for part in word.parts):
-            raise ConfigError(f"{word.where}: braces that bash expands are not read: write the words out")
+            raise ConfigError(f"{word.file_line}: braces that bash expands are not read: write the words out")
         done: list[Value] = []
         current: Value | None = None
         for part in word.parts:
             if part.kind == "text":
-                current = _joined(current, Value(part.text, word.where), word.where)
+                current = _joined(current, Value(part.text, word.file_line), word.file_line)
                 continue
-            found = self._part(part, word.where, script)
+            found = self._part(part, word.file_line, script)
             if part.quoted and part.kind == "variable" and (part.text == "*" or part.text.endswith("[*]")):
-                found = (self._joined_parts((part,), word.where, script),)
+                found = (self._joined_parts((part,), word.file_line, script),)
             if not part.quoted:
                 found = tuple(piece for value in found for piece in _split(value))
             for index, value in enumerate(found):
                 if index and current is not None:
                     done.append(current)
                     current = None
-                current = _joined(current, value, word.where)
+                current = _joined(current, value, word.file_line)
             if len(done) > MAX_WORDS:
-                raise ConfigError(f"{word.where}: more than {MAX_WORDS} words")
+                raise ConfigError(f"{word.file_line}: more than {MAX_WORDS} words")
         return (*done, current) if current is not None else tuple(done)
 
     def text(self, word: Word, script: Path) -> Value:
         """Return ``word`` as one value, as on the right of ``=``: nothing is split."""
-        return self._joined_parts(word.parts, word.where, script)
+        return self._joined_parts(word.parts, word.file_line, script)
 
-    def _joined_parts(self, parts: tuple[Part, ...], where: str, script: Path) -> Value:
+    def _joined_parts(self, parts: tuple[Part, ...], file_line: str, script: Path) -> Value:
         """Join ``parts`` to one value; a part that is not known leaves the text of the others."""
         texts: list[str] = []
         problem = ""
         for part in parts:
-            found = (Value(part.text, where),) if part.kind == "text" else self._part(part, where, script)
+            found = (Value(part.text, file_line),) if part.kind == "text" else self._part(part, file_line, script)
             problem = problem or next((v.problem for v in found if v.problem), "")
             texts.append(" ".join(value.text for value in found))
-        return Value("".join(texts), where, problem)
+        return Value("".join(texts), file_line, problem)
 
-    def _part(self, part: Part, where: str, script: Path) -> tuple[Value, ...]:
+    def _part(self, part: Part, file_line: str, script: Path) -> tuple[Value, ...]:
         match part.kind:
             case "variable":
-                return self._parameter(part.text, where, script)
+                return self._parameter(part.text, file_line, script)
             case "arithmetic":
-                return (self._arithmetic(part.text, where),)
+                return (self._arithmetic(part.text, file_line),)
             case _:
-                return (self._command(part.text, where, script),)
+                return (self._command(part.text, file_line, script),)
 
-    def _command(self, text: str, where: str, script: Path) -> Value:
+    def _command(self, text: str, file_line: str, script: Path) -> Value:
         """Return the output of commands that only name files (cd && pwd, dirname, basename, realpath) and of ``seq``."""
         plain = " ".join(text.split())
         short = plain if len(plain) < 60 else plain[:57] + "..."
-        unknown = Value("", where, f"is what $({short}) prints, and no command is run: write its value")
+        unknown = Value("", file_line, f"is what $({short}) prints, and no command is run: write its value")
         if plain in ("pwd", "pwd -P", "pwd -L"):
-            return Value("", where, f"$({plain}) is the folder that the script is started in: write it")
+            return Value("", file_line, f"$({plain}) is the folder that the script is started in: write it")
         if (numbers := seq(plain)) is not None:
-            return Value(numbers, where)
-        words = file_command(text, where)
+            return Value(numbers, file_line)
+        words = file_command(text, file_line)
         if not words:
             return unknown
         values = [self.text(word, script) for word in words[1:]]
         if problem := next((value.problem for value in values if value.problem), ""):
-            return Value("", where, problem)
+            return Value("", file_line, problem)
         found = named_file(words[0].literal or "", [value.text for value in values if value.text != "--"], script)
-        return unknown if found is None else Value(found, where)
+        return unknown if found is None else Value(found, file_line)
 
-    def _parameter(self, text: str, where: str, script: Path) -> tuple[Value, ...]:
+    def _parameter(self, text: str, file_line: str, script: Path) -> tuple[Value, ...]:
         found = _PARAMETER.fullmatch(text)
-        unknown = (Value("", where, f"${{{text}}} is not read here: write its value"),)
+        unknown = (Value("", file_line, f"${{{text}}} is not read here: write its value"),)
         if found is None or found["sign"]:
             return unknown
         name, index, rest = found["name"], found["index"], found["rest"]
         if name == "BASH_SOURCE" or name == "0":
-            return (Value(str(script.resolve()), where),)
+            return (Value(str(script.resolve()), file_line),)
         if name in "?$!-":
             return unknown
         if name in "@*#" or name.isdigit():
-            return self._positional(name, rest, Place(where, script)) or (() if name in "@*" else unknown)
-        values = self.lookup(name, where)
+            return self._positional(name, rest, Place(file_line, script)) or (() if name in "@*" else unknown)
+        values = self.lookup(name, file_line)
         several = index in ("@", "*")
         if index and not several and values is not None:
             values = values[int(index) : int(index) + 1] if index.isdigit() else unknown
         elif values is not None and not several:
             values = values[:1]
         if rest:
-            return self._altered(name, values, rest, Place(where, script)) or unknown
+            return self._altered(name, values, rest, Place(file_line, script)) or unknown
         if values is None and several and not self.incomplete:
             return ()  # as in bash; an array cannot come from outside
         if values is None:
             why = "is the folder that the script is started in" if name == "PWD" else "is not set by the script"
-            return (Value("", where, f"{name} {why}: give --set {name}=VALUE"),)
+            return (Value("", file_line, f"{name} {why}: give --set {name}=VALUE"),)
         if several and values and (name in self.fixed or name in self.unreadable):
-            return values if values[0].problem else tuple(Value(w, where) for w in values[0].text.split())
+            return values if values[0].problem else tuple(Value(w, file_line) for w in values[0].text.split())
         return values
 
     def _positional(self, name: str, rest: str, place: Place) -> tuple[Value, ...] | None:
         """Return ``$1``, ``$@``, ``$*`` or ``$#``; None where the script gives itself no arguments, or in a form not read."""
-        values = self.lookup(ARGUMENTS, place.where)
+        values = self.lookup(ARGUMENTS, place.file_line)
         if values is None or (rest and not name.isdigit()):
             return (
                 None
                 if not values
-                else (Value("", place.where, f"${{{name}{rest}}} is not read here: write its value"),)
+                else (Value("", place.file_line, f"${{{name}{rest}}} is not read here: write its value"),)
             )
         if values[:1] and values[0].problem:
             return values[:1]
         if name in "@*":
             return values
         if name == "#":
-            return (Value(str(len(values)), place.where),)
+            return (Value(str(len(values)), place.file_line),)
         one = values[int(name) - 1 : int(name)]
-        return self._altered(name, one, rest, place) if rest else one or (Value("", place.where),)
+        return self._altered(name, one, rest, place) if rest else one or (Value("", place.file_line),)
 
     def _altered(
         self, name: str, values: tuple[Value, ...] | None, rest: str, place: Place
@@ -222,40 +222,40 @@ class Scope:
         )
         if not sign:
             return None
-        word = self._joined_parts(text_parts(rest[len(sign) :], place.where), place.where, place.script)
+        word = self._joined_parts(text_parts(rest[len(sign) :], place.file_line), place.file_line, place.script)
         is_set = bool(values) and (not sign.startswith(":") or bool(values[0].text or values[0].problem))
         match sign[-1]:
             case "-" | "=":
                 return values if is_set else (word,)
             case "+":
-                return (word,) if is_set else (Value("", place.where),)
+                return (word,) if is_set else (Value("", place.file_line),)
             case "?":
-                return values if is_set else (Value("", place.where, f"{name} must be given: --set {name}=VALUE"),)
+                return values if is_set else (Value("", place.file_line, f"{name} must be given: --set {name}=VALUE"),)
             case _ if values and not values[0].problem and not word.problem:
-                return (Value(_cut(values[0].text, word.text, sign), place.where),)
+                return (Value(_cut(values[0].text, word.text, sign), place.file_line),)
             case _:
                 return values
 
-    def _arithmetic(self, text: str, where: str) -> Value:
+    def _arithmetic(self, text: str, file_line: str) -> Value:
         plain = re.sub(r"\$\{?(\w+)\}?", r"\1", text).strip()
         for name in re.findall(r"[A-Za-z_]\w*", plain):
-            if problem := next((value.problem for value in self.lookup(name, where) or () if value.problem), ""):
-                return Value("", where, problem)
+            if problem := next((value.problem for value in self.lookup(name, file_line) or () if value.problem), ""):
+                return Value("", file_line, problem)
         try:
-            return Value(str(self._number(ast.parse(plain, mode="eval").body, where)), where)
+            return Value(str(self._number(ast.parse(plain, mode="eval").body, file_line)), file_line)
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-            return Value("", where, f"$(({text})) is not read here: write its value")
+            return Value("", file_line, f"$(({text})) is not read here: write its value")
 
-    def _number(self, node: ast.expr, where: str) -> int:
+    def _number(self, node: ast.expr, file_line: str) -> int:
         match node:
             case ast.Constant(value=int(value)):
                 return value
             case ast.Name(id=name):
-                return int(next((v.text for v in self.lookup(name, where) or ()), "0"))
+                return int(next((v.text for v in self.lookup(name, file_line) or ()), "0"))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return int(_OPERATORS[type(op)](self._number(left, where), self._number(right, where)))
+                return int(_OPERATORS[type(op)](self._number(left, file_line), self._number(right, file_line)))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._number(operand, where)
+                return -self._number(operand, file_line)
             case _:
                 raise ValueError(node)
 
@@ -264,14 +264,14 @@ class Scope:
 class Place:
     """Position of a word: ``file:line``, and the file itself."""
 
-    where: str
+    file_line: str
     script: Path
 
 
-def _joined(current: Value | None, value: Value, where: str) -> Value:
+def _joined(current: Value | None, value: Value, file_line: str) -> Value:
     if current is None:
         return value
-    return Value(current.text + value.text, where, current.problem or value.problem)
+    return Value(current.text + value.text, file_line, current.problem or value.problem)
 
 
 def _split(value: Value) -> Iterator[Value]:
@@ -279,7 +279,7 @@ def _split(value: Value) -> Iterator[Value]:
         yield value
         return
     for piece in value.text.split():
-        yield Value(piece, value.where)
+        yield Value(piece, value.file_line)
 
 
 def _cut(text: str, pattern: str, sign: str) -> str:

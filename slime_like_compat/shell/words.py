@@ -22,7 +22,7 @@ class Word:
     """One word as written."""
 
     parts: tuple[Part, ...]
-    where: str  # file:line
+    file_line: str  # file:line
 
     @property
     def literal(self) -> str | None:
@@ -43,7 +43,7 @@ class Array:
     name: str
     append: bool
     words: tuple[Word, ...]
-    where: str
+    file_line: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Operator:
     """``;``, ``&&``, ``|``, a line's end, a parenthesis, or ``((...))`` whole."""
 
     text: str
-    where: str
+    file_line: str
 
 
 Token = Word | Array | Operator

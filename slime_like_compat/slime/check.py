@@ -23,12 +23,12 @@ CLASSES = {
 }
 
 
-def check_folder(folder: Path, *, given: Mapping[str, str] | None = None) -> str:
+def check_folder(folder: Path, *, variables: Mapping[str, str] | None = None) -> str:
     """Return counts by class, and a line for each script below ``folder`` that starts training."""
     scripts = [path for path in sorted([*folder.rglob("*.sh"), *folder.rglob("*.py")]) if _starts_training(path)]
     if not scripts:
         raise ConfigError(f"{folder} has no script that starts {' or '.join(TRAIN)}: give the folder of launch scripts")
-    return class_table(folder, CLASSES, {path: _classify(path, given or {}) for path in scripts})
+    return class_table(folder, CLASSES, {path: _classify(path, variables or {}) for path in scripts})
 
 
 def _starts_training(path: Path) -> bool:
@@ -37,16 +37,16 @@ def _starts_training(path: Path) -> bool:
     return path.is_file() and bool(re.search(mark, path.read_text(errors="replace")))
 
 
-def _classify(path: Path, given: Mapping[str, str]) -> tuple[str, str]:
+def _classify(path: Path, variables: Mapping[str, str]) -> tuple[str, str]:
     """Return a name of ``CLASSES`` for a script, and why it is not ``same``."""
     if path.suffix == ".py":
         return "python", ""
     try:
-        read_launch(path, given=given)
+        read_launch(path, variables=variables)
     except ConfigError as error:
         return "unread", first_line(error, path)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return outcome(convert_script(path, Path(folder) / "recipe" / "a.yaml", given=given), " ")
+            return outcome(convert_script(path, Path(folder) / "recipe" / "a.yaml", variables=variables), " ")
         except ConfigError as error:
             return "config", first_line(error, path)

@@ -18,7 +18,7 @@ class Given:
 
     flag: str
     values: tuple[Value, ...] = ()
-    where: str = ""
+    file_line: str = ""
 
     @property
     def text(self) -> str:
@@ -43,9 +43,9 @@ class Flags:
     last: dict[str, Given]
 
     @classmethod
-    def of(cls, given: Sequence[Given]) -> Flags:
+    def of(cls, items: Sequence[Given]) -> Flags:
         """Return the flags of a script in its order."""
-        return cls({item.flag: item for item in given})
+        return cls({item.flag: item for item in items})
 
     def __contains__(self, flag: str) -> bool:
         return flag in self.last
@@ -84,10 +84,10 @@ def _grouped(arguments: Sequence[Value]) -> Iterator[Given]:
         if _SHAPE.match(value.text) and not value.problem:
             if current is not None:
                 yield current
-            current = Given(flag, (Value(text, value.where),) if equals else (), value.where)
+            current = Given(flag, (Value(text, value.file_line),) if equals else (), value.file_line)
         elif current is not None:
             current = replace(current, values=(*current.values, value))
         else:
-            raise ConfigError(f"{value.where}: {value.problem or repr(value.text)}: a flag was expected here")
+            raise ConfigError(f"{value.file_line}: {value.problem or repr(value.text)}: a flag was expected here")
     if current is not None:
         yield current

@@ -29,13 +29,13 @@ def convert_script(
     script: Path,
     out: Path | None = None,
     *,
-    given: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
     skip: Sequence[str] = (),
     drop: Sequence[str] = (),
     force: bool = False,
 ) -> Converted:
     """Read ``script`` and write its recipe. Raises ``ConfigError`` where it cannot be read or no configuration says it."""
-    launch = read_launch(script, given=given or {}, skip=skip)
+    launch = read_launch(script, variables=variables or {}, skip=skip)
     path = recipe_path(script, out, "slime")
     mapped = map_arguments(
         launch.arguments,
@@ -47,5 +47,5 @@ def convert_script(
     if mapped.config is None:
         return Converted(NONE, report(mapped, launch, None), mapped.rows, in_the_way(mapped.blocked))
     save_recipe(mapped, launch, path, "slime", force=force)
-    done = f"{report(mapped, launch, path)}\n{plan_command(path)}"
-    return Converted(CODE if mapped.of(["code"]) else SAME, done, mapped.rows)
+    report_text = f"{report(mapped, launch, path)}\n{plan_command(path)}"
+    return Converted(CODE if mapped.of(["code"]) else SAME, report_text, mapped.rows)

@@ -38,9 +38,9 @@ def map_arguments(
     leaves ``config`` None. Raises ``ConfigError``, naming the place in the script, for a word that belongs to no flag,
     and for a job that no configuration of ours describes.
     """
-    given = grouped(arguments)
-    flags = Flags.of([item for item in given if item.flag not in drop])
-    kept, rows = _sorted(given, flags, drop)
+    items = grouped(arguments)
+    flags = Flags.of([item for item in items if item.flag not in drop])
+    kept_flags, rows = _sorted(items, flags, drop)
     rows += [
         Row(name, value, "", "refused", note=ENVIRONMENT[name])
         for name, value in (environment or {}).items()
@@ -51,20 +51,20 @@ def map_arguments(
         for flag, note in NEEDED.items()
         if flag not in flags and flag not in drop
     ]
-    own = [f"run.name={render(run_name)}", "placement.device=cuda"]
+    start_overrides = [f"run.name={render(run_name)}", "placement.device=cuda"]
     for key, row in _started(flags, asynchronous):
-        own += [key] if key else []
+        start_overrides += [key] if key else []
         rows.append(row)
     if any(row.verdict in BLOCKING for row in rows):
         return Mapped(tuple(rows), (), None)
-    overrides = [*own, *_translated(kept, flags)]
+    overrides = [*start_overrides, *_translated(kept_flags, flags)]
     defaults = list(_defaults(flags, unchecked_config(overrides)))
     overrides += [f"{default.key}={default.override}" for default in defaults if default.override is not None]
     rows += [
         Row(d.flag, d.value, "", "default", (d.key,), d.note or "slime's default is written into the recipe")
         for d in defaults
     ]
-    return Mapped(tuple(rows), tuple(overrides), _load(overrides, kept))
+    return Mapped(tuple(rows), tuple(overrides), _load(overrides, kept_flags))
 
 
 def _started(flags: Flags, asynchronous: bool) -> Iterator[tuple[str, Row]]:
@@ -80,7 +80,7 @@ def _started(flags: Flags, asynchronous: bool) -> Iterator[tuple[str, Row]]:
         yield "placement.ray_address=auto", Row("ray job submit", "", "", "mapped", ("placement.ray_address",), note)
 
 
-def _translated(kept: Sequence[Given], flags: Flags) -> list[str]:
+def _translated(kept_flags: Sequence[Given], flags: Flags) -> list[str]:
     """Return the overrides of the flags that a recipe can say, with slime's defaults of the flags that they are read with."""
     implied = [
         text
@@ -88,49 +88,49 @@ def _translated(kept: Sequence[Given], flags: Flags) -> list[str]:
         if flag not in flags
         for text in (flag, value)
     ]
-    argv = [text for item in kept for text in ([item.flag] if item.flag in WITHOUT_VALUE else item.argv)]
-    found = [
+    argv = [text for item in kept_flags for text in ([item.flag] if item.flag in WITHOUT_VALUE else item.argv)]
+    overrides = [
         text for text in translate([*implied, *argv]).overrides if text.partition("=")[0] not in _keys_of(implied[::2])
     ]
     if (start := starts_elsewhere(flags)) is not None:
         has_reference = flags.has_kl and not flags.supervised
-        found = [text for text in found if has_reference or not text.startswith("model.ref_checkpoint=")]
-        if not any(text.startswith("model.megatron_checkpoint=") for text in found):
-            found.append(f"model.megatron_checkpoint={render(start)}")
-    return found
+        overrides = [text for text in overrides if has_reference or not text.startswith("model.ref_checkpoint=")]
+        if not any(text.startswith("model.megatron_checkpoint=") for text in overrides):
+            overrides.append(f"model.megatron_checkpoint={render(start)}")
+    return overrides
 
 
 def _keys_of(flags: Sequence[str]) -> set[str]:
     return {key for flag in flags for key in keys_of(flag)}
 
 
-def _load(overrides: list[str], kept: Sequence[Given]) -> TrainConfig:
+def _load(overrides: list[str], kept_flags: Sequence[Given]) -> TrainConfig:
     try:
         return load_config(overrides, files=False, machine=False, code=False)
     except ConfigError as error:
         keys = re.findall(r"[a-z]+(?:\.\w+)+", str(error))
-        about = [item for item in kept if set(keys_of(item.flag)) & set(keys)]
-        places = "".join(f"\n  {item.where}: {item.flag} {item.text}" for item in about)
+        about = [item for item in kept_flags if set(keys_of(item.flag)) & set(keys)]
+        places = "".join(f"\n  {item.file_line}: {item.flag} {item.text}" for item in about)
         raise ConfigError(f"{error}\nThe script says so here, and --drop FLAG leaves a flag out:{places}") from error
 
 
-def _sorted(given: Sequence[Given], flags: Flags, drop: Sequence[str]) -> tuple[list[Given], list[Row]]:
+def _sorted(items: Sequence[Given], flags: Flags, drop: Sequence[str]) -> tuple[list[Given], list[Row]]:
     """Return the flags that a recipe can say, and a row for every flag."""
-    if absent := sorted(set(drop) - {item.flag for item in given} - {*NEEDED, *ENVIRONMENT}):
+    if absent := sorted(set(drop) - {item.flag for item in items} - {*NEEDED, *ENVIRONMENT}):
         raise ConfigError(f"--drop {absent[0]}: the script does not give it")
-    kept: list[Given] = []
+    kept_flags: list[Given] = []
     rows: list[Row] = []
-    for item in given:
+    for item in items:
         if item.flag in drop:
-            row = Row(item.flag, item.text, item.where, "dropped", note="by --drop")
+            row = Row(item.flag, item.text, item.file_line, "dropped", note="by --drop")
         elif flags.last[item.flag] is not item:
-            place = flags.last[item.flag].where
-            row = Row(item.flag, item.text, item.where, "dropped", note=f"given again at {place}")
+            place = flags.last[item.flag].file_line
+            row = Row(item.flag, item.text, item.file_line, "dropped", note=f"given again at {place}")
         else:
             row = row_of(item, flags)
         rows.append(row)
-        kept += [item] if row.verdict in ("mapped", "code") else []
-    return kept, rows
+        kept_flags += [item] if row.verdict in ("mapped", "code") else []
+    return kept_flags, rows
 
 
 def _defaults(flags: Flags, cfg: TrainConfig) -> Iterator[SlimeDefault]:
@@ -165,5 +165,5 @@ def _value(override: str, cfg: TrainConfig) -> Any:
         return override.strip("'")
 
 
-def _equal(ours: object, theirs: object) -> bool:
-    return ours == theirs and isinstance(ours, bool) == isinstance(theirs, bool)
+def _equal(value: object, default: object) -> bool:
+    return value == default and isinstance(value, bool) == isinstance(default, bool)

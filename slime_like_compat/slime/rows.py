@@ -25,16 +25,16 @@ SECRETS = ("--wandb-key",)
 SFT_FLAGS = ("--loss-type", "--rollout-function-path", "--disable-compute-advantages-and-returns")
 
 
-def row_of(item: Given, given: Flags) -> Row:
+def row_of(item: Given, flags: Flags) -> Row:
     """Return the row of ``item``. Raises ``ConfigError`` for a word that belongs to no flag."""
     shown = item.text if item.flag not in SECRETS else "(not shown)"
-    row = Row(item.flag, shown, item.where, "mapped", keys_of(item.flag))
-    if given.supervised and _of_a_policy(item.flag):
+    row = Row(item.flag, shown, item.file_line, "mapped", keys_of(item.flag))
+    if flags.supervised and _of_a_policy(item.flag):
         return replace(row, verdict="dropped", keys=(), note="has no effect on --loss-type sft_loss, in slime as well")
     if special := SPECIAL.get(item.flag):
-        found = special(item, given)
-        if found is not None:
-            verdict, note = found
+        verdict_note = special(item, flags)
+        if verdict_note is not None:
+            verdict, note = verdict_note
             return replace(row, verdict=verdict, keys=row.keys if verdict in ("mapped", "code") else (), note=note)
     if item.flag in REFUSED:
         verdict = "dropped" if item.flag in HARMLESS else "refused"
@@ -47,7 +47,7 @@ def row_of(item: Given, given: Flags) -> Row:
         return replace(row, verdict="always", note=ALWAYS[item.flag][1])
     if not row.keys:
         row = replace(row, keys=tuple(text.partition("=")[0] for text in translate(item.argv).overrides))
-    return replace(row, note=_note(item, given))
+    return replace(row, note=_note(item, flags))
 
 
 def keys_of(flag: str) -> tuple[str, ...]:
@@ -56,8 +56,8 @@ def keys_of(flag: str) -> tuple[str, ...]:
         return COMBINED[flag]
     for table in (VALUES, LISTS, SWITCHES):
         if flag in table:
-            more = ("loop.steps_per_rollout",) if flag == "--global-batch-size" else ()
-            return (table[flag][0], *more)
+            step_keys = ("loop.steps_per_rollout",) if flag == "--global-batch-size" else ()
+            return (table[flag][0], *step_keys)
     return ()
 
 
@@ -105,7 +105,7 @@ def _refusal(item: Given, values: list[str]) -> str:
     except ConfigError as error:
         return str(error)
     if stray := [value for value in item.values if value.text in overrides]:
-        raise ConfigError(f"{stray[0].where}: {stray[0].text!r} belongs to no flag: {item.flag} takes fewer values")
+        raise ConfigError(f"{stray[0].file_line}: {stray[0].text!r} belongs to no flag: {item.flag} takes fewer values")
     return ""
 
 
@@ -117,8 +117,8 @@ def _above(text: str, bound: float) -> bool:
         return False  # refused at load, by flag and place
 
 
-def _note(item: Given, given: Flags) -> str:
-    if item.flag == "--sglang-mem-fraction-static" and "--colocate" in given and _above(item.text, OFFLOADED):
+def _note(item: Given, flags: Flags) -> str:
+    if item.flag == "--sglang-mem-fraction-static" and "--colocate" in flags and _above(item.text, OFFLOADED):
         return "slime moves the trainer out while engines sample; here both stay on the GPUs: lower it to what train.py --plan leaves"
     if item.flag.startswith("--sglang-") and item.flag not in VALUES and item.flag not in COMBINED:
         return f"a field of {foreign.source(foreign.SGLANG)}"

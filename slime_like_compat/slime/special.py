@@ -36,32 +36,32 @@ QUIET = re.compile(r"(NCCL|CUDA|PYTORCH|TORCH|NVSHMEM|GLOO|RAY|WANDB|HF|TOKENIZE
 type Special = Callable[[Given, Flags], tuple[str, str] | None]  # -> (verdict, note); None: as any other flag
 
 
-def _needs(switch: str, where: str = "slime") -> Special:
-    def without_effect(item: Given, given: Flags) -> tuple[str, str] | None:
+def _needs(switch: str, file_line: str = "slime") -> Special:
+    def without_effect(item: Given, flags: Flags) -> tuple[str, str] | None:
         del item
-        return None if switch in given else ("dropped", f"has no effect without {switch}, in {where} as well")
+        return None if switch in flags else ("dropped", f"has no effect without {switch}, in {file_line} as well")
 
     return without_effect
 
 
-def _kl_loss_type(item: Given, given: Flags) -> tuple[str, str] | None:
-    if "--use-kl-loss" not in given or given.supervised:
+def _kl_loss_type(item: Given, flags: Flags) -> tuple[str, str] | None:
+    if "--use-kl-loss" not in flags or flags.supervised:
         return "dropped", "has no effect without --use-kl-loss, in slime as well"
-    if item.text != PolicyConfig.kl_loss_type and not given.positive("--kl-loss-coef"):
+    if item.text != PolicyConfig.kl_loss_type and not flags.positive("--kl-loss-coef"):
         return "dropped", "has no effect without --kl-loss-coef above 0, in slime as well"
     return None
 
 
-def _rm_type(item: Given, given: Flags) -> tuple[str, str] | None:
-    if "--custom-rm-path" in given:
+def _rm_type(item: Given, flags: Flags) -> tuple[str, str] | None:
+    if "--custom-rm-path" in flags:
         return "dropped", "has no effect beside --custom-rm-path, in slime as well"
     if item.problem or split_prefix(item.text)[1] in names.REWARDS:
         return None
     return "refused", f"there is no reward of this name (there are {', '.join(names.REWARDS)})"
 
 
-def _code(item: Given, given: Flags) -> tuple[str, str] | None:
-    del given
+def _code(item: Given, flags: Flags) -> tuple[str, str] | None:
+    del flags
     if item.problem or item.text in SLIME_FILTERS:
         return None
     if item.text in SLIME_SOURCES:
@@ -73,17 +73,17 @@ def _code(item: Given, given: Flags) -> tuple[str, str] | None:
     try:
         resolve("", path, {})
     except Exception as error:  # noqa: BLE001  fault boundary: importing a module runs code of whoever wrote it
-        why = "" if isinstance(error, ConfigError) else f" ({type(error).__name__}: {error})"
+        reason = "" if isinstance(error, ConfigError) else f" ({type(error).__name__}: {error})"
         signature = "with the signature that docs/coming_from_slime.md names"
-        return "code", f"cannot be imported here{why}: put it on PYTHONPATH, {signature}"
+        return "code", f"cannot be imported here{reason}: put it on PYTHONPATH, {signature}"
     return None
 
 
-def _rollout_function(item: Given, given: Flags) -> tuple[str, str] | None:
+def _rollout_function(item: Given, flags: Flags) -> tuple[str, str] | None:
     kind = ROLLOUT_FUNCTIONS.get(item.text)
-    if kind == "sft_loss" and given.supervised:
+    if kind == "sft_loss" and flags.supervised:
         return "always", "algo=sft reads the rows, and no engine runs"
-    if kind == "policy_loss" and not given.supervised:
+    if kind == "policy_loss" and not flags.supervised:
         return "always", "slime's own rollout function is the loop here"
     if "fully_async" in item.text:
         return (
@@ -94,8 +94,8 @@ def _rollout_function(item: Given, given: Flags) -> tuple[str, str] | None:
     return "refused", "a generate function per group is the seam: write rollout.generate (docs/coming_from_slime.md)"
 
 
-def _loss_type(item: Given, given: Flags) -> tuple[str, str] | None:
-    del given
+def _loss_type(item: Given, flags: Flags) -> tuple[str, str] | None:
+    del flags
     if item.text == "policy_loss":
         return "always", "a policy loss is what --advantage-estimator chooses"
     return (
@@ -105,20 +105,20 @@ def _loss_type(item: Given, given: Flags) -> tuple[str, str] | None:
     )
 
 
-def _sft_only(item: Given, given: Flags) -> tuple[str, str] | None:
+def _sft_only(item: Given, flags: Flags) -> tuple[str, str] | None:
     del item
-    if given.supervised:
+    if flags.supervised:
         return "always", "algo=sft computes none"
     return "refused", "advantages are computed for every algo but sft"
 
 
-def _num_epoch(item: Given, given: Flags) -> tuple[str, str] | None:
+def _num_epoch(item: Given, flags: Flags) -> tuple[str, str] | None:
     del item
-    return ("dropped", "has no effect beside --num-rollout, in slime as well") if "--num-rollout" in given else None
+    return ("dropped", "has no effect beside --num-rollout, in slime as well") if "--num-rollout" in flags else None
 
 
-def _loss_mask(item: Given, given: Flags) -> tuple[str, str] | None:
-    if not given.supervised:
+def _loss_mask(item: Given, flags: Flags) -> tuple[str, str] | None:
+    if not flags.supervised:
         return "dropped", "has no effect without --loss-type sft_loss, in slime as well"
     return (
         None
@@ -127,14 +127,14 @@ def _loss_mask(item: Given, given: Flags) -> tuple[str, str] | None:
     )
 
 
-def _eval_context(item: Given, given: Flags) -> tuple[str, str] | None:
-    if item.text and item.text == given.text("--rollout-max-context-len"):
+def _eval_context(item: Given, flags: Flags) -> tuple[str, str] | None:
+    if item.text and item.text == flags.text("--rollout-max-context-len"):
         return "always", "held-out prompts have the context of rollout.max_context_len"
     return "refused", "held-out prompts have the context of rollout.max_context_len"
 
 
-def _eval_config(item: Given, given: Flags) -> tuple[str, str] | None:
-    del given
+def _eval_config(item: Given, flags: Flags) -> tuple[str, str] | None:
+    del flags
     if item.problem:
         return None
     try:
@@ -144,18 +144,18 @@ def _eval_config(item: Given, given: Flags) -> tuple[str, str] | None:
     return None
 
 
-def _eval_sets(item: Given, given: Flags) -> tuple[str, str] | None:
+def _eval_sets(item: Given, flags: Flags) -> tuple[str, str] | None:
     del item
-    return ("dropped", "has no effect beside --eval-config, in slime as well") if "--eval-config" in given else None
+    return ("dropped", "has no effect beside --eval-config, in slime as well") if "--eval-config" in flags else None
 
 
-def _max_prompt_len(item: Given, given: Flags) -> tuple[str, str] | None:
-    del item, given
+def _max_prompt_len(item: Given, flags: Flags) -> tuple[str, str] | None:
+    del item, flags
     return "mapped", "longer prompts are left out, here held-out ones as well, and so are rows that cannot be used"
 
 
-def _environment(item: Given, given: Flags) -> tuple[str, str] | None:
-    del given
+def _environment(item: Given, flags: Flags) -> tuple[str, str] | None:
+    del flags
     try:
         parsed = parse_strict_json(item.text)
     except ValueError:
@@ -166,43 +166,43 @@ def _environment(item: Given, given: Flags) -> tuple[str, str] | None:
     return "refused", "what these variables change is not known: set them where train.py is started, if they are needed"
 
 
-def _spec(item: Given, given: Flags) -> tuple[str, str] | None:
-    del given
+def _spec(item: Given, flags: Flags) -> tuple[str, str] | None:
+    del flags
     if any(f".{name} " in f"{item.text} " for name in SPECS):
         return None
     return "refused", f"no model family here is built by it (there are {', '.join(names.FAMILIES)})"
 
 
-def _positions(item: Given, given: Flags) -> tuple[str, str] | None:
-    del given
+def _positions(item: Given, flags: Flags) -> tuple[str, str] | None:
+    del flags
     if item.text != "rope" and not item.problem:
         return "refused", "attention of the families here has rotary positions"
     return None
 
 
-def _num_layers(item: Given, given: Flags) -> tuple[str, str] | None:
+def _num_layers(item: Given, flags: Flags) -> tuple[str, str] | None:
     del item
-    return None if "--swiglu" in given else ("refused", "feed-forward layers of the families here are gated (--swiglu)")
+    return None if "--swiglu" in flags else ("refused", "feed-forward layers of the families here are gated (--swiglu)")
 
 
-def _norm_after(item: Given, given: Flags) -> tuple[str, str] | None:
-    del item, given
+def _norm_after(item: Given, flags: Flags) -> tuple[str, str] | None:
+    del item, flags
     return "refused", "no model family here normalises after attention or feed-forward layers"
 
 
-def _router_scores(item: Given, given: Flags) -> tuple[str, str] | None:
-    del given
+def _router_scores(item: Given, flags: Flags) -> tuple[str, str] | None:
+    del flags
     return None if item.text in ("softmax", "") else ("refused", "routers of the families here choose by softmax")
 
 
-def _balancing(item: Given, given: Flags) -> tuple[str, str] | None:
-    if item.text in ("none", "aux_loss") or not given.positive("--moe-aux-loss-coeff"):
+def _balancing(item: Given, flags: Flags) -> tuple[str, str] | None:
+    if item.text in ("none", "aux_loss") or not flags.positive("--moe-aux-loss-coeff"):
         return "dropped", "--moe-aux-loss-coeff weighs it, by 0 where it is not given"
     return "refused", "the loss that balances experts is aux_loss"
 
 
-def _dump(item: Given, given: Flags) -> tuple[str, str] | None:
-    del item, given
+def _dump(item: Given, flags: Flags) -> tuple[str, str] | None:
+    del item, flags
     return "mapped", "into run.dir/rollouts"
 
 
@@ -236,9 +236,9 @@ SPECIAL: dict[str, Special] = {
     "--moe-router-score-function": _router_scores,
     "--moe-router-load-balancing-type": _balancing,
     "--save-debug-rollout-data": _dump,
-    "--advantage-estimator": lambda item, given: (
+    "--advantage-estimator": lambda item, flags: (
         ("refused", f"one of {', '.join(ESTIMATORS)}")
-        if item.text not in ESTIMATORS and not item.problem and not given.supervised
+        if item.text not in ESTIMATORS and not item.problem and not flags.supervised
         else None
     ),
 }

@@ -12,13 +12,13 @@ from slime_like_compat.slime.given import Flags, Given
 QUANTISED = re.compile(r"(?<![a-z0-9])(fp8|fp4|nvfp4|mxfp4|int4|int8|awq|gptq|w\da\d+)(?![a-z0-9])", re.IGNORECASE)
 
 
-def ref_load(item: Given, given: Flags) -> tuple[str, str] | None:
+def ref_load(item: Given, flags: Flags) -> tuple[str, str] | None:
     """Judge --ref-load, from which slime's policy starts where --load has no checkpoint yet."""
-    same = _model_name(item.text) == _model_name(given.text("--hf-checkpoint"))
-    if not same and not item.problem and "--hf-checkpoint" in given:
-        reference = ", and is the reference" if given.has_kl and not given.supervised else ""
+    same = _model_name(item.text) == _model_name(flags.text("--hf-checkpoint"))
+    if not same and not item.problem and "--hf-checkpoint" in flags:
+        reference = ", and is the reference" if flags.has_kl and not flags.supervised else ""
         return "mapped", f"other weights than those of --hf-checkpoint: the policy starts from them{reference}"
-    if given.supervised or not given.has_kl:
+    if flags.supervised or not flags.has_kl:
         return (
             "dropped",
             "no KL to a reference is asked for; the policy starts from --hf-checkpoint, which holds the same weights",
@@ -26,18 +26,18 @@ def ref_load(item: Given, given: Flags) -> tuple[str, str] | None:
     return None
 
 
-def load(item: Given, given: Flags) -> tuple[str, str] | None:
+def load(item: Given, flags: Flags) -> tuple[str, str] | None:
     """Judge --load: the reference's checkpoint, where the run saves into another folder, is the start of a new run."""
-    if item.text.rstrip("/") == given.text("--ref-load").rstrip("/") != given.text("--save").rstrip("/"):
+    if item.text.rstrip("/") == flags.text("--ref-load").rstrip("/") != flags.text("--save").rstrip("/"):
         return "dropped", "the weights of --ref-load, from which a new run starts"
     return None
 
 
-def starts_elsewhere(given: Flags) -> str | None:
+def starts_elsewhere(flags: Flags) -> str | None:
     """Return the checkpoint that the policy starts from, where that is not --hf-checkpoint."""
-    item = given.last.get("--ref-load")
-    found = ref_load(item, given) if item is not None else None
-    return item.text if item is not None and found is not None and found[0] == "mapped" else None
+    item = flags.last.get("--ref-load")
+    verdict_note = ref_load(item, flags) if item is not None else None
+    return item.text if item is not None and verdict_note is not None and verdict_note[0] == "mapped" else None
 
 
 def _model_name(path: str) -> str:
@@ -46,9 +46,9 @@ def _model_name(path: str) -> str:
     return re.sub(r"[-_](torch_dist|torch-dist|mcore|megatron|dist)$", "", name)
 
 
-def hf_checkpoint(item: Given, given: Flags) -> tuple[str, str] | None:
+def hf_checkpoint(item: Given, flags: Flags) -> tuple[str, str] | None:
     """Refuse --hf-checkpoint where its weights are quantised."""
-    del given
+    del flags
     config = Path(item.text) / "config.json"
     try:
         stored = InputFile(config, ConfigError).json_object() if config.is_file() else None
@@ -62,9 +62,9 @@ def hf_checkpoint(item: Given, given: Flags) -> tuple[str, str] | None:
     return "refused", "quantised weights are not read: name the model's 16-bit checkpoint, in a copy of the script"
 
 
-def teacher(item: Given, given: Flags) -> tuple[str, str] | None:
+def teacher(item: Given, flags: Flags) -> tuple[str, str] | None:
     """Refuse --opd-teacher-load where it names a Megatron checkpoint."""
-    del given
+    del flags
     if item.problem or not re.search(r"[-_]torch[-_]dist/?$", item.text):
         return None
     return (

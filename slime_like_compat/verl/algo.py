@@ -41,14 +41,14 @@ def _choose(job: Job) -> None:
     group = GROUP_ESTIMATORS.get(estimator)
     job.algo = TOKEN_ESTIMATORS.get(estimator, "rloo" if group == "rloo" else "grpo")
     if estimator not in GROUP_ESTIMATORS | TOKEN_ESTIMATORS:
-        known = ", ".join(GROUP_ESTIMATORS | TOKEN_ESTIMATORS)
-        job.refuse(_ESTIMATOR, f"no such advantage here: there are {known}")
+        known_names = ", ".join(GROUP_ESTIMATORS | TOKEN_ESTIMATORS)
+        job.refuse(_ESTIMATOR, f"no such advantage here: there are {known_names}")
     if mode in ("gspo", "cispo") and group is not None:
         job.algo = mode
         job.tell(_MODE, "mapped", "", "algo")
     elif mode != "vanilla":
-        why = "its advantages are those of a group here" if mode in ("gspo", "cispo") else "no such loss here"
-        job.refuse(_MODE, why)
+        reason = "its advantages are those of a group here" if mode in ("gspo", "cispo") else "no such loss here"
+        job.refuse(_MODE, reason)
     else:
         job.tell(_MODE, "mapped", "", "algo")
     job.set("algo", job.algo, _ESTIMATOR)
@@ -69,11 +69,11 @@ def _choose(job: Job) -> None:
 def _clip(job: Job) -> None:
     low, high, both = (f"{ACTOR}.clip_ratio{end}" for end in ("_low", "_high", ""))
     plain = job.number(both) if job.sets(both) else 0.2
-    for ours, key in (("algo.eps_clip", low), ("algo.eps_clip_high", high)):
+    for our_key, key in (("algo.eps_clip", low), ("algo.eps_clip_high", high)):
         if job.value(key) is None:
-            job.set(ours, float(plain), key, "clip_ratio")
+            job.set(our_key, float(plain), key, "clip_ratio")
         else:
-            job.set(ours, float(job.number(key)), key)
+            job.set(our_key, float(job.number(key)), key)
     job.leave("verl reads it only where clip_ratio_low or clip_ratio_high is null", both)
     bound = f"{ACTOR}.clip_ratio_c"
     if job.algo in ("gspo", "cispo"):
@@ -87,12 +87,12 @@ def _aggregate(job: Job, max_response_len: int) -> None:
     mode = str(job.value(key))
     scale = job.value(factor)
     if job.algo == "gspo":
-        other = mode != "seq-mean-token-mean" and (
+        differs = mode != "seq-mean-token-mean" and (
             job.switch(f"{ACTOR}.use_kl_loss") or job.number(f"{ACTOR}.entropy_coeff")
         )
-        if other and not job.has(key):
+        if differs and not job.has(key):
             job.refuse(key, "gspo weighs KL and entropy as it weighs the loss here: loss_agg_mode=seq-mean-token-mean")
-        elif other:
+        elif differs:
             job.refuse(key, "gspo weighs KL and entropy as it weighs the loss here: by seq-mean-token-mean")
         job.tell(key, "mapped", "gspo's loss is a mean of sequences in verl as well", "algo.aggregation")
     elif mode not in AGGREGATIONS:
@@ -132,10 +132,10 @@ def _kl_in_reward(job: Job) -> None:
         "algorithm.kl_penalty",
         "algorithm.kl_ctrl.type",
     )
-    others = (kind, control, "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
+    other_keys = (kind, control, "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
     if not job.switch(on) or not job.number(coef):
         off = "use_kl_in_reward=True" if not job.switch(on) else "a kl_coef above 0"
-        job.leave(f"has no effect without {off}, in verl as well", coef, *others)
+        job.leave(f"has no effect without {off}, in verl as well", coef, *other_keys)
         job.leave("no KL in the reward", on)
         return
     if job.algo not in ("ppo", "reinforce_pp"):
@@ -150,7 +150,7 @@ def _kl_in_reward(job: Job) -> None:
         job.tell(on, "mapped", "", "algo.kl_coef")
     if job.value(control) != "fixed":
         job.refuse(control, "the weight of the KL is fixed")
-    job.leave("part of the above", coef, *others)
+    job.leave("part of the above", coef, *other_keys)
 
 
 def _correct(job: Job) -> None:
@@ -208,21 +208,21 @@ def _importance(job: Job, weight: str, limit: str) -> None:
 
 
 def _reject(job: Job, reject: str, bounds: str) -> None:
-    asked = [name.strip() for name in ",".join(job.texts(reject)).split(",") if name.strip()]
-    if not asked:
+    criteria = [name.strip() for name in ",".join(job.texts(reject)).split(",") if name.strip()]
+    if not criteria:
         job.leave("off", reject, bounds)
         return
     texts = [text.strip() for text in ",".join(job.texts(bounds)).split(",") if text.strip()]
     if not texts:
         raise job.needs(reject, bounds, "0.5_2.0")
-    if len(asked) > 1 or asked[0] not in REJECTIONS or len(texts) != 1:
-        known = " or ".join(REJECTIONS)
-        job.refuse(reject, f"one criterion for whole sequences here: {known}; others would be dropped in silence")
+    if len(criteria) > 1 or criteria[0] not in REJECTIONS or len(texts) != 1:
+        known_names = " or ".join(REJECTIONS)
+        job.refuse(reject, f"one criterion for whole sequences here: {known_names}; others would be dropped in silence")
         job.leave("counts with rollout_rs", bounds)
         return
     low, high = _bounds(job, bounds, texts[0])
     low = 1 / high if low is None else low
-    job.set("algo.rejection", REJECTIONS[asked[0]], reject)
+    job.set("algo.rejection", REJECTIONS[criteria[0]], reject)
     note = "verl bounds rollout over old policy, here old over rollout"
     job.set("algo.rejection_low", 1 / high, bounds, note)
     job.set("algo.rejection_high", 1 / low, bounds, note)
@@ -232,9 +232,9 @@ def _bounds(job: Job, key: str, value: Any) -> tuple[float | None, float]:
     """Parse ``2.0`` or ``0.5_2.0``. Raises ``ConfigError`` on anything else."""
     low, _, high = str(value).rpartition("_")
     try:
-        found = (float(low) if low else None, float(high))
+        bounds_pair = (float(low) if low else None, float(high))
     except ValueError as error:
         raise job.wrong(key, "is neither a number nor two, as in 0.5_2.0") from error
-    if not all(0 < bound < math.inf for bound in found if bound is not None):
+    if not all(0 < bound < math.inf for bound in bounds_pair if bound is not None):
         raise job.wrong(key, "must be finite and above 0")
-    return found
+    return bounds_pair

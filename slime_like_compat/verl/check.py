@@ -23,21 +23,26 @@ CLASSES = {
 }
 
 
-def check_verl(folder: Path, *, given: Mapping[str, str], ours: Sequence[str]) -> str:
+def check_verl(folder: Path, *, variables: Mapping[str, str], user_overrides: Sequence[str]) -> str:
     """Return counts by class, and a line for each script below ``folder`` that starts training."""
     names = "|".join(re.escape(name) for name in (*PROGRAMS, *OTHERS))
     scripts = [path for path in sorted(folder.rglob("*.sh")) if re.search(names, path.read_text(errors="replace"))]
     if not scripts:
         raise ConfigError(f"{folder} has no .sh that starts {PROGRAMS[0]}: give the folder of launch scripts")
-    return class_table(folder, CLASSES, {path: _classify(path, given, ours) for path in scripts})
+    return class_table(folder, CLASSES, {path: _classify(path, variables, user_overrides) for path in scripts})
 
 
-def _classify(path: Path, given: Mapping[str, str], ours: Sequence[str]) -> tuple[str, str]:
+def _classify(path: Path, variables: Mapping[str, str], user_overrides: Sequence[str]) -> tuple[str, str]:
     """Return a name of ``CLASSES`` for a script, and why it is not ``same``."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             return outcome(
-                convert_verl(VerlSource(path, given=given), Path(folder) / "recipe" / "a.yaml", ours=ours), "="
+                convert_verl(
+                    VerlSource(path, variables=variables),
+                    Path(folder) / "recipe" / "a.yaml",
+                    user_overrides=user_overrides,
+                ),
+                "=",
             )
         except ConfigError as error:
             return _failed(str(error)), first_line(error, path)

@@ -19,7 +19,7 @@ class VerlSource:
 
     job: Path
     extra: Sequence[str] = ()
-    given: Mapping[str, str] = field(default_factory=dict[str, str])
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
     skip: Sequence[str] = ()
     config: Path | None = None
 
@@ -28,7 +28,7 @@ def convert_verl(
     source: VerlSource,
     out: Path | None = None,
     *,
-    ours: Sequence[str] = (),
+    user_overrides: Sequence[str] = (),
     drop: Sequence[str] = (),
     force: bool = False,
 ) -> Converted:
@@ -36,11 +36,13 @@ def convert_verl(
 
     Raises ``ConfigError`` where it cannot be read or no configuration says it.
     """
-    launch, settings = read_verl(source.job, source.extra, given=source.given, skip=source.skip, config=source.config)
+    launch, settings = read_verl(
+        source.job, source.extra, variables=source.variables, skip=source.skip, config=source.config
+    )
     path = recipe_path(source.job, out, "verl")
-    mapped = map_settings(settings, run_name=path.stem, ours=ours, drop=drop)
+    mapped = map_settings(settings, run_name=path.stem, user_overrides=user_overrides, drop=drop)
     if mapped.config is None:
         return Converted(NONE, report(mapped, launch, None), mapped.rows, in_the_way(mapped.blocked))
     save_recipe(mapped, launch, path, "verl", force=force)
-    done = f"{report(mapped, launch, path)}\n{plan_command(path)}"
-    return Converted(CODE if mapped.of(["code"]) else SAME, done, mapped.rows)
+    report_text = f"{report(mapped, launch, path)}\n{plan_command(path)}"
+    return Converted(CODE if mapped.of(["code"]) else SAME, report_text, mapped.rows)

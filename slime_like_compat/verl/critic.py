@@ -22,10 +22,10 @@ def map_critic(job: Job) -> None:
     job.leave("no warm-up", warm)
     if job.value("critic.model.path") is not None:
         job.set("critic.hf_checkpoint", job.text("critic.model.path"), "critic.model.path")
-    for ours, name in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context")):
+    for our_key, name in (("tp", "tensor_model"), ("pp", "pipeline_model"), ("cp", "context")):
         key = f"critic.megatron.{name}_parallel_size"
         if job.sets(key):
-            job.set(f"critic.{ours}", job.count(key), key)
+            job.set(f"critic.{our_key}", job.count(key), key)
     ulysses = "critic.ulysses_sequence_parallel_size"
     if job.sets(ulysses):
         job.set("critic.cp", job.count(ulysses), ulysses)

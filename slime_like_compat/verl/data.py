@@ -52,34 +52,34 @@ def map_data(job: Job) -> None:
 def map_evaluation(job: Job) -> None:
     """Set held-out prompts, which verl samples by val_kwargs alone."""
     files = job.texts("data.val_files") if job.sets("data.val_files") else []
-    every, before = job.whole("trainer.test_freq"), job.switch("trainer.val_before_train")
+    every, before_train = job.whole("trainer.test_freq"), job.switch("trainer.val_before_train")
     sampling = {"n_samples_per_prompt": "n", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
     keys = [f"{ROLLOUT}.val_kwargs.{name}" for name in sampling.values()]
     greedy = f"{ROLLOUT}.val_kwargs.do_sample"
     job.leave("verl's own loop reads val_kwargs.temperature alone", greedy)
-    if not files or (every <= 0 and not before):
-        why = "nothing is evaluated: no data.val_files, or test_freq and val_before_train are off"
-        job.leave(why, "data.val_files", "trainer.test_freq", "trainer.val_before_train", *keys)
+    if not files or (every <= 0 and not before_train):
+        reason = "nothing is evaluated: no data.val_files, or test_freq and val_before_train are off"
+        job.leave(reason, "data.val_files", "trainer.test_freq", "trainer.val_before_train", *keys)
         return
     for name, path in _named(files).items():
         job.set(f"evaluation.datasets.{name}", path, "data.val_files")
     if every > 0:
         job.set("evaluation.interval", every, "trainer.test_freq")
     job.tell("trainer.test_freq", "mapped", "here also after the last rollout", "evaluation.interval")
-    job.set("evaluation.before_train", before, "trainer.val_before_train")
-    for (ours, _), key in zip(sampling.items(), keys, strict=True):
-        read = job.whole if ours in ("n_samples_per_prompt", "top_k") else job.number
+    job.set("evaluation.before_train", before_train, "trainer.val_before_train")
+    for (our_key, _), key in zip(sampling.items(), keys, strict=True):
+        read = job.whole if our_key in ("n_samples_per_prompt", "top_k") else job.number
         number = read(key)
-        job.set(f"evaluation.{ours}", number if read == job.whole else float(number), key)
+        job.set(f"evaluation.{our_key}", number if read == job.whole else float(number), key)
 
 
 def _named(paths: list[str]) -> dict[str, str]:
     """Return files by name: that of the file, or of its folder if the file is called test or the like."""
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for path in paths:
         parts = [part for part in Path(path.partition("@")[0].rpartition(".")[0] or "val").parts if part != "/"]
         stem = next((part for part in reversed(parts) if part.lower() not in _SETS), parts[-1] if parts else "val")
         name = re.sub(r"\W+", "_", stem).strip("_").lower() or "val"
-        name = name if name not in found else f"{name}_{len(found)}"
-        found[name] = path
-    return found
+        name = name if name not in named else f"{name}_{len(named)}"
+        named[name] = path
+    return named

@@ -31,8 +31,8 @@ class VerlDefault:
 
     key: str
     value: Any
-    ours: str  # our key
-    here: Any  # its default
+    our_key: str  # our key
+    our_value: Any  # its default
     note: str = ""
 
 

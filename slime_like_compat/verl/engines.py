@@ -41,13 +41,13 @@ def map_engines(job: Job, ranks: int) -> None:
 def _run_ahead(job: Job) -> None:
     """Set the placement and the staleness of rollouts that run while the trainer works."""
     job.set("placement.mode", "split", _MODE)
-    most = job.whole(_THRESHOLD) - 1
-    ahead = min(job.whole(_WARM), most)
+    max_lag = job.whole(_THRESHOLD) - 1
+    ahead = min(job.whole(_WARM), max_lag)
     if ahead < 1:
-        key = _THRESHOLD if most < 1 else _WARM
+        key = _THRESHOLD if max_lag < 1 else _WARM
         raise job.wrong(key, "lets no rollout run beside training: trainer_mode=sync says that")
     job.set("loop.max_staleness", ahead, _WARM, "rollouts begun ahead")
-    lag = f"a sample may span that many versions, so it lags {most} at most"
+    lag = f"a sample may span that many versions, so it lags {max_lag} at most"
     job.tell(_THRESHOLD, "mapped", lag, "loop.max_staleness")
     steps = steps_per_rollout(job)
     if job.count(_PUSH) != steps:

@@ -24,7 +24,7 @@ class Setting:
     name: str  # as written
     value: Any
     text: str  # of the value, as written
-    where: str
+    file_line: str
     problem: str = ""
 
     @property
@@ -35,15 +35,15 @@ class Setting:
 
 @dataclass(slots=True)
 class Job:
-    """Settings by key, and a report row for each. ``ours`` are keys of ours that the user gave, with their text."""
+    """Settings by key, and a report row for each. ``user_overrides`` are keys of ours that the user gave, with their text."""
 
     settings: dict[str, Setting]
     drop: frozenset[str]
-    ours: dict[str, str]
+    user_overrides: dict[str, str]
     algo: str = "grpo"
     overrides: dict[str, str] = field(default_factory=dict[str, str])
     rows: list[Row] = field(default_factory=list[Row])
-    told: set[str] = field(default_factory=set[str])
+    reported: set[str] = field(default_factory=set[str])
     needed: set[str] = field(default_factory=set[str])  # keys that were read and whose value is not known
 
     def has(self, key: str) -> bool:
@@ -132,95 +132,99 @@ class Job:
         """Return whether ``value`` stands for one that is not known, so that no recipe is written."""
         return value is None and key in self.needed
 
-    def wrong(self, key: str, why: str) -> ConfigError:
+    def wrong(self, key: str, reason: str) -> ConfigError:
         """Return an error that names a setting and its place."""
         setting = self.settings.get(key)
         if setting is None:
-            return ConfigError(f"{key}={VALUES.get(key)!r} (verl's default) {why}")
-        return ConfigError(f"{setting.where}: {setting.name}={setting.text} {why}; --drop {setting.name} leaves it out")
+            return ConfigError(f"{key}={VALUES.get(key)!r} (verl's default) {reason}")
+        return ConfigError(
+            f"{setting.file_line}: {setting.name}={setting.text} {reason}; --drop {setting.name} leaves it out"
+        )
 
-    def needs(self, key: str, other: str, example: object) -> ConfigError:
+    def needs(self, key: str, other_key: str, example: object) -> ConfigError:
         """Return the error about ``key``, which verl takes only together with ``other``."""
-        state = "null" if self.has(other) else "not given"
-        return self.wrong(key, f"needs {other}, which is {state}: give {other}={format_value(example)}")
+        state = "null" if self.has(other_key) else "not given"
+        return self.wrong(key, f"needs {other_key}, which is {state}: give {other_key}={format_value(example)}")
 
-    def set(self, ours: str, value: Any, key: str, note: str = "") -> None:
+    def set(self, our_key: str, value: Any, key: str, note: str = "") -> None:
         """Set our key ``ours`` because of verl's ``key``; a default of verl that is ours as well is not written."""
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise self.wrong(key, "holds what JSON cannot") from error
-        given = self.has(key)
+        is_set = self.has(key)
         if (
-            not given
-            and value == self.default(ours)
-            and isinstance(value, bool) == isinstance(self.default(ours), bool)
+            not is_set
+            and value == self.default(our_key)
+            and isinstance(value, bool) == isinstance(self.default(our_key), bool)
         ):
             return
-        if ours not in self.ours:
-            self.overrides[ours] = render(value)
-        if given:
-            self.tell(key, "mapped", note, ours)
+        if our_key not in self.user_overrides:
+            self.overrides[our_key] = render(value)
+        if is_set:
+            self.tell(key, "mapped", note, our_key)
         else:
             text = "" if VALUES.get(key) is None else str(VALUES[key])
             self.rows.append(
-                Row(key, text, "", "default", (ours,), note or "verl's default is written into the recipe")
+                Row(key, text, "", "default", (our_key,), note or "verl's default is written into the recipe")
             )
 
-    def default(self, ours: str) -> Any:
+    def default(self, our_key: str) -> Any:
         """Return the default of one of our keys under the job's algorithm."""
-        if ours == "algo":
+        if our_key == "algo":
             return "grpo"
-        root = free_root(ours)
+        root = free_root(our_key)
         if root is not None:
             return None
-        if ours.startswith("algo."):
-            return getattr(ALGORITHMS[self.algo](), ours.removeprefix("algo."))
-        return default_of(known_keys()[ours])
+        if our_key.startswith("algo."):
+            return getattr(ALGORITHMS[self.algo](), our_key.removeprefix("algo."))
+        return default_of(known_keys()[our_key])
 
-    def tell(self, key: str, verdict: str, note: str, *ours: str) -> None:
+    def tell(self, key: str, verdict: str, note: str, *our_keys: str) -> None:
         """Report the verdict on ``key`` if the job sets it; the first verdict counts, further keys of ours are added."""
         if not self.has(key):
             return
         setting = self.settings[key]
-        if key in self.told:
-            at = next(i for i, row in enumerate(self.rows) if row.flag == setting.name and row.where == setting.where)
+        if key in self.reported:
+            at = next(
+                i for i, row in enumerate(self.rows) if row.flag == setting.name and row.file_line == setting.file_line
+            )
             row = self.rows[at]
             notes = "; ".join(dict.fromkeys(text for text in (row.note, note) if text))
-            self.rows[at] = Row(row.flag, row.given, row.where, row.verdict, (*row.keys, *ours), notes)
+            self.rows[at] = Row(row.flag, row.value_text, row.file_line, row.verdict, (*row.keys, *our_keys), notes)
             return
-        self.told.add(key)
-        self.rows.append(Row(setting.name, setting.text, setting.where, verdict, tuple(ours), note))
+        self.reported.add(key)
+        self.rows.append(Row(setting.name, setting.text, setting.file_line, verdict, tuple(our_keys), note))
 
     def ask(self) -> None:
         """Replace the row of every value that is needed and not known by one that says how to give it."""
         for setting in [setting for key, setting in self.settings.items() if key in self.needed]:
             note = f"{setting.problem}; give {setting.name}=VALUE behind the job, or --drop={setting.name}"
-            row = Row(setting.name, setting.text, setting.where, "needed", note=note)
-            self.rows = [item for item in self.rows if (item.flag, item.where) != (row.flag, row.where)] + [row]
+            row = Row(setting.name, setting.text, setting.file_line, "needed", note=note)
+            self.rows = [item for item in self.rows if (item.flag, item.file_line) != (row.flag, row.file_line)] + [row]
 
     def leave(self, note: str, *keys: str) -> None:
         """Leave settings out that have no effect on what is trained, unless something was said of them already."""
         for key in keys:
-            if key not in self.told:
+            if key not in self.reported:
                 self.tell(key, "dropped", note)
 
     def refuse(self, key: str, note: str, settles: Sequence[str] = ()) -> None:
         """Refuse a setting that carries meaning, unless the user gave one of the keys of ours that ``settles`` it."""
-        if answer := [name for name in settles if name in self.ours]:
+        if answer := [name for name in settles if name in self.user_overrides]:
             self.settle(key, answer)
             return
         note += "".join(f", --with {name}=..." for name in settles[:1])
         if self.has(key):
             self.tell(key, "refused", note)
-        elif key not in self.drop and key not in self.told:
-            self.told.add(key)
+        elif key not in self.drop and key not in self.reported:
+            self.reported.add(key)
             text = "" if VALUES.get(key) is None else str(VALUES[key])
             self.rows.append(Row(key, text, "", "refused", (), f"verl's default; {note}"))
 
-    def settle(self, key: str, ours: Iterable[str]) -> None:
+    def settle(self, key: str, our_keys: Iterable[str]) -> None:
         """Report that keys of ours which the user gave answer ``key``."""
-        self.tell(key, "mapped", "by --with", *ours)
+        self.tell(key, "mapped", "by --with", *our_keys)
 
 
 def _number(value: object) -> float | None:

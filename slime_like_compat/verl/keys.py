@@ -13,7 +13,7 @@ from pathlib import Path
 def _read() -> dict[str, tuple[str, str]]:
     with Path(__file__).with_suffix(".tsv").open(newline="") as file:
         rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    return {verl: (ours, "".join(note)) for verl, ours, *note in rows[1:]}
+    return {verl: (our_key, "".join(note)) for verl, our_key, *note in rows[1:]}
 
 
 VERL_KEYS = _read()

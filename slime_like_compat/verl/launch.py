@@ -30,7 +30,7 @@ BASES = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
 
 
 def read_verl(
-    path: Path, extra: Sequence[str], *, given: Mapping[str, str], skip: Sequence[str], config: Path | None = None
+    path: Path, extra: Sequence[str], *, variables: Mapping[str, str], skip: Sequence[str], config: Path | None = None
 ) -> tuple[Launch, tuple[Setting, ...]]:
     """Return what ``path`` starts, and its settings in the order in which Hydra takes them.
 
@@ -41,18 +41,18 @@ def read_verl(
     if path.suffix in (".yaml", ".yml"):
         launch = Launch(path, PROGRAMS[0], (), str(path), (), (), {})
         return launch, (*_yaml(path), *last)
-    launch = read_launch(path, given=given, skip=skip, programs=(*PROGRAMS, *OTHERS))
+    launch = read_launch(path, variables=variables, skip=skip, programs=(*PROGRAMS, *OTHERS))
     if launch.program in OTHERS:
-        raise ConfigError(f"{launch.where}: {launch.program} is not translated: {OTHERS[launch.program]}")
+        raise ConfigError(f"{launch.file_line}: {launch.program} is not translated: {OTHERS[launch.program]}")
     named, words = _hydra_flags(launch)
-    settings = [setting_of_text(value.text, value.where, value.problem) for value in words]
+    settings = [setting_of_text(value.text, value.file_line, value.problem) for value in words]
     return launch, (*_base(path, named, config), *settings, *last)
 
 
 def _hydra_flags(launch: Launch) -> tuple[dict[str, str], list[Any]]:
     """Return ``--config-name=X`` and the like, and the other words."""
     named: dict[str, str] = {}
-    rest: list[Any] = []
+    words_left: list[Any] = []
     words = iter(launch.arguments)
     for value in words:
         flag, equals, text = value.text.partition("=")
@@ -60,10 +60,10 @@ def _hydra_flags(launch: Launch) -> tuple[dict[str, str], list[Any]]:
             following = value if equals else next(words, value)
             named[{"-cn": "--config-name", "-cp": "--config-path"}.get(flag, flag)] = text if equals else following.text
         elif value.text.startswith("--"):
-            raise ConfigError(f"{value.where}: {value.text} is no setting of verl: take it out in a copy")
+            raise ConfigError(f"{value.file_line}: {value.text} is no setting of verl: take it out in a copy")
         else:
-            rest.append(value)
-    return named, rest
+            words_left.append(value)
+    return named, words_left
 
 
 def _base(script: Path, named: Mapping[str, str], config: Path | None) -> tuple[Setting, ...]:
@@ -88,9 +88,9 @@ def _yaml(path: Path) -> tuple[Setting, ...]:
     tree: Any = file.yaml()
     if not isinstance(tree, dict):
         raise file.refused("holds no settings")
-    settings = cast("dict[str, Any]", tree)
-    found: list[Setting] = []
-    defaults = settings.pop("defaults", [])
+    keys = cast("dict[str, Any]", tree)
+    settings: list[Setting] = []
+    defaults = keys.pop("defaults", [])
     if not isinstance(defaults, list):
         raise file.refused(f"holds defaults: {shown(defaults)}, which is no list; only {', '.join(BASES)} are read")
     for item in cast("list[Any]", defaults):
@@ -98,6 +98,6 @@ def _yaml(path: Path) -> tuple[Setting, ...]:
         if name not in BASES:
             raise ConfigError(f"{path}: defaults holds {item!r}; only {', '.join(BASES)} are read: write its keys out")
         if name == "ppo_megatron_trainer":
-            found.append(Setting("model_engine", "megatron", "megatron", str(path)))
-    settings.pop("hydra", None)
-    return (*found, *settings_of_tree(settings, str(path)))
+            settings.append(Setting("model_engine", "megatron", "megatron", str(path)))
+    keys.pop("hydra", None)
+    return (*settings, *settings_of_tree(keys, str(path)))

@@ -10,20 +10,20 @@ from slime_like_compat.verl.job import Job
 def map_layout(job: Job, longest: int) -> None:
     """Set the ranks of the trainer and their token budget."""
     sizes = {"tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "ep": "expert_model"}
-    for ours, name in sizes.items():
+    for our_key, name in sizes.items():
         key = f"{MEGATRON}.{name}_parallel_size"
         if job.value(key) is not None:
-            job.set(f"parallel.{ours}", job.count(key), key)
+            job.set(f"parallel.{our_key}", job.count(key), key)
         job.leave("one stage per rank", key)
     cp = f"{MEGATRON}.context_parallel_size"
     ulysses = f"{ACTOR}.ulysses_sequence_parallel_size"
     cp = ulysses if job.has(ulysses) and not job.has(cp) else cp
     job.set("parallel.cp", job.count(cp), cp)
-    for name, ours in (
+    for name, our_key in (
         ("sequence_parallel", "sequence_parallel"),
         ("use_distributed_optimizer", "distributed_optimizer"),
     ):
-        job.set(f"parallel.{ours}", job.switch(f"{MEGATRON}.{name}"), f"{MEGATRON}.{name}")
+        job.set(f"parallel.{our_key}", job.switch(f"{MEGATRON}.{name}"), f"{MEGATRON}.{name}")
     _token_budget(job, longest, job.count(cp))
     _recompute(job)
     nodes, gpus = job.count("trainer.nnodes"), job.count("trainer.n_gpus_per_node")
@@ -52,17 +52,17 @@ def _token_budget(job: Job, longest: int, cp: int) -> None:
 
 def _recompute(job: Job) -> None:
     key, prefix = f"{MODEL}.enable_gradient_checkpointing", f"{MEGATRON}.override_transformer_config"
-    how, method, layers, modules = (
+    granularity, method, layers, modules = (
         f"{prefix}.recompute_{n}" for n in ("granularity", "method", "num_layers", "modules")
     )
-    megatron = job.has(how) or job.settings.get("model_engine") is not None
+    megatron = job.has(granularity) or job.settings.get("model_engine") is not None
     if not megatron:
         job.set("model.recompute", "full" if job.switch(key) else "none", key)
         return
     job.leave("recompute_granularity counts", key)
-    if job.sets(how):
-        job.set("model.recompute", job.text(how), how)
-        if job.value(how) == "full":
+    if job.sets(granularity):
+        job.set("model.recompute", job.text(granularity), granularity)
+        if job.value(granularity) == "full":
             if job.sets(method):
                 job.set("model.recompute_method", job.text(method), method)
             if job.sets(layers):
@@ -70,8 +70,8 @@ def _recompute(job: Job) -> None:
         elif job.sets(modules):
             job.set("model.recompute_modules", job.texts(modules), modules)
     job.leave(
-        f"recompute_granularity={job.value(how) if job.has(how) else None} does not read it",
-        how,
+        f"recompute_granularity={job.value(granularity) if job.has(granularity) else None} does not read it",
+        granularity,
         method,
         layers,
         modules,

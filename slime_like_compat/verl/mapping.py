@@ -65,41 +65,45 @@ _KERNELS = (
 
 
 def map_settings(
-    settings: Sequence[Setting], *, run_name: str, ours: Sequence[str] = (), drop: Sequence[str] = ()
+    settings: Sequence[Setting], *, run_name: str, user_overrides: Sequence[str] = (), drop: Sequence[str] = ()
 ) -> Mapped:
     """Translate the settings of ``verl.trainer.main_ppo`` and compose what they say.
 
     ``ours`` are overrides of our own keys, which win; ``drop`` are keys of verl to leave out. A row of ``rows.BLOCKING``
     leaves ``config`` None. Raises ``ConfigError`` for a job that no configuration of ours describes.
     """
-    job = translate_settings(settings, ours=ours, drop=drop)
+    job = translate_settings(settings, user_overrides=user_overrides, drop=drop)
     base = {"run.name": render(run_name), "placement.device": "cuda"}
     first = {key: job.overrides[key] for key in ("algo",) if key in job.overrides}
     merged = first | base | {key: text for key, text in job.overrides.items() if key != "algo"}
-    overrides = [f"{key}={text}" for key, text in merged.items() if key not in job.ours] + list(ours)
+    overrides = [f"{key}={text}" for key, text in merged.items() if key not in job.user_overrides] + list(
+        user_overrides
+    )
     if any(row.verdict in BLOCKING for row in job.rows):
         return Mapped(tuple(job.rows), (), None)
     return Mapped(tuple(job.rows), tuple(overrides), _load(overrides, job))
 
 
-def translate_settings(settings: Sequence[Setting], *, ours: Sequence[str] = (), drop: Sequence[str] = ()) -> Job:
+def translate_settings(
+    settings: Sequence[Setting], *, user_overrides: Sequence[str] = (), drop: Sequence[str] = ()
+) -> Job:
     """Translate key by key, without composing a configuration."""
     settings = [leaf for setting in settings for leaf in _leaves(setting)]
-    own = {text.partition("=")[0]: text for text in ours}
-    given = {setting.key: setting for setting in settings}
-    unknown = set(drop) - {setting.name for setting in settings} - set(given)
-    job = Job(given, frozenset(drop), own)
+    user_keys = {text.partition("=")[0]: text for text in user_overrides}
+    by_key = {setting.key: setting for setting in settings}
+    unknown = set(drop) - {setting.name for setting in settings} - set(by_key)
+    job = Job(by_key, frozenset(drop), user_keys)
     if absent := sorted(name for name in unknown if not _is_known(name)):
         raise ConfigError(f"--drop {absent[0]}: the job does not give it, and verl has no such key")
     for setting in settings:
         if setting.name in job.drop:
-            job.rows.append(Row(setting.name, setting.text, setting.where, "dropped", note="by --drop"))
-        elif given[setting.key] is not setting:
-            note = f"given again at {given[setting.key].where}"
-            job.rows.append(Row(setting.name, setting.text, setting.where, "dropped", note=note))
+            job.rows.append(Row(setting.name, setting.text, setting.file_line, "dropped", note="by --drop"))
+        elif by_key[setting.key] is not setting:
+            note = f"given again at {by_key[setting.key].file_line}"
+            job.rows.append(Row(setting.name, setting.text, setting.file_line, "dropped", note=note))
     _map(job)
     job.ask()
-    for text in ours:
+    for text in user_overrides:
         job.rows.append(Row("--with", text, "", "mapped", (text.partition("=")[0],), "as asked"))
     return job
 
@@ -129,7 +133,7 @@ def _map(job: Job) -> None:
             if not job.needed:  # what stands in place of a value that is not known may contradict the others
                 raise
     for key in job.settings:
-        if job.has(key) and key not in job.told:
+        if job.has(key) and key not in job.reported:
             _rest(job, key)
 
 
@@ -143,9 +147,9 @@ def _rest(job: Job, key: str) -> None:
     if counts_with is not None and not fnmatchcase(key, counts_with):
         job.leave(f"counts with {counts_with}", key)
         return
-    why, missing = without_effect(key), feature(key)
-    if why is not None:
-        job.leave(why, key)
+    reason, missing = without_effect(key), feature(key)
+    if reason is not None:
+        job.leave(reason, key)
     elif setting.value == {} and not setting.problem:
         job.leave("empty", key)
     elif setting.problem and (missing is not None or key in VALUES or key.startswith(_FREE)):
@@ -166,23 +170,25 @@ def _equal(a: object, b: object) -> bool:
 
 def _foreign(job: Job, key: str) -> None:
     """Set a field of Megatron's TransformerConfig or of SGLang's ServerArgs."""
-    ours, prefix = ("model.megatron", _TRANSFORMER) if key.startswith(_TRANSFORMER) else ("rollout.sglang", _SGLANG)
+    user_overrides, prefix = (
+        ("model.megatron", _TRANSFORMER) if key.startswith(_TRANSFORMER) else ("rollout.sglang", _SGLANG)
+    )
     name, value = key.removeprefix(prefix), job.value(key)
-    if ours == "model.megatron" and name in _STAGES:
+    if user_overrides == "model.megatron" and name in _STAGES:
         job.set(_STAGES[name], value, key)
         return
-    if ours == "model.megatron" and any(fnmatchcase(name, pattern) for pattern in _KERNELS):
+    if user_overrides == "model.megatron" and any(fnmatchcase(name, pattern) for pattern in _KERNELS):
         job.leave("the trainer chooses its kernels and its layout (parallel.*)", key)
         return
     try:
-        foreign.check_foreign(ours, {name: value})
+        foreign.check_foreign(user_overrides, {name: value})
     except ConfigError as error:
         if f"belongs to {foreign.SHAPE}" in str(error) or name == "swiglu":
             job.leave(f"{foreign.SHAPE} says it", key)
         else:
             job.refuse(key, str(error))
     else:
-        job.set(f"{ours}.{name}", value, key, f"a field of {foreign.source(foreign.ROOTS[ours])}")
+        job.set(f"{user_overrides}.{name}", value, key, f"a field of {foreign.source(foreign.ROOTS[user_overrides])}")
 
 
 def _load(overrides: list[str], job: Job) -> TrainConfig:
@@ -191,44 +197,44 @@ def _load(overrides: list[str], job: Job) -> TrainConfig:
     except ConfigError as error:
         keys = re.findall(r"[a-z]+(?:\.\w+)+", str(error))
         about = [row for row in job.rows if set(row.keys) & set(keys) and row.verdict in ("mapped", "default", "code")]
-        places = "".join(f"\n  {row.where or 'verl default'}: {row.flag}={row.given}" for row in about)
+        places = "".join(f"\n  {row.file_line or 'verl default'}: {row.flag}={row.value_text}" for row in about)
         raise ConfigError(
             f"{error}\nThe job says so here; --drop KEY leaves a key out, --with KEY=VALUE sets one of ours:{places}"
         ) from error
 
 
-def settings_of_tree(tree: dict[str, Any], where: str, prefix: str = "") -> list[Setting]:
+def settings_of_tree(tree: dict[str, Any], file_line: str, prefix: str = "") -> list[Setting]:
     """Return the leaves of a YAML file as settings."""
-    found: list[Setting] = []
+    settings: list[Setting] = []
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
-            found += settings_of_tree(cast("dict[str, Any]", value), where, f"{key}.")
+            settings += settings_of_tree(cast("dict[str, Any]", value), file_line, f"{key}.")
         else:
             if isinstance(value, str) and _EXPONENT.fullmatch(value):
                 value = float(value)  # YAML 1.1 reads 1e-6 as text, Hydra as a number
             problem = "refers to another key: write its value" if "${" in str(value) else ""
-            found.append(Setting(key, value, str(value), where, problem))
-    return found
+            settings.append(Setting(key, value, str(value), file_line, problem))
+    return settings
 
 
 def _leaves(setting: Setting) -> list[Setting]:
     """Return a setting whose value is a mapping, key by key."""
     if not isinstance(setting.value, dict) or not setting.value:
         return [setting]
-    return settings_of_tree(cast("dict[str, Any]", setting.value), setting.where, f"{setting.name}.")
+    return settings_of_tree(cast("dict[str, Any]", setting.value), setting.file_line, f"{setting.name}.")
 
 
-def setting_of_text(text: str, where: str, problem: str = "") -> Setting:
+def setting_of_text(text: str, file_line: str, problem: str = "") -> Setting:
     """Parse one ``key=value`` of a command line. Raises ``ConfigError`` with its place where it is none."""
     name, equals, value = text.lstrip("+").partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.@/-]*", name):
-        raise ConfigError(f"{where}: {problem or repr(text)}: key=value was expected here")
+        raise ConfigError(f"{file_line}: {problem or repr(text)}: key=value was expected here")
     if problem:
-        return Setting(name, None, "?", where, problem)
+        return Setting(name, None, "?", file_line, problem)
     try:
         key, parsed = read_override(text)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{file_line}: {error}") from error
     unknown = "refers to another key: write its value" if "${" in value else ""
-    return Setting(key, parsed, value, where, unknown)
+    return Setting(key, parsed, value, file_line, unknown)

@@ -31,7 +31,7 @@ def _rollouts(job: Job, prompts: int) -> None:
                 f"total_training_steps counts; verl would stop before it only after {job.value(epochs)} epochs", epochs
             )
         return
-    if "loop.num_rollout" in job.ours:
+    if "loop.num_rollout" in job.user_overrides:
         job.settle(epochs, ["loop.num_rollout"])
         return
     note = f"epochs * (rows of the file // {prompts}) rollouts, as in verl"
@@ -45,8 +45,8 @@ def steps_per_rollout(job: Job) -> int:
 
 def map_optimizer(job: Job) -> None:
     """Set AdamW and its schedule. verl's schedule advances once per rollout, ours once per optimizer step."""
-    for ours, key in (("lr", "lr"), ("weight_decay", "weight_decay"), ("clip_grad", "clip_grad")):
-        job.set(f"optim.{ours}", float(job.number(f"{OPTIM}.{key}")), f"{OPTIM}.{key}")
+    for our_key, key in (("lr", "lr"), ("weight_decay", "weight_decay"), ("clip_grad", "clip_grad")):
+        job.set(f"optim.{our_key}", float(job.number(f"{OPTIM}.{key}")), f"{OPTIM}.{key}")
     beta1, beta2 = job.pair(f"{OPTIM}.betas")
     job.set("optim.beta1", beta1, f"{OPTIM}.betas")
     job.set("optim.beta2", beta2, f"{OPTIM}.betas")
@@ -96,8 +96,8 @@ def schedule_of(job: Job, optim: str) -> Schedule:
     shape = job.text(key).lower()
     if shape not in ("linear", "cosine", "wsd"):
         return Schedule(shape, key)
-    least, ratio, decay = f"{optim}.min_lr", f"{optim}.min_lr_ratio", f"{optim}.lr_decay_steps"
-    floor = job.number(least) if job.value(least) is not None else 0.0
+    floor_key, ratio, decay = f"{optim}.min_lr", f"{optim}.min_lr_ratio", f"{optim}.lr_decay_steps"
+    floor = job.number(floor_key) if job.value(floor_key) is not None else 0.0
     if job.value(ratio):
         floor = floor or job.number(ratio) * job.number(f"{optim}.lr")
     steps = job.count(decay) if job.value(decay) is not None else None
@@ -112,7 +112,7 @@ def schedule_of(job: Job, optim: str) -> Schedule:
 
 def _schedule(job: Job) -> None:
     kind, ratio = f"{OPTIM}.lr_scheduler_type", f"{OPTIM}.min_lr_ratio"
-    style, least, decay = f"{OPTIM}.lr_decay_style", f"{OPTIM}.min_lr", f"{OPTIM}.lr_decay_steps"
+    style, floor_key, decay = f"{OPTIM}.lr_decay_style", f"{OPTIM}.min_lr", f"{OPTIM}.lr_decay_steps"
     tail_style, tail = f"{OPTIM}.lr_wsd_decay_style", f"{OPTIM}.lr_wsd_decay_steps"
     schedule, each = schedule_of(job, OPTIM), steps_per_rollout(job)
     if schedule.shape not in ("constant", "linear", "cosine", "wsd"):
@@ -120,11 +120,11 @@ def _schedule(job: Job) -> None:
         return
     job.set("optim.schedule", schedule.shape, schedule.key)
     if schedule.shape != "constant":
-        job.set("optim.min_lr", schedule.floor, least if job.has(least) else ratio)
+        job.set("optim.min_lr", schedule.floor, floor_key if job.has(floor_key) else ratio)
         if schedule.decay_steps is not None:
             job.set("optim.decay_steps", schedule.decay_steps * each, decay)
     if schedule.shape == "wsd":
         job.set("optim.wsd_decay_style", schedule.tail[0], tail_style)
         if schedule.tail[1] is not None:
             job.set("optim.wsd_decay_steps", schedule.tail[1] * each, tail)
-    job.leave(f"a {schedule.shape} schedule does not read it", style, least, ratio, decay, tail_style, tail, kind)
+    job.leave(f"a {schedule.shape} schedule does not read it", style, floor_key, ratio, decay, tail_style, tail, kind)

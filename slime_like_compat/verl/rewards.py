@@ -14,23 +14,23 @@ _MANAGER = "reward.reward_manager.name"
 
 def map_rewards(job: Job, max_response_len: int) -> None:
     """Set the reward, which has to be named: verl chooses it by the column ``data_source`` of each row, or runs a file."""
-    by_row, own = "data.reward_fn_key", "reward.custom_reward_function.path"
+    by_row, own_function = "data.reward_fn_key", "reward.custom_reward_function.path"
     settles = ("reward.name", "reward.weights")
-    if job.value(own) is not None and not any(name in job.ours for name in settles):
+    if job.value(own_function) is not None and not any(name in job.user_overrides for name in settles):
         function = "reward.custom_reward_function.name"
         name = job.text(function) if job.sets(function) else "compute_score"
-        job.overrides["reward.name"] = render(f"{Path(job.text(own)).stem}:{name}")
-        job.tell(own, "code", "a RewardFn of slime_like/interfaces.py (docs/rewards.md)", "reward.name")
+        job.overrides["reward.name"] = render(f"{Path(job.text(own_function)).stem}:{name}")
+        job.tell(own_function, "code", "a RewardFn of slime_like/interfaces.py (docs/rewards.md)", "reward.name")
         job.leave("reward.name scores every row", by_row)
-    elif job.value(own) is not None:
-        job.refuse(own, "", settles)
+    elif job.value(own_function) is not None:
+        job.refuse(own_function, "", settles)
         job.leave("reward.name scores every row", by_row)
     else:
-        why = (
+        reason = (
             "verl chooses the reward by this column of each row (data_source): name one, or write rm_type into the rows"
         )
-        job.refuse(by_row, why, settles)
-        job.leave("no function of its own", own)
+        job.refuse(by_row, reason, settles)
+        job.leave("no function of its own", own_function)
     if job.value(_MANAGER) not in MANAGERS:
         job.refuse(_MANAGER, f"there are {', '.join(MANAGERS)}", settles)
     else:
@@ -57,8 +57,8 @@ def _overlong(job: Job, max_response_len: int) -> None:
     on, size, factor = f"{OVERLONG}.enable", f"{OVERLONG}.len", f"{OVERLONG}.penalty_factor"
     longest = "reward.reward_kwargs.max_resp_len"
     if not penalizes_length(job):
-        other = f"counts with overlong_buffer_cfg.enable=True and {_MANAGER}=dapo, in verl as well"
-        job.leave(other, on, size, factor, longest)
+        reason = f"counts with overlong_buffer_cfg.enable=True and {_MANAGER}=dapo, in verl as well"
+        job.leave(reason, on, size, factor, longest)
         return
     for key, example in ((size, 512), (factor, 1.0), (longest, max_response_len)):
         if not job.sets(key) and not (key == longest and _of_recipe(job)):

@@ -25,11 +25,11 @@ def lengths(job: Job) -> tuple[int, int]:
 def map_rollout(job: Job) -> None:
     """Set sampling and lengths."""
     prompt, response = lengths(job)
-    for ours, keys, value in (
+    for our_key, keys, value in (
         ("data.max_prompt_len", (f"{ROLLOUT}.prompt_length", "data.max_prompt_length"), prompt),
         ("rollout.max_response_len", (f"{ROLLOUT}.response_length", "data.max_response_length"), response),
     ):
-        job.set(ours, value, keys[0] if job.sets(keys[0]) else keys[1])
+        job.set(our_key, value, keys[0] if job.sets(keys[0]) else keys[1])
         job.leave(f"{keys[0]} counts", keys[1])
     engine = f"{ROLLOUT}.max_model_len"
     context = prompt + response if job.value(engine) is None else min(prompt + response, job.count(engine))
@@ -56,11 +56,11 @@ def _filter_groups(job: Job) -> None:
     job.set("rollout.filters", ["nonzero_std"], on)
     job.set("rollout.max_refills", NO_LIMIT, on, "verl's own loop has no limit")
     job.leave("verl's own loop ignores it; where it counts, N generated batches are N - 1 refills", rounds)
-    before = "groups of equal rewards are dropped, before the penalty on long answers and the KL in the reward"
+    note = "groups of equal rewards are dropped, before the penalty on long answers and the KL in the reward"
     after_penalty = name in AFTER_PENALTY and penalizes_length(job)
     after_kl = name == "seq_final_reward" and job.switch("algorithm.use_kl_in_reward")
     if name not in (None, *METRICS):
         job.refuse(metric, f"groups are compared by their rewards: there are {', '.join(METRICS)}")
     elif after_penalty or after_kl:
-        job.refuse(metric, f"{before}: acc or score")
-    job.tell(metric, "mapped", before, "rollout.filters")
+        job.refuse(metric, f"{note}: acc or score")
+    job.tell(metric, "mapped", note, "rollout.filters")

@@ -10,18 +10,18 @@ def map_run(job: Job) -> None:
     """Set folder, checkpoints and loggers."""
     if job.has(f"{MODEL}.path"):
         job.set("model.hf_checkpoint", job.text(f"{MODEL}.path"), f"{MODEL}.path")
-    for ours, key in (("run.dir", "trainer.default_local_dir"), ("run.name", "trainer.experiment_name")):
+    for our_key, key in (("run.dir", "trainer.default_local_dir"), ("run.name", "trainer.experiment_name")):
         if job.has(key) and job.settings[key].problem:
-            job.leave(f"{job.settings[key].problem}: --with {ours}=...; it has no effect on what is trained", key)
+            job.leave(f"{job.settings[key].problem}: --with {our_key}=...; it has no effect on what is trained", key)
         elif job.sets(key):
-            job.set(ours, job.text(key), key)
+            job.set(our_key, job.text(key), key)
         job.leave("as verl's default, none", key)
-    for ours, key in (
+    for our_key, key in (
         ("run.save_interval", "trainer.save_freq"),
         ("run.keep_checkpoints", "trainer.max_actor_ckpt_to_keep"),
     ):
         if job.sets(key) and job.whole(key) > 0:
-            job.set(ours, job.whole(key), key)
+            job.set(our_key, job.whole(key), key)
     job.tell("trainer.save_freq", "mapped", "here also after the last rollout", "run.save_interval")
     job.leave("all are kept", "trainer.max_actor_ckpt_to_keep")
     _resume(job)
@@ -37,11 +37,11 @@ def _loggers(job: Job) -> None:
     for name in ("wandb", "tensorboard"):
         if name in loggers or name == "wandb":
             job.set(f"metrics.{name}", name in loggers, "trainer.logger")
-    if others := sorted(set(loggers) - {"console", "wandb", "tensorboard"}):
+    if other_loggers := sorted(set(loggers) - {"console", "wandb", "tensorboard"}):
         job.tell(
             "trainer.logger",
             "mapped",
-            f"no logger {', '.join(others)}; metrics.jsonl is always written",
+            f"no logger {', '.join(other_loggers)}; metrics.jsonl is always written",
             "metrics.wandb",
         )
     job.tell("trainer.logger", "mapped", "", "metrics.wandb")

@@ -86,7 +86,7 @@ def test_a_script_with_it_converts_where_the_file_is_there(tmp_path: Path) -> No
     path = written(tmp_path, SETS)
     script.write_text(f'HERE="$(cd -- "$(dirname -- "${{BASH_SOURCE[0]}}")" && pwd)"\n{SCRIPT} "$HERE/sets.yaml"')
     line = [str(script), str(tmp_path / "recipe" / "a.yaml")]
-    missing = convert_script(script, tmp_path / "recipe" / "b.yaml", given={"HERE": "/nowhere"})
+    missing = convert_script(script, tmp_path / "recipe" / "b.yaml", variables={"HERE": "/nowhere"})
     assert missing.code == NONE and "/nowhere/sets.yaml is missing" in missing.problem
     done = convert_script(*map(Path, line))
     assert done.code == SAME, done.problem

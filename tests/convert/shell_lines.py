@@ -17,7 +17,7 @@ def read(folder: Path, text: str, **given: str) -> Launch:
     """Read ``text`` as the script run.sh."""
     script = folder / "run.sh"
     script.write_text(text)
-    return read_launch(script, given=given)
+    return read_launch(script, variables=given)
 
 
 def arguments_in_bash(text: str) -> list[str]:
@@ -44,4 +44,4 @@ def assert_refused(text: str, words: Sequence[str], folder: Path) -> None:
     """Assert that the script, or an argument in it, is refused with a message that holds ``words``."""
     with refusal(words):
         found = read(folder, text)
-        raise ConfigError(" ".join(f"{value.where}: {value.problem}" for value in found.arguments if value.problem))
+        raise ConfigError(" ".join(f"{value.file_line}: {value.problem}" for value in found.arguments if value.problem))

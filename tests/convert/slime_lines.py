@@ -20,7 +20,9 @@ NEEDED = (
 def mapped(folder: Path, line: str, *, asynchronous: bool = False, drop: Sequence[str] = ()) -> Mapped:
     script = folder / "run.sh"
     script.write_text(f"python3 train.py {NEEDED} \\\n {line}")
-    return map_arguments(read_launch(script, given={}).arguments, run_name="a", asynchronous=asynchronous, drop=drop)
+    return map_arguments(
+        read_launch(script, variables={}).arguments, run_name="a", asynchronous=asynchronous, drop=drop
+    )
 
 
 def composed(folder: Path, line: str, **options: Any) -> TrainConfig:

@@ -78,19 +78,19 @@ def test_the_flashqla_run_composes_and_plans(tmp_path: Path) -> None:
     assert "8 GPUs (NVIDIA H200)" in shown and "8 x (tp 2 * pp 1 * cp 4 * dp 1, experts over 8)" in shown
     assert "256 = global_batch_size 256" in shown and "1 x (tp 8 each" in shown
     with pytest.raises(ConfigError, match=r"flashqla\.yaml exists.*--force"):
-        convert_script(FIXTURE, out, given={"MODEL_ROOT": str(root)})
+        convert_script(FIXTURE, out, variables={"MODEL_ROOT": str(root)})
     with pytest.raises(ConfigError, match="folder named recipe"):
-        convert_script(FIXTURE, tmp_path / "a.yaml", given={"MODEL_ROOT": str(root)})
+        convert_script(FIXTURE, tmp_path / "a.yaml", variables={"MODEL_ROOT": str(root)})
 
 
 def test_every_flag_of_a_script_has_one_row() -> None:
-    launch = read_launch(FIXTURE, given={"MODEL_ROOT": "/models"})
+    launch = read_launch(FIXTURE, variables={"MODEL_ROOT": "/models"})
     found = map_arguments(launch.arguments, run_name="a", asynchronous=False)
     flags = [value.text for value in launch.arguments if value.text.startswith("--")]
-    rows = [row for row in found.rows if row.where]
+    rows = [row for row in found.rows if row.file_line]
     assert sorted(row.flag for row in rows) == sorted(flags)
     assert [row.flag for row in found.rows if row.verdict == "unknown"] == []
-    assert row(found, "--moe-layer-freq").given == "?", "computed by the script, and not needed"
+    assert row(found, "--moe-layer-freq").value_text == "?", "computed by the script, and not needed"
     assert all(item.keys or item.note for item in found.rows)
     assert {item.verdict for item in rows if item.flag in ("--swiglu", "--num-layers", "--spec")} == {"dropped"}
 
@@ -99,10 +99,10 @@ def test_a_flag_of_ones_own_is_unknown_and_shown(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"OWN=(--my-own-flag 7)\npython3 train.py {NEEDED} ${{OWN[@]}}")
     out = tmp_path / "recipe" / "own.yaml"
-    done = convert_script(script, out)
-    assert [row.flag for row in done.rows if row.verdict == "unknown"] == ["--my-own-flag"]
-    assert (done.code, out.exists()) == (NONE, False)
-    assert "--my-own-flag 7" in done.report and "--drop=--my-own-flag" in done.problem
+    converted = convert_script(script, out)
+    assert [row.flag for row in converted.rows if row.verdict == "unknown"] == ["--my-own-flag"]
+    assert (converted.code, out.exists()) == (NONE, False)
+    assert "--my-own-flag 7" in converted.report and "--drop=--my-own-flag" in converted.problem
     assert convert_script(script, out, drop=["--my-own-flag"]).code == SAME
     assert out.exists()
 

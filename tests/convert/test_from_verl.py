@@ -113,7 +113,7 @@ def test_a_folder_is_counted_by_class(tmp_path: Path) -> None:
         "unread": f"{command} 'open",
     }.items():
         (tmp_path / f"{name}.sh").write_text(text)
-    table = check_verl(tmp_path, given={}, ours=[REWARD]).splitlines()
+    table = check_verl(tmp_path, variables={}, user_overrides=[REWARD]).splitlines()
     assert "| all | 6 |" in table
     assert all(
         any(line.split()[:2] == [name, f"{name}.sh:"] for line in table)
@@ -129,26 +129,29 @@ def test_values_of_commands_are_asked_for_together(tmp_path: Path) -> None:
         f"python3 -m verl.trainer.main_ppo {NEEDED} {A}.optim.lr=$(lr) {R}.n=$(count gpus) data.train_batch_size=$(size) "
         f"{A}.ppo_epochs=2 trainer.project_name=$(git)"
     )
-    done = convert_verl(VerlSource(script), tmp_path / "recipe" / "a.yaml", ours=[REWARD])
-    assert done.code == 2
+    converted = convert_verl(VerlSource(script), tmp_path / "recipe" / "a.yaml", user_overrides=[REWARD])
+    assert converted.code == 2
     for key in (f"{A}.optim.lr", f"{R}.n", "data.train_batch_size"):
-        assert f"  {key} ?: needed; is what $(" in done.problem and f"give {key}=VALUE behind the job" in done.problem
-    assert f"{A}.ppo_epochs 2: refused" in done.problem and "project_name" not in done.problem
+        assert (
+            f"  {key} ?: needed; is what $(" in converted.problem
+            and f"give {key}=VALUE behind the job" in converted.problem
+        )
+    assert f"{A}.ppo_epochs 2: refused" in converted.problem and "project_name" not in converted.problem
     given = ("data.train_batch_size=64", f"{R}.n=4", f"{A}.optim.lr=1e-6", f"{A}.ppo_epochs=1")
-    assert convert_verl(VerlSource(script, given), tmp_path / "recipe" / "a.yaml", ours=[REWARD]).code == 0
+    assert convert_verl(VerlSource(script, given), tmp_path / "recipe" / "a.yaml", user_overrides=[REWARD]).code == 0
 
 
 def test_every_key_of_a_script_has_a_row() -> None:
-    _, settings = read_verl(FIXTURE, [], given={"MODELS": "/m", "DEVICE": "gpu"}, skip=[])
-    found = translate_settings(settings, ours=[REWARD])
-    assert sorted(row.flag for row in found.rows if row.where) == sorted(setting.name for setting in settings)
+    _, settings = read_verl(FIXTURE, [], variables={"MODELS": "/m", "DEVICE": "gpu"}, skip=[])
+    found = translate_settings(settings, user_overrides=[REWARD])
+    assert sorted(row.flag for row in found.rows if row.file_line) == sorted(setting.name for setting in settings)
     assert all(row.keys or row.note for row in found.rows)
     assert refused(found.rows) == ""
 
 
 def test_a_variable_that_decides_a_branch_is_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"run_small_math\.sh:\d+:.*--set DEVICE=VALUE may decide"):
-        read_verl(FIXTURE, [], given={"MODELS": "/m"}, skip=[])
+        read_verl(FIXTURE, [], variables={"MODELS": "/m"}, skip=[])
 
 
 PROGRAMS = {
@@ -165,10 +168,10 @@ def test_programs_and_config_files_are_read(line: str, nodes: str, tmp_path: Pat
         "defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 5, save_freq: 7, lr: 1e-6}\n"
     )
     (tmp_path / "run.sh").write_text(line)
-    _, settings = read_verl(tmp_path / "run.sh", ["trainer.test_freq=1"], given={}, skip=[])
+    _, settings = read_verl(tmp_path / "run.sh", ["trainer.test_freq=1"], variables={}, skip=[])
     assert [setting.text for setting in settings if setting.key == "trainer.nnodes"][-1] == nodes
     assert settings[-1].name == "trainer.test_freq"
-    _, settings = read_verl(tmp_path / "mine.yaml", ["+trainer.nnodes=9"], given={}, skip=[])
+    _, settings = read_verl(tmp_path / "mine.yaml", ["+trainer.nnodes=9"], variables={}, skip=[])
     assert [(setting.key, setting.value) for setting in settings] == [
         ("trainer.nnodes", 5),
         ("trainer.save_freq", 7),
@@ -190,4 +193,4 @@ REFUSED_PROGRAMS = {
 def test_other_programs_are_refused(line: str, word: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(line)
     with pytest.raises(ConfigError, match=word):
-        read_verl(tmp_path / "run.sh", [], given={}, skip=[])
+        read_verl(tmp_path / "run.sh", [], variables={}, skip=[])

@@ -92,7 +92,7 @@ def test_variables_from_outside_win(tmp_path: Path) -> None:
 def test_a_sourced_file_may_be_left_out(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text('source "${DIR}/models/m.sh"\npython3 train.py --a "${MODEL_ARGS[@]}"')
-    found = read_launch(script, given={}, skip=["m.sh"])
+    found = read_launch(script, variables={}, skip=["m.sh"])
     assert "m.sh" in found.skipped[0]
     assert "MODEL_ARGS is not set" in found.arguments[-1].problem, "it might have been set there"
 
@@ -115,13 +115,13 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
 
 
 def test_the_fixture_is_read_whole() -> None:
-    found = read_launch(FIXTURE, given={"MODEL_ROOT": "/models"})
+    found = read_launch(FIXTURE, variables={"MODEL_ROOT": "/models"})
     texts = [value.text for value in found.arguments]
     assert texts[texts.index("--expert-model-parallel-size") + 1] == "8"
     assert texts[texts.index("--sglang-cuda-graph-bs") + 1 :][:5] == ["1", "2", "4", "8", "16"]
     assert [value.text for value in found.arguments if value.problem] == [""], "--moe-layer-freq alone is computed"
     layers = next(value for value in found.arguments if value.text == "--num-layers")
-    assert layers.where.endswith("models/qwen3.5-35B-A3B.sh:14")
+    assert layers.file_line.endswith("models/qwen3.5-35B-A3B.sh:14")
 
 
 @settings(max_examples=300, deadline=None)

@@ -120,4 +120,4 @@ def test_a_file_sourced_in_a_subshell_sets_nothing_outside(tmp_path: Path) -> No
     assert [value.text for value in found.arguments] == ["1"]
     (tmp_path / "deep.sh").write_text("if true; then " * 10 + "source deep.sh" + "; fi" * 10)
     with pytest.raises(ConfigError, match=r"more than 32 files|too deep"):
-        read_launch(tmp_path / "deep.sh", given={})
+        read_launch(tmp_path / "deep.sh", variables={})

@@ -114,7 +114,7 @@ ROWS = {
 def test_what_becomes_of_a_flag(line: str, expected: tuple[str, str, str], tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"python3 train.py {NEEDED} \\\n {line}")
-    given = Flags.of(grouped(read_launch(script, given={}).arguments))
+    given = Flags.of(grouped(read_launch(script, variables={}).arguments))
     flag, verdict, words = expected
     found = row_of(given.last[flag], given) if flag in given else row(mapped(tmp_path, line), flag)
     assert (found.verdict, words in found.note) == (verdict, True), found
@@ -188,4 +188,4 @@ def test_a_model_whose_config_is_damaged_is_left_to_load(config: str, tmp_path: 
 
 
 def test_a_key_is_not_repeated(tmp_path: Path) -> None:
-    assert row(mapped(tmp_path, "--wandb-key s3cret"), "--wandb-key").given == "(not shown)"
+    assert row(mapped(tmp_path, "--wandb-key s3cret"), "--wandb-key").value_text == "(not shown)"

@@ -69,16 +69,16 @@ OUTCOMES: dict[str, dict[str, Any]] = {
 def test_scripts_of_every_kind_become_the_same_job_or_none(name: str, tmp_path: Path) -> None:
     code, verdicts = KINDS[name]
     out = tmp_path / "recipe" / "a.yaml"
-    done = convert_script(FOLDER / name, out)
-    assert done.code == code, done.problem or done.report
-    assert {flag: next(r.verdict for r in done.rows if r.flag == flag) for flag in verdicts} == verdicts
+    converted = convert_script(FOLDER / name, out)
+    assert converted.code == code, converted.problem or converted.report
+    assert {flag: next(r.verdict for r in converted.rows if r.flag == flag) for flag in verdicts} == verdicts
     assert out.exists() == (code != NONE)
     if code == NONE:
-        drops = done.problem.rpartition("add: ")[2].split()
+        drops = converted.problem.rpartition("add: ")[2].split()
         refused = {flag for flag, verdict in verdicts.items() if verdict == "refused"}
         assert {f"--drop={flag}" for flag in refused - {"--hf-checkpoint"}} <= {*drops}
         assert "--drop=--hf-checkpoint" not in drops, "a job without a model is none"
-        assert ("without the others" in done.problem) == ("--hf-checkpoint" in refused)
+        assert ("without the others" in converted.problem) == ("--hf-checkpoint" in refused)
         return
     command = ["--config-dir", str(tmp_path), "+recipe=a"]
     cfg = load_config(command, files=False, machine=False, code=False)
@@ -91,10 +91,10 @@ def test_scripts_of_every_kind_become_the_same_job_or_none(name: str, tmp_path: 
 
 
 def test_a_model_file_that_is_not_there_is_what_config_json_says(tmp_path: Path) -> None:
-    done = convert_script(FOLDER / "run-agent.sh", tmp_path / "recipe" / "a.yaml")
+    converted = convert_script(FOLDER / "run-agent.sh", tmp_path / "recipe" / "a.yaml")
     assert (
-        "models/of-a-model-that-is-not-here.sh" in done.report
-        and "as config.json of --hf-checkpoint does" in done.report
+        "models/of-a-model-that-is-not-here.sh" in converted.report
+        and "as config.json of --hf-checkpoint does" in converted.report
     )
     elsewhere = convert_script(FOLDER / "run-sft.sh", tmp_path / "recipe" / "b.yaml").report
     assert f"{FOLDER / 'models' / 'dense-4B.sh'} was read" in elsewhere and "--num-layers 36" in elsewhere
@@ -102,8 +102,8 @@ def test_a_model_file_that_is_not_there_is_what_config_json_says(tmp_path: Path)
 
 def test_a_refused_flag_may_be_dropped_by_name(tmp_path: Path) -> None:
     drop = ["--rollout-function-path", "--custom-tis-function-path"]
-    done = convert_script(FOLDER / "run-fully-async.sh", tmp_path / "recipe" / "a.yaml", drop=drop)
-    assert done.code == SAME
+    converted = convert_script(FOLDER / "run-fully-async.sh", tmp_path / "recipe" / "a.yaml", drop=drop)
+    assert converted.code == SAME
     with pytest.raises(ConfigError, match=r"--drop --lr-x: the script does not give it"):
         convert_script(FOLDER / "run-fully-async.sh", tmp_path / "recipe" / "b.yaml", drop=[*drop, "--lr-x"])
 
@@ -112,8 +112,11 @@ def test_dropout_that_slime_would_train_with_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"python3 train.py {NEEDED.replace('--hidden-dropout 0.0', '')}")
     out = tmp_path / "recipe" / "a.yaml"
-    done = convert_script(script, out)
-    assert (done.code, [row.flag for row in done.rows if row.verdict == "refused"]) == (NONE, ["--hidden-dropout"])
+    converted = convert_script(script, out)
+    assert (converted.code, [row.flag for row in converted.rows if row.verdict == "refused"]) == (
+        NONE,
+        ["--hidden-dropout"],
+    )
     assert convert_script(script, out, drop=["--hidden-dropout"]).code == SAME
 
 
@@ -121,9 +124,9 @@ def test_the_environment_of_a_job_may_be_part_of_it(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     env = '{\\"env_vars\\": {\\"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\\": \\"1\\", \\"NVLS\\": \\"$(nvidia-smi)\\"}}'
     script.write_text(f'E="{env}"\nray job submit --runtime-env-json="$E" -- python3 train.py {NEEDED}')
-    done = convert_script(script, tmp_path / "recipe" / "a.yaml")
-    assert done.code == NONE
-    assert "OPEN_TRAINING_INT4_FAKE_QAT_FLAG 1: refused" in done.problem
+    converted = convert_script(script, tmp_path / "recipe" / "a.yaml")
+    assert converted.code == NONE
+    assert "OPEN_TRAINING_INT4_FAKE_QAT_FLAG 1: refused" in converted.problem
 
 
 def test_a_folder_of_scripts_is_counted_by_class(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_no_value_of_a_key_is_a_traceback_or_becomes_text(job: str) -> None:
     one_more = zip(keys, itertools.cycle(ODDER), strict=False)
     for key, text in (*itertools.product(keys, ODD), *one_more):
         try:
-            found = translate_settings([*base, replace(values[text], name=key)], ours=[REWARD])
+            found = translate_settings([*base, replace(values[text], name=key)], user_overrides=[REWARD])
         except ConfigError as error:
             names = {name.rpartition(".")[2] for name in (key, canonical(key))}
             assert any(name in str(error) for name in names), (key, text)
@@ -98,7 +98,7 @@ def test_no_value_of_a_key_is_a_traceback_or_becomes_text(job: str) -> None:
 def test_defaults_of_a_yaml_file_are_a_list_of_known_names(defaults: str, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(f"defaults: {defaults}\ntrainer: {{nnodes: 1}}\n")
     with pytest.raises(ConfigError, match=r"job\.yaml.* holds .*; only|job\.yaml: defaults holds"):
-        read_verl(tmp_path / "job.yaml", [], given={}, skip=[])
+        read_verl(tmp_path / "job.yaml", [], variables={}, skip=[])
 
 
 def test_no_pattern_hides_a_key_that_is_mapped() -> None:
@@ -107,10 +107,10 @@ def test_no_pattern_hides_a_key_that_is_mapped() -> None:
 
 @pytest.mark.parametrize("item", DIFFERENT, ids=lambda item: item.key)
 def test_defaults_that_differ_are_ours(item: Any) -> None:
-    if item.ours == "algo":
-        assert next(iter(ALGORITHMS)) == item.here
+    if item.our_key == "algo":
+        assert next(iter(ALGORITHMS)) == item.our_value
     else:
-        assert default_of(known_keys()[item.ours]) == item.here
+        assert default_of(known_keys()[item.our_key]) == item.our_value
 
 
 def test_defaults_that_differ_are_written() -> None:
@@ -120,7 +120,7 @@ def test_defaults_that_differ_are_written() -> None:
         f"{A}.use_kl_loss=True",
         "algorithm.use_kl_in_reward=True",
     ]
-    found = translate_settings([setting_of_text(text, "x:1") for text in shortest], ours=[REWARD])
+    found = translate_settings([setting_of_text(text, "x:1") for text in shortest], user_overrides=[REWARD])
     written = {row.flag for row in found.rows if row.verdict == "default"}
     elsewhere = {f"{A}.ppo_max_token_len_per_gpu", f"{R}.max_num_seqs"}  # memory and speed of verl's own engines
     assert {item.key for item in DIFFERENT} - written == elsewhere
@@ -132,13 +132,13 @@ def test_values_that_only_a_command_knows_are_asked_for_all_at_once() -> None:
     names.remove("data.reward_fn_key")  # answered by REWARD
     why = "is what $(date) prints, and no command is run: write its value"
     unknown = [setting_of_text(f"{name}=$(date)", f"run.sh:{line}", why) for line, name in enumerate(names, 1)]
-    rows = translate_settings([*unknown, *settings_of("")], ours=[REWARD]).rows
+    rows = translate_settings([*unknown, *settings_of("")], user_overrides=[REWARD]).rows
     needed = [row.flag for row in rows if row.verdict == "needed"]
     given_again = {row.flag for row in rows if row.note.startswith("given again")}
     assert len(needed) > 70 and {"trainer.save_freq", f"{R}.tensor_model_parallel_size", f"{A}.optim.lr"} <= {*needed}
     assert {row.verdict for row in rows if row.flag in names and row.flag not in {*needed, *given_again}} == {"dropped"}
     for name in names:
         [row] = [
-            row for row in translate_settings([setting_of_text(f"{name}=$(x)", "run.sh:1", why)]).rows if row.where
+            row for row in translate_settings([setting_of_text(f"{name}=$(x)", "run.sh:1", why)]).rows if row.file_line
         ]
         assert row.verdict in ("needed", "dropped", "refused"), name

@@ -210,11 +210,11 @@ OTHER = {
 def test_what_means_another_job_is_refused_unless_dropped(line: str, key: str) -> None:
     rewards = line.startswith("reward")
     ours = () if rewards else (REWARD,)
-    problem = refused(translated(line, ours=ours).rows)
+    problem = refused(translated(line, user_overrides=ours).rows)
     assert f"  {key} " in problem and f"--drop={key}" in problem
     names = problem.splitlines()[-1].split("--drop=")[1:]
     if key != "data.train_files" and not rewards:
-        assert refused(translated(line, ours=ours, drop=[name.strip() for name in names]).rows) == ""
+        assert refused(translated(line, user_overrides=ours, drop=[name.strip() for name in names]).rows) == ""
 
 
 ANSWERED = {
@@ -225,8 +225,8 @@ ANSWERED = {
 
 @pytest.mark.parametrize(("line", "ours"), ANSWERED.items(), ids=list(ANSWERED))
 def test_a_key_of_ours_answers_what_is_refused(line: str, ours: list[str]) -> None:
-    assert refused(translated(line, ours=ours).rows) == ""
-    without = translated(line, ours=ours[:-1] if len(ours) > 1 else ())
+    assert refused(translated(line, user_overrides=ours).rows) == ""
+    without = translated(line, user_overrides=ours[:-1] if len(ours) > 1 else ())
     assert f"--with {ours[-1].partition('=')[0]}=" in refused(without.rows)
 
 

@@ -29,12 +29,12 @@ def settings_of(line: str) -> list[Setting]:
     return [setting_of_text(text, "run.sh:1") for text in f"{NEEDED} {line}".split()]
 
 
-def translated(line: str, *, ours: Sequence[str] = (REWARD,), drop: Sequence[str] = ()) -> Job:
-    return translate_settings(settings_of(line), ours=ours, drop=drop)
+def translated(line: str, *, user_overrides: Sequence[str] = (REWARD,), drop: Sequence[str] = ()) -> Job:
+    return translate_settings(settings_of(line), user_overrides=user_overrides, drop=drop)
 
 
 def mapped(line: str) -> Mapped:
-    return map_settings(settings_of(line), run_name="a", ours=[REWARD])
+    return map_settings(settings_of(line), run_name="a", user_overrides=[REWARD])
 
 
 def refused(rows: Sequence[Row]) -> str:
