@@ -16,7 +16,7 @@ OPTION = "SLIME_LIKE_SGLANG"  # comma list of the seams to switch on in this pro
 
 
 def enabled(name: str) -> bool:
-    """Whether seam ``name`` is on. Off by default: entry points load in every SGLang process of the environment."""
+    """Return True if plugin ``name`` is enabled. Off by default: entry points load in every SGLang process."""
     return name in {part.strip() for part in os.environ.get(OPTION, "").split(",")}
 
 
@@ -30,7 +30,7 @@ class Hook:
 
 
 def problem(hook: Hook) -> str | None:
-    """Why ``hook`` is not in place, or ``None`` when it is."""
+    """Return the reason why ``hook`` is not in place, or ``None`` if it is."""
     try:
         wrapper = pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError) as error:

@@ -1,12 +1,12 @@
-"""Sampling an RL run can rely on: a seed per sample, and log-probabilities of the distribution sampled from.
+"""Reproducible sampling for RL: a seed per sample, and log-probabilities of the sampling distribution.
 
 SGLang honours ``sampling_seed`` only in its deterministic mode, which changes attention and communication as well, and
-returns log-probabilities of *given* tokens at temperature 1 whatever the request asks. With ``rollout_sampling`` in
-``SLIME_LIKE_SGLANG``, seeds count and given tokens are scored at the request's temperature, on CPU and GPU.
+returns log-probabilities of *given* tokens always at temperature 1. With ``rollout_sampling`` in ``SLIME_LIKE_SGLANG``,
+seeds are honoured and given tokens are scored at the request's temperature, on CPU and GPU.
 
-Seeds count whatever a request asks of the sampler: temperature, top-k, nucleus, min-p, penalties, biases, grammars, custom
-logit processors, its sampling mask. They do not under speculative decoding, which verifies drafts in functions of its own:
-the engine's log says so, and ``run.deterministic`` refuses it.
+Seeds work with all sampling options: temperature, top-k, nucleus, min-p, penalties, biases, grammars, custom logit
+processors, sampling masks. They do not under speculative decoding, which verifies drafts in separate functions: the
+engine logs it, and ``run.deterministic`` refuses it.
 """
 
 from __future__ import annotations

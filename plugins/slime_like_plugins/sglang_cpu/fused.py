@@ -1,4 +1,4 @@
-"""A whole forward of a dense model in few operations, in place of SGLang's modules.
+"""Fused forward of a dense model, which replaces SGLang's modules.
 
 Everything between matrix products is a leaf kernel over memory that is used again. Where products are C as well, a decode
 step is one call (``decode.py``). Prefill attends by torch and leaves the logits to SGLang. Every batch with something this
@@ -54,7 +54,7 @@ class FusedForward:
         return self._product.packed_by
 
     def handles(self, batch: Any, extra: tuple[Any, ...]) -> bool:
-        """Whether this is a plain batch, of decoding or of prefill, on our attention backend."""
+        """Return True for a plain batch of decoding or prefill on our attention backend."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         return (
@@ -126,14 +126,14 @@ def head_norms(block: DecoderBlock) -> tuple[Tensor, Tensor] | None:
 
 
 def attention_backend() -> Any:
-    """Of the forward that is under way."""
+    """Return the context of the running forward."""
     from sglang.srt.model_executor.forward_context import get_forward_context
 
     return get_forward_context().attn_backend
 
 
 def bind(model: Any, kernels: Kernels | None) -> str:
-    """Put the fused forward in front of ``model``'s. Returns what computes, in words."""
+    """Put the fused forward in front of ``model``'s. Returns a description of the backend."""
     if kernels is None:
         return f"module by module for {type(model).__name__}"
     reason = obstacle(model)

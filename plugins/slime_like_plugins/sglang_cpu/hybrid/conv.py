@@ -79,12 +79,12 @@ def causal_conv1d_update(
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """What products of ``x`` with the taps are summed in: float32, or float64 where ``x`` is that."""
+    """Return the accumulation dtype: float32, or float64 if ``x`` is float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def activated(x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """``x`` with bias, through SiLU if ``activation`` says so."""
+    """Add the bias to ``x`` and apply SiLU if ``activation`` is set."""
     if bias is not None:
         x = x + bias.to(x.dtype)
     if activation in (None, ""):
@@ -95,7 +95,7 @@ def activated(x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
 
 
 def check_precision(states: Tensor, x: Tensor) -> None:
-    """Raise ``ValueError`` where the pool would round what decoding convolves with again."""
+    """Raise ``ValueError`` if the pool's dtype would round the states."""
     if torch.finfo(states.dtype).eps > torch.finfo(x.dtype).eps:
         raise ValueError(
             f"convolution states are kept in {states.dtype} under inputs in {x.dtype}: "

@@ -60,5 +60,5 @@ def bind(model: Any) -> str | None:
 
 
 def is_hybrid(model: Any) -> bool:
-    """Whether a layer of ``model`` is linear attention."""
+    """Return True if a layer of ``model`` is linear attention."""
     return any(type(module).__name__ == "RadixLinearAttention" for module in model.modules())
